@@ -1,0 +1,163 @@
+"""The ways of training one model on two ranks that the step benchmark compares.
+
+Each contender gets its own copy of the model's source: Dynamo keeps compiled code per code object, so shared
+classes would make each contender pay for the guards of the others.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import gpt
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+# Until the package is complete the benchmark runs without it; then this becomes a plain import.
+GRAPHSHARD_PROBLEM: str | None = None
+try:
+    import graphshard
+except ImportError as error:
+    GRAPHSHARD_PROBLEM = f"import graphshard failed: {error}"
+
+WEIGHT_SEED = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trainer:
+    """A model ready to train: `forward` is what to call, `module` owns the parameters."""
+
+    forward: Callable[[Tensor], Tensor]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    comm_bytes: int = 0
+    """Bytes of communication buffers kept between steps."""
+
+    def run_forward_backward(self, tokens: Tensor, targets: Tensor) -> float:
+        """Leave gradients on the parameters; return the loss of this rank's batch."""
+        loss = self.loss(self.forward(tokens), targets)
+        loss.backward()
+        return loss.item()
+
+    def run_update(self) -> None:
+        """Apply the gradients and free them."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def run_step(self, tokens: Tensor, targets: Tensor) -> float:
+        """One training step; return the loss before it."""
+        loss = self.run_forward_backward(tokens, targets)
+        self.run_update()
+        return loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """A named way to train; `averages_gradients` is false for the one that does not communicate."""
+
+    summary: str
+    build: Callable[[ModuleType, nn.Module, DeviceMesh], Trainer]
+    averages_gradients: bool = True
+    is_compiled: bool = True
+
+
+def _adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
+
+
+def _build_unsharded(source: ModuleType, model: nn.Module, mesh: DeviceMesh) -> Trainer:
+    loss = torch.compile(source.next_token_loss)
+    return Trainer(forward=torch.compile(model), loss=loss, module=model, optimizer=_adamw(model))
+
+
+def _build_ddp_compile(source: ModuleType, model: nn.Module, mesh: DeviceMesh) -> Trainer:
+    replica = DistributedDataParallel(model, process_group=mesh.get_group(), gradient_as_bucket_view=True)
+    loss = torch.compile(source.next_token_loss)
+    bucket_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    return Trainer(
+        forward=torch.compile(replica), loss=loss, module=model, optimizer=_adamw(model), comm_bytes=bucket_bytes
+    )
+
+
+def _build_fsdp2_eager(source: ModuleType, model: nn.Module, mesh: DeviceMesh) -> Trainer:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return Trainer(forward=model, loss=source.next_token_loss, module=model, optimizer=_adamw(model))
+
+
+def _build_fsdp2_compile(source: ModuleType, model: nn.Module, mesh: DeviceMesh) -> Trainer:
+    """Blocks compiled one by one, then sharded, and the loss compiled: torchtitan's order."""
+    for block in model.blocks:
+        block.compile(fullgraph=True)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    loss = torch.compile(source.next_token_loss)
+    return Trainer(forward=model, loss=loss, module=model, optimizer=_adamw(model))
+
+
+def _build_fsdp2_prefetch(source: ModuleType, model: nn.Module, mesh: DeviceMesh) -> Trainer:
+    """FSDP2 with compile, told to gather ahead.
+
+    FSDP2 overlaps through CUDA streams; on the CPU its all-gathers block unless they are made asynchronous and the
+    next units are named. Its reduce-scatters block in any case.
+    """
+    trainer = _build_fsdp2_compile(source, model, mesh)
+    blocks = list(model.blocks)
+    model._set_unshard_async_op(True)
+    model.set_modules_to_forward_prefetch(blocks[:1])
+    for before, after in zip(blocks, blocks[1:]):
+        before.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([before])
+    return trainer
+
+
+def _build_graphshard(source: ModuleType, model: nn.Module, mesh: DeviceMesh) -> Trainer:
+    for block in model.blocks:
+        graphshard.fully_shard(block, mesh=mesh)
+    graphshard.fully_shard(model, mesh=mesh)
+    loss = torch.compile(source.next_token_loss)
+    forward = torch.compile(model, backend="graphshard")
+    return Trainer(forward=forward, loss=loss, module=model, optimizer=_adamw(model))
+
+
+CONTENDERS: dict[str, Contender] = {
+    "unsharded": Contender(
+        summary="whole model compiled, no communication", build=_build_unsharded, averages_gradients=False
+    ),
+    "fsdp2": Contender(summary="FSDP2, eager", build=_build_fsdp2_eager, is_compiled=False),
+    "fsdp2-compile": Contender(summary="FSDP2, each block compiled", build=_build_fsdp2_compile),
+    "fsdp2-prefetch": Contender(
+        summary="as fsdp2-compile, asynchronous gathers one unit ahead", build=_build_fsdp2_prefetch
+    ),
+    "ddp-compile": Contender(summary="DDP, compiled", build=_build_ddp_compile),
+    "graphshard": Contender(summary="graphshard, whole model compiled", build=_build_graphshard),
+}
+
+
+def copy_source(name: str, folder: Path) -> ModuleType:
+    """Import a private copy of gpt.py, written to `folder`, for the contender `name`."""
+    module_name = f"gpt_{name.replace('-', '_')}"
+    path = Path(shutil.copy(gpt.__file__, folder / f"{module_name}.py"))
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses looks its annotations up here
+    spec.loader.exec_module(module)
+    return module
+
+
+def build_trainer(name: str, config: gpt.GptConfig, mesh: DeviceMesh, folder: Path) -> Trainer:
+    """The contender `name` with the same initial weights as every other one."""
+    source = copy_source(name, folder)
+    torch.manual_seed(WEIGHT_SEED)
+    return CONTENDERS[name].build(source, source.Gpt(config), mesh)

@@ -1,0 +1,208 @@
+"""One rank of the step benchmark; step_time.py starts two of these and reads the files they write.
+
+Every contender lives in the same pair of processes. First each is built and compiled in turn with empty caches,
+then they take turns, a few steps each, so that a noisy spell of the machine falls on all of them.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from contenders import CONTENDERS, Trainer, build_trainer
+from gpt import GptConfig, random_batch
+from step_memory import local_bytes, measure_step_memory, optimizer_bytes
+from torch import Tensor
+from torch._inductor.utils import fresh_cache
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+NUM_RANKS = 2
+NUM_WARM_STEPS = 3
+COLLECTIVE_LIMIT_S = 120
+PROBE_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepJob:
+    """What both ranks are told to do. `cores[rank]` is the core a rank is pinned to, `store_host` is rank 0's address."""
+
+    model: GptConfig
+    batch: int
+    rounds: int
+    steps_per_round: int
+    contenders: tuple[str, ...]
+    cores: tuple[int, ...]
+    store_host: str
+    folder: str
+    limit_s: float
+
+    def save(self, path: Path) -> None:
+        """Write the job as JSON."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> StepJob:
+        """Read what `save` wrote."""
+        fields = json.loads(path.read_text())
+        fields["model"] = GptConfig(**fields["model"])
+        for name in ("contenders", "cores"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
+
+
+@dataclass(slots=True, kw_only=True)
+class ContenderRecord:
+    """What one rank saw of one contender. Times in seconds, memory in bytes; `rounds[i]` are one turn's steps."""
+
+    first_call_s: float
+    losses: list[float]
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    comm_bytes: int
+    peak_bytes: int
+    left_bytes: int
+    rounds: list[list[float]] = field(default_factory=list)
+
+
+def join_group(job: StepJob, rank: int) -> DeviceMesh:
+    """Meet the other rank through a TCPStore on a port the system picks, passed on in a file."""
+    limit = timedelta(seconds=COLLECTIVE_LIMIT_S)
+    port_file = Path(job.folder) / "port"
+    if rank == 0:
+        store = dist.TCPStore(job.store_host, 0, NUM_RANKS, is_master=True, timeout=limit, wait_for_workers=False)
+        part = port_file.with_suffix(".part")
+        part.write_text(str(store.port))
+        part.rename(port_file)
+    else:
+        deadline = time.monotonic() + COLLECTIVE_LIMIT_S
+        while not port_file.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank 0 wrote no port to {port_file} within {COLLECTIVE_LIMIT_S} s")
+            time.sleep(0.05)
+        store = dist.TCPStore(job.store_host, int(port_file.read_text()), NUM_RANKS, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=limit)
+    return init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("shard",))
+
+
+def measure_link() -> float:
+    """Gbit/s each rank sends at while gathering; what the shaped link should limit to its rate."""
+    piece = torch.zeros(PROBE_BYTES, dtype=torch.uint8)
+    whole = torch.zeros(NUM_RANKS * PROBE_BYTES, dtype=torch.uint8)
+    seconds = []
+    for _ in range(4):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_gather_into_tensor(whole, piece)
+        seconds.append(time.perf_counter() - start)
+    return PROBE_BYTES * 8 / statistics.median(seconds[1:]) / 1e9
+
+
+def time_step(trainer: Trainer, batch: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    """Seconds and loss of one training step."""
+    start = time.perf_counter()
+    loss = trainer.run_step(*batch)
+    return time.perf_counter() - start, loss
+
+
+def prepare_compiler(job: StepJob, mesh: DeviceMesh, batch: tuple[Tensor, Tensor]) -> None:
+    """Pay once for what the first compilation in a process pays for: imports, compiler checks, shared headers."""
+    folder = Path(job.folder, f"prepare{mesh.get_rank()}")
+    folder.mkdir()
+    trainer = build_trainer("unsharded", job.model, mesh, folder)
+    with fresh_cache(dir=job.folder):
+        trainer.run_step(*batch)
+
+
+def start_contender(
+    name: str, job: StepJob, mesh: DeviceMesh, batch: tuple[Tensor, Tensor]
+) -> tuple[Trainer, ContenderRecord]:
+    """Build, compile and warm up one contender; take its memory figures."""
+    trainer = build_trainer(name, job.model, mesh, Path(job.folder, f"rank{mesh.get_rank()}"))
+    dist.barrier()
+    with fresh_cache(dir=job.folder):
+        first_call_s, loss = time_step(trainer, batch)
+    losses = [loss] + [trainer.run_step(*batch) for _ in range(NUM_WARM_STEPS)]
+    parameters = list(trainer.module.parameters())
+    trainer.run_forward_backward(*batch)
+    gradient_bytes = local_bytes(p.grad for p in parameters if p.grad is not None)
+    trainer.run_update()
+    memory = measure_step_memory(lambda: trainer.run_step(*batch))
+    record = ContenderRecord(
+        first_call_s=first_call_s,
+        losses=losses,
+        parameter_bytes=local_bytes(parameters),
+        gradient_bytes=gradient_bytes,
+        optimizer_bytes=optimizer_bytes(trainer.optimizer),
+        comm_bytes=trainer.comm_bytes,
+        peak_bytes=memory.peak_bytes,
+        left_bytes=memory.left_bytes,
+    )
+    return trainer, record
+
+
+def take_turns(
+    job: StepJob,
+    trainers: dict[str, Trainer],
+    records: dict[str, ContenderRecord],
+    batch: tuple[Tensor, Tensor],
+) -> None:
+    """Round-robin over the contenders, each round starting with the next one; one untimed step opens each turn."""
+    names = list(trainers)
+    for turn in range(job.rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            dist.barrier()
+            trainers[name].run_step(*batch)
+            records[name].rounds.append([time_step(trainers[name], batch)[0] for _ in range(job.steps_per_round)])
+
+
+def report_progress(rank: int, text: str) -> None:
+    """Rank 0's progress goes to the stream it inherited."""
+    if rank == 0:
+        print(f"  {text}", flush=True)
+
+
+def run_job(job: StepJob, rank: int) -> None:
+    """Measure everything and write `rank<N>.json`."""
+    os.sched_setaffinity(0, {job.cores[rank]})
+    torch.set_num_threads(1)
+    folder = Path(job.folder)
+    (folder / f"rank{rank}").mkdir()
+    mesh = join_group(job, rank)
+    link_gbits = measure_link()
+    report_progress(rank, f"link measured at {link_gbits:.2f} Gbit/s each way")
+    batch = random_batch(job.model, batch=job.batch, seed=1 + rank)
+    if any(CONTENDERS[name].is_compiled for name in job.contenders):
+        prepare_compiler(job, mesh, batch)
+    trainers: dict[str, Trainer] = {}
+    records: dict[str, ContenderRecord] = {}
+    for name in job.contenders:
+        trainers[name], records[name] = start_contender(name, job, mesh, batch)
+        report_progress(rank, f"{name}: first call {records[name].first_call_s:.1f} s")
+    take_turns(job, trainers, records, batch)
+    result = {"link_gbits": link_gbits, "records": {name: asdict(record) for name, record in records.items()}}
+    (folder / f"rank{rank}.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """`step_worker.py JOB_FILE RANK`, started by step_time.py."""
+    job, rank = StepJob.load(Path(sys.argv[1])), int(sys.argv[2])
+    # Ends this process even when a collective hangs and the process that started it is gone.
+    faulthandler.dump_traceback_later(job.limit_s, exit=True)
+    run_job(job, rank)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""One training step, and the same steps on the unsharded model to compare a sharded run with.
+
+Both models run `train_step`, so the only difference is who holds the parameters: the sharded model sees this
+rank's slice of a batch, the unsharded one sees the whole batch on rank 0. Gradient norms are compared next to
+losses because Adam divides the gradient's scale out: a gradient summed where it should be averaged would
+leave every loss as it was.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+Batch = tuple[Tensor, ...]
+LossFunction = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Loss and gradient norm (before clipping) of one step, over the whole batch of all ranks."""
+
+    loss: float
+    grad_norm: float
+
+
+def backward_and_clip(
+    model: nn.Module, loss_of: LossFunction, batch: Batch, max_norm: float
+) -> tuple[Tensor, Tensor]:
+    """Leave clipped gradients in `model`; return this rank's loss and the gradient norm over all ranks."""
+    loss = loss_of(*batch)
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return loss.detach(), norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def train_step(
+    model: nn.Module, optimizer: Optimizer, loss_of: LossFunction, batch: Batch, max_norm: float
+) -> tuple[Tensor, Tensor]:
+    """One optimizer step on `batch`. `loss_of(*batch)` calls the (compiled) model and returns a mean loss."""
+    loss, norm = backward_and_clip(model, loss_of, batch, max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss, norm
+
+
+def train_unsharded(
+    model: nn.Module, optimizer: Optimizer, loss_of: LossFunction, batches: Iterable[Batch], max_norm: float
+) -> list[StepResult]:
+    """Train the plain model in this process; `batches` may set the learning rate before it yields."""
+    results = []
+    for batch in batches:
+        loss, norm = train_step(model, optimizer, loss_of, batch, max_norm)
+        results.append(StepResult(loss.item(), norm.item()))
+    return results
+
+
+def largest_differences(sharded: list[StepResult], unsharded: list[StepResult]) -> StepResult:
+    """Largest relative difference over the steps, of the losses and of the gradient norms."""
+    pairs = list(zip(sharded, unsharded, strict=True))
+    return StepResult(
+        max(_relative(a.loss, b.loss) for a, b in pairs),
+        max(_relative(a.grad_norm, b.grad_norm) for a, b in pairs),
+    )
+
+
+def _relative(value: float, expected: float) -> float:
+    """Relative difference; infinite for NaN, so that max() cannot overlook it."""
+    difference = abs(value - expected) / abs(expected)
+    return math.inf if math.isnan(difference) else difference

@@ -1,0 +1,40 @@
+"""Private torch names, in one place, each with the versions it was checked on.
+
+The Inductor hand-over (:mod:`graphshard.inductor`) has its own private imports; nothing else in the
+project may import a private torch name.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+
+def group_store(group: dist.ProcessGroup) -> dist.Store:
+    """The key-value store a process group was made with (checked: 2.13)."""
+    from torch.distributed.distributed_c10d import _world
+
+    return _world.pg_map[group][1]
+
+
+def group_by_name(name: str) -> dist.ProcessGroup:
+    """The process group a functional collective's group name stands for (checked: 2.13)."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
+
+
+def group_timeout_seconds(group: dist.ProcessGroup) -> float:
+    """The time limit the user gave for operations on this group (checked: 2.13)."""
+    for name in ("cuda", "cpu"):
+        try:
+            options = group._get_backend(_device(name)).options
+        except (RuntimeError, AttributeError):  # no such device, or a backend without options
+            continue
+        return options._timeout.total_seconds()
+    return dist.distributed_c10d.default_pg_timeout.total_seconds()
+
+
+def _device(name: str):  # type: ignore[no-untyped-def]
+    import torch
+
+    return torch.device(name)

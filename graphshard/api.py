@@ -1,0 +1,299 @@
+"""``fully_shard``: FSDP2's function over the compiler.
+
+Signature, argument names and error types are those of ``torch.distributed.fsdp.fully_shard``;
+changing one import is the migration.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
+
+from .errors import AlreadyShardedError, ShardingError, StaleOptimizerError, UnsupportedShardingError
+from .mesh import MeshAxis, axis_of
+from .module import SLOTS, UNIT, FSDPModule, ParameterSlot, Tree, Unit, relabel, sharded_class
+from .params import shard_shape
+
+ModuleOrModules = TypeVar("ModuleOrModules", bound="nn.Module | list[nn.Module]")
+
+#: Set on a parameter that ``fully_shard`` replaced: its sharded successor and slot. A module outside
+#: the unit that ties to it finds its way from here.
+_SUCCESSOR = "_graphshard_successor"
+
+
+def fully_shard(
+    module: ModuleOrModules,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+) -> ModuleOrModules:
+    """Shards a module's parameters over a mesh axis, in place, and makes it one unit.
+
+    The unit holds all parameters below ``module`` that no earlier call claimed: call it on the inner
+    modules first, on the root last. Each parameter becomes a DTensor cut along dim 0; as with
+    ``torch.chunk``, trailing ranks may hold fewer rows or none.
+
+    Args:
+        module: the module, or a list of modules that form one unit.
+        mesh: 1-D ``DeviceMesh``; all ranks of the default group when None.
+        reshard_after_forward: free the gathered parameters after the forward and gather them again
+            in the backward (True), keep them (False); None frees them except at the root.
+        ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
+        shard_placement_fn, mp_policy, offload_policy: accepted at their defaults only.
+
+    Returns:
+        ``module`` itself, its class renamed ``FSDP<Class>``.
+
+    Raises:
+        ShardingError: (a ValueError) a module, mesh or parameter cannot be sharded; all offending
+            parameters are listed.
+        AlreadyShardedError: (an AssertionError) the module is a unit already.
+        UnsupportedShardingError: (a NotImplementedError) a mesh, policy or layout that graphshard
+            does not handle.
+        StaleOptimizerError: (a RuntimeError) an optimizer holds parameters that would be replaced.
+    """
+    modules = list(module) if isinstance(module, list) else [module]
+    _refuse_unsupported(shard_placement_fn, mp_policy, offload_policy)
+    _check_reshard(reshard_after_forward)
+    _check_modules(modules)
+    mesh = mesh if mesh is not None else _default_mesh()
+    axis = _shard_axis(mesh)
+    ignored = {id(param) for param in ignored_params or ()}
+    owned = [entry for entry in _owned_parameters(modules) if id(entry.param) not in ignored]
+    fresh = [entry for entry in owned if not _is_sharded(entry) and not hasattr(entry.param, _SUCCESSOR)]
+    _check_parameters(fresh, mesh)
+    _refuse_stale_optimizers(fresh)
+    unit = Unit(tree=Tree(), modules=modules, reshard_after_forward=reshard_after_forward)
+    _move_to_device(modules, mesh, ignored)
+    for entry in owned:
+        if not _is_sharded(entry):
+            _install(entry, unit, mesh, axis)
+    _swap_classes(modules, unit)
+    relabel(modules)
+    return module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Owned:
+    """One entry of one module's ``_parameters``; a tied parameter has several."""
+
+    owner: nn.Module
+    name: str
+    path: str
+    param: nn.Parameter
+
+
+def _refuse_unsupported(placement: Any, mp_policy: Any, offload_policy: Any) -> None:
+    given = []
+    if placement is not None:
+        given.append("shard_placement_fn")
+    if mp_policy is not None and mp_policy != MixedPrecisionPolicy():
+        given.append("mp_policy")
+    if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
+        given.append("offload_policy")
+    if given:
+        raise UnsupportedShardingError(
+            f"fully_shard: {', '.join(given)} is not supported yet; leave it at its default"
+        )
+
+
+def _check_reshard(value: Any) -> None:
+    if value is None or isinstance(value, bool):
+        return
+    if isinstance(value, int):
+        raise UnsupportedShardingError(
+            f"fully_shard: reshard_after_forward={value} (a smaller group) is not supported yet; use True or False"
+        )
+    raise ShardingError(f"fully_shard: reshard_after_forward={value!r} must be True, False or None")
+
+
+def _check_modules(modules: list[nn.Module]) -> None:
+    if not modules:
+        raise ShardingError("fully_shard: the list of modules is empty")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise ShardingError(f"fully_shard: expected an nn.Module, got {type(module).__name__}")
+        if isinstance(module, FSDPModule):
+            raise AlreadyShardedError(
+                f"fully_shard was already called on this {type(module).__name__}; call it once per module"
+            )
+        if type(module).forward is nn.Module.forward:
+            raise ShardingError(
+                f"fully_shard: {type(module).__name__} has no forward, so nothing can gather its parameters; "
+                "shard each of its children, or pass them as a list"
+            )
+
+
+def _default_mesh() -> DeviceMesh:
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            raise ShardingError(
+                "fully_shard: no process group; start the script with torchrun, "
+                "call torch.distributed.init_process_group(), or pass mesh="
+            )
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator()
+    backend = dist.get_backend()
+    device_type = accelerator.type if accelerator is not None and backend != "gloo" else "cpu"
+    return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def _shard_axis(mesh: DeviceMesh) -> MeshAxis:
+    if mesh.ndim == 1:
+        return axis_of(mesh)
+    shape = tuple(mesh.shape)
+    if mesh.ndim == 2:
+        raise UnsupportedShardingError(
+            f"fully_shard: a 2-D mesh of shape {shape} (hybrid sharding) is not supported yet; pass a 1-D mesh"
+        )
+    raise ShardingError(f"fully_shard: the mesh must be 1-D, got {mesh.ndim} dimensions of shape {shape}")
+
+
+def _owned_parameters(modules: list[nn.Module]) -> Iterable[_Owned]:
+    seen: set[int] = set()
+    for index, root in enumerate(modules):
+        prefix = f"{index}." if len(modules) > 1 else ""
+        for path, owner in root.named_modules(remove_duplicate=True):
+            if id(owner) in seen:
+                continue
+            seen.add(id(owner))
+            for name, param in owner._parameters.items():
+                if param is not None:
+                    full_path = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
+                    yield _Owned(owner=owner, name=name, path=full_path, param=param)
+
+
+def _is_sharded(entry: _Owned) -> bool:
+    return entry.name in entry.owner.__dict__.get(SLOTS, {})
+
+
+def _check_parameters(entries: list[_Owned], mesh: DeviceMesh) -> None:
+    scalars = [entry.path for entry in entries if entry.param.ndim == 0]
+    if scalars:
+        raise ShardingError(
+            f"fully_shard: parameter(s) {', '.join(scalars)} have no dimension to cut over {mesh.size()} ranks; "
+            "make them 1-D (shape [1]) or list them in ignored_params"
+        )
+    foreign = [f"{entry.path} {entry.param.placements}" for entry in entries if isinstance(entry.param, DTensor)]
+    if foreign:
+        raise UnsupportedShardingError(
+            f"fully_shard: parameter(s) {', '.join(foreign)} are DTensors already (tensor parallel); "
+            "composing with them is not supported yet"
+        )
+    strided = [f"{entry.path} {tuple(entry.param.shape)}" for entry in entries if not entry.param.is_contiguous()]
+    if strided:
+        raise UnsupportedShardingError(
+            f"fully_shard: parameter(s) {', '.join(strided)} are not contiguous; "
+            "call .contiguous() on their data first (channels_last weights included)"
+        )
+
+
+def _refuse_stale_optimizers(entries: list[_Owned]) -> None:
+    """An optimizer made earlier would go on stepping the replaced parameters: nothing would train."""
+    params = {id(entry.param): entry for entry in entries}
+    # A parameter that only modules hold has one reference per entry, plus the two named here.
+    held = {id(entry.param): 0 for entry in entries}
+    for entry in entries:
+        held[id(entry.param)] += 2  # the module's dict and the entry
+    if all(sys.getrefcount(entry.param) <= held[id(entry.param)] + 1 for entry in entries):
+        return
+    for candidate in gc.get_objects():
+        if not isinstance(candidate, torch.optim.Optimizer):
+            continue
+        stale = [params[id(p)].path for group in candidate.param_groups for p in group["params"] if id(p) in params]
+        if stale:
+            shown = ", ".join(stale[:5]) + (f" and {len(stale) - 5} more" if len(stale) > 5 else "")
+            raise StaleOptimizerError(
+                f"fully_shard: this {type(candidate).__name__} was made before sharding and holds {shown}, "
+                "which sharding replaces: make the optimizer after fully_shard "
+                "(and delete the old one)"
+            )
+
+
+def _move_to_device(modules: list[nn.Module], mesh: DeviceMesh, ignored: set[int]) -> None:
+    device = _mesh_device(mesh)
+    for root in modules:
+        for owner in root.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and not buffer.is_meta and buffer.device != device:
+                    owner._buffers[name] = buffer.to(device)
+
+
+def _mesh_device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def _install(entry: _Owned, unit: Unit, mesh: DeviceMesh, axis: MeshAxis) -> None:
+    successor = getattr(entry.param, _SUCCESSOR, None)
+    if successor is None:
+        slot = _slot_for(entry, unit, axis, mesh)
+        successor = (_shard(entry.param, mesh), slot)
+        setattr(entry.param, _SUCCESSOR, successor)
+        unit.slots.append(slot)
+    param, slot = successor
+    entry.owner._parameters[entry.name] = param
+    entry.owner.__dict__.setdefault(SLOTS, {})[entry.name] = slot
+
+
+def _slot_for(entry: _Owned, unit: Unit, axis: MeshAxis, mesh: DeviceMesh) -> ParameterSlot:
+    # Gloo has no average; and a sum scaled afterwards rounds like FSDP2's mean.
+    averages = mesh.device_type != "cpu"
+    return ParameterSlot(
+        unit=unit,
+        name=entry.path,
+        shape=entry.param.shape,
+        dim=0,
+        axis=axis.label,
+        group_size=axis.size,
+        group_name=axis.group_name,
+        reduce_op="avg" if averages else "sum",
+        grad_scale=1.0 if averages else 1.0 / axis.size,
+    )
+
+
+def _shard(param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """This rank's rows as a DTensor parameter; the values of the other ranks' rows are dropped."""
+    device = param.device if param.is_meta else _mesh_device(mesh)
+    rank, num_ranks = mesh.get_local_rank(), mesh.size()
+    shape = shard_shape(param.shape, 0, num_ranks, rank)
+    start = min(rank * -(-param.shape[0] // num_ranks), param.shape[0])
+    rows = param.detach().narrow(0, start, shape[0]).to(device)
+    # A copy of its own, so that the full storage is freed.
+    local = torch.empty_like(rows) if rows.is_meta else rows.clone(memory_format=torch.contiguous_format)
+    sharded = DTensor.from_local(
+        local, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=param.stride()
+    )
+    return nn.Parameter(sharded, requires_grad=param.requires_grad)
+
+
+def _swap_classes(modules: list[nn.Module], unit: Unit) -> None:
+    for root in modules:
+        for owner in root.modules():
+            names = tuple(owner.__dict__.get(SLOTS, {}))
+            is_unit = owner in modules
+            if is_unit:
+                owner.__dict__[UNIT] = unit
+            if is_unit or (names and UNIT not in owner.__dict__):
+                owner.__class__ = sharded_class(_plain_class(owner), names, is_unit)
+
+
+def _plain_class(owner: nn.Module) -> type[nn.Module]:
+    """The class the user wrote, whether or not it was swapped before."""
+    return getattr(type(owner), "_graphshard_plain_class", type(owner))

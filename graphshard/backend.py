@@ -1,0 +1,187 @@
+"""The ``torch.compile`` backend: joint passes, partition, passes on each half, agreement, Inductor.
+
+Dynamo hands over one graph per piece of the model. Inductor's own decompositions, partitioner and
+caches stay in use: the joint passes hang on its ``joint_custom_pre_pass``, and the passes on the
+forward and the backward run in front of its inner compiler, before its cache is looked up, so a
+cached artefact is one of exactly the planned graph (docs/decisions/0001).
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from . import passes
+from ._compat import group_by_name, group_store, group_timeout_seconds
+from .agreement import Agreement
+from .collectives import group_name, is_collective
+from .context import PassContext, context_from_shard_ops
+from .errors import ScheduleOrderError
+from .graph_text import collective_text, graph_text, group_labels
+from .inductor import (
+    CustomGraphPass,
+    compile_fx,
+    compile_fx_inner,
+    config_patches,
+    emitted_order,
+    functorch_patch,
+    order_difference,
+    planned_order,
+)
+from .ops import UNSHARD
+from .options import BackendOptions
+from .pipeline import PassRecord, Pipeline
+
+JOINT_PIPELINE = Pipeline(passes.MergeUnshards(), passes.TagRecompute(), passes.LowerShards())
+
+
+def half_pipeline(options: BackendOptions) -> Pipeline:
+    """The passes that run on the forward and on the backward."""
+    steps: list[Any] = []
+    if options.bucket == "unit":
+        steps.append(passes.BucketCollectives())
+    if options.overlap:
+        steps.append(passes.ScheduleCollectives())
+    else:
+        steps.append(passes.ScheduleCollectives(prefetch=0, reductions_in_flight=1))
+    return Pipeline(*steps, given=JOINT_PIPELINE.facts_at_end)
+
+
+def graphshard(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """``torch.compile(model, backend="graphshard", options={...})``.
+
+    Args:
+        gm: what Dynamo captured.
+        example_inputs: its inputs.
+        options: see :class:`graphshard.options.BackendOptions`.
+
+    Raises:
+        OptionError: an unknown option or value.
+        AgreementError: the ranks would issue different collectives.
+    """
+    parsed = BackendOptions.parse(options)
+    patches = config_patches(parsed.inductor)
+    _warn_if_never_sharded(gm, example_inputs)
+    compilation = _Compilation(options=parsed, index=_next_index(parsed.dump))
+    with functorch_patch():
+        return compile_fx(
+            gm,
+            list(example_inputs),
+            inner_compile=compilation.compile_half,
+            config_patches={**patches, "joint_custom_pre_pass": _JointPasses(compilation)},
+        )
+
+
+def _warn_if_never_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    plain = [value for value in example_inputs if type(value) is torch.nn.Parameter and value.requires_grad]
+    sharded = any(isinstance(value, dist.tensor.DTensor) for value in example_inputs)
+    if plain and not sharded and not gm.graph.find_nodes(op="call_function", target=UNSHARD):
+        warnings.warn(
+            f"graphshard: none of the {len(plain)} parameters of this graph is sharded, so it is compiled "
+            "by Inductor alone; call graphshard.fully_shard on the model before torch.compile",
+            stacklevel=2,
+        )
+
+
+def _next_index(folder: Path | None) -> int:
+    """Number of the first graph not yet dumped into ``folder``."""
+    if folder is None:
+        return 0
+    folder.mkdir(parents=True, exist_ok=True)
+    return next(index for index in itertools.count() if not any(folder.glob(f"graph{index}.*")))
+
+
+@dataclass
+class _Compilation:
+    """One graph of Dynamo on its way through the joint passes and the two halves."""
+
+    options: BackendOptions
+    index: int
+    context: PassContext = field(default_factory=PassContext)
+
+    def run_joint(self, gm: fx.GraphModule) -> None:
+        """The joint passes; remembers mesh and parameters for the halves."""
+        self.context = context_from_shard_ops(gm, full_checks=self.options.verify == "full")
+        self._dump("joint", "0-captured", self._text(gm, self.context))
+        self._dump_records("joint", JOINT_PIPELINE.run(gm, self.context))
+
+    def compile_half(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        """The passes on one half, the agreement of the ranks, Inductor, the check of the order."""
+        is_backward = bool(kwargs.get("is_backward"))
+        half = "backward" if is_backward else "inference" if kwargs.get("is_inference") else "forward"
+        context = self.context.for_backward() if is_backward else self.context.for_forward()
+        if any(is_collective(node) for node in gm.graph.nodes):
+            self._dump(half, "0-partitioned", self._text(gm, context))
+            self._dump_records(half, half_pipeline(self.options).run(gm, context))
+            if self.options.verify != "off":
+                self._agree(gm, context, half)
+        planned = planned_order(gm)
+        compiled = compile_fx_inner(gm, example_inputs, **kwargs)
+        if planned and self.options.verify != "off":
+            self._check_order(planned, getattr(compiled, "source_code", None), half)
+        return compiled
+
+    def _agree(self, gm: fx.GraphModule, context: PassContext, half: str) -> None:
+        labels = group_labels(gm, context.mesh)
+        sequences: dict[str, list[str]] = {}
+        for node in filter(is_collective, gm.graph.nodes):
+            sequences.setdefault(group_name(node), []).append(collective_text(node, labels))
+        for name, sequence in sequences.items():
+            group = group_by_name(name)
+            if group.name() == "fake":
+                continue
+            agreement = Agreement(
+                store=dist.PrefixStore(f"graphshard/{name}", group_store(group)),
+                rank=group.rank(),
+                num_ranks=group.size(),
+                timeout_seconds=group_timeout_seconds(group),
+            )
+            agreement.require(sequence, what=f"graph {self.index} ({half})")
+
+    def _check_order(self, planned: list[str], source: str | None, half: str) -> None:
+        if source is None:
+            return
+        difference = order_difference(planned, emitted_order(source))
+        if not difference:
+            return
+        message = f"graphshard: Inductor moved collectives of the {half}: {difference}"
+        if self.options.verify == "full":
+            raise ScheduleOrderError(message)
+        warnings.warn(message, stacklevel=2)
+
+    def _text(self, gm: fx.GraphModule, context: PassContext) -> str:
+        if self.options.dump is None:
+            return ""
+        return graph_text(gm, mesh=context.mesh, parameters=context.parameters)
+
+    def _dump_records(self, half: str, records: list[PassRecord]) -> None:
+        for step, record in enumerate(records, start=1):
+            self._dump(half, f"{step}-{record.name}", record.text)
+
+    def _dump(self, half: str, stage: str, text: str) -> None:
+        if self.options.dump is not None:
+            (self.options.dump / f"graph{self.index}.{half}.{stage}.txt").write_text(text)
+
+
+class _JointPasses(CustomGraphPass):
+    """Inductor's handle on the joint passes of one compilation."""
+
+    def __init__(self, compilation: _Compilation) -> None:
+        self._compilation = compilation
+
+    def __call__(self, graph: fx.Graph) -> None:
+        assert graph.owning_module is not None
+        self._compilation.run_joint(graph.owning_module)
+
+    def uuid(self) -> str:
+        return JOINT_PIPELINE.uuid()

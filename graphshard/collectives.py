@@ -1,0 +1,167 @@
+"""Level 2: the collectives of a graph, and what the two shard ops become when written with them.
+
+The lowering of a shard op is written once, against an *emitter*: :class:`EagerEmitter` runs it at
+once (the eager implementation of the op), :class:`graphshard.rewrite.GraphEmitter` appends it to a
+graph (the pass ``lower_shards``). So the two cannot drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from .params import padded_rows, padded_shape
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+ALL_GATHER = c10d.all_gather_into_tensor.default
+REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
+ALL_REDUCE = c10d.all_reduce.default
+ALL_TO_ALL = c10d.all_to_all_single.default
+WAIT = c10d.wait_tensor.default
+
+#: Where each collective keeps the name of its process group and, if it has one, its reduce op.
+_GROUP_NAME_INDEX: dict[Any, int] = {
+    ALL_GATHER: 2,
+    REDUCE_SCATTER: 3,
+    ALL_REDUCE: 2,
+    ALL_TO_ALL: 3,
+    c10d.all_gather_into_tensor_coalesced.default: 2,
+    c10d.reduce_scatter_tensor_coalesced.default: 3,
+    c10d.all_reduce_coalesced.default: 2,
+    c10d.broadcast.default: 2,
+}
+_REDUCE_OP_INDEX: dict[Any, int] = {
+    REDUCE_SCATTER: 1,
+    ALL_REDUCE: 1,
+    c10d.reduce_scatter_tensor_coalesced.default: 1,
+    c10d.all_reduce_coalesced.default: 1,
+}
+
+
+def is_collective(node: fx.Node) -> bool:
+    """True for a node that starts a functional collective."""
+    return node.op == "call_function" and node.target in _GROUP_NAME_INDEX
+
+
+def is_wait(node: fx.Node) -> bool:
+    """True for ``wait_tensor``."""
+    return node.op == "call_function" and node.target is WAIT
+
+
+def short_name(node: fx.Node) -> str:
+    """``all_gather_into_tensor`` of ``_c10d_functional.all_gather_into_tensor.default``."""
+    return str(node.target).split(".")[-2]
+
+
+def group_name(node: fx.Node) -> str:
+    """Name of the process group of a collective."""
+    return str(node.args[_GROUP_NAME_INDEX[node.target]])
+
+
+def reduce_op(node: fx.Node) -> str:
+    """The reduction of a collective (``"sum"``, ``"avg"``), or "" for one that only moves data."""
+    index = _REDUCE_OP_INDEX.get(node.target)
+    return "" if index is None else str(node.args[index])
+
+
+class Emitter(Protocol):
+    """What a lowering needs: apply an op, and look at the tensor a value stands for."""
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any: ...
+
+    def tensor(self, value: Any) -> torch.Tensor: ...
+
+
+class EagerEmitter:
+    """Applies each op at once."""
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    def tensor(self, value: Any) -> torch.Tensor:
+        return value
+
+
+def emit_unshard(
+    emit: Emitter, shard: Any, *, shape: Sequence[int], dim: int, group_size: int, group_name: str
+) -> Any:
+    """Gather a shard along ``dim`` and drop the padding: a contiguous tensor of ``shape``.
+
+    ``shard`` is the padded or the unpadded piece; a piece that lacks rows is padded with zeros.
+    """
+    padded = emit_pad(emit, shard, padded_shape(shape, dim, group_size))
+    gathered = emit(WAIT, emit(ALL_GATHER, emit_contiguous(emit, padded), group_size, group_name))
+    if dim != 0:
+        gathered = _ranks_to_dim(emit, gathered, padded_shape(shape, dim, group_size), dim, group_size)
+    if emit.tensor(gathered).shape[dim] != shape[dim]:
+        gathered = emit_contiguous(emit, emit(aten.slice.Tensor, gathered, dim, 0, shape[dim]))
+    return gathered
+
+
+def emit_reduce_grad(
+    emit: Emitter,
+    grad: Any,
+    *,
+    shard_shape: Sequence[int],
+    dim: int,
+    group_size: int,
+    group_name: str,
+    reduce_op: str,
+    scale: float,
+) -> Any:
+    """Pad a full gradient, reduce-scatter it along ``dim``, scale, and cut to ``shard_shape``."""
+    shape = list(emit.tensor(grad).shape)
+    rows = padded_rows(shape[dim], group_size)
+    shape[dim] = rows * group_size
+    padded = emit_pad(emit, grad, shape)
+    if dim != 0:
+        padded = _dim_to_ranks(emit, padded, shape, dim, group_size)
+    started = emit(REDUCE_SCATTER, emit_contiguous(emit, padded), reduce_op, group_size, group_name)
+    reduced = emit(WAIT, started)
+    if scale != 1.0:
+        reduced = emit(aten.mul.Tensor, reduced, scale)
+    if rows != shard_shape[dim]:
+        reduced = emit_contiguous(emit, emit(aten.slice.Tensor, reduced, dim, 0, shard_shape[dim]))
+    return reduced
+
+
+def emit_pad(emit: Emitter, value: Any, shape: Sequence[int]) -> Any:
+    """Append zeros until ``value`` has ``shape``; the value itself when it already has."""
+    missing = [want - have for want, have in zip(shape, emit.tensor(value).shape, strict=True)]
+    if not any(missing):
+        return value
+    amounts = [amount for size in reversed(missing) for amount in (0, size)]
+    return emit(aten.constant_pad_nd.default, value, amounts, 0.0)
+
+
+def emit_contiguous(emit: Emitter, value: Any) -> Any:
+    """The value, copied only if it is not contiguous."""
+    if emit.tensor(value).is_contiguous():
+        return value
+    return emit(aten.clone.default, value, memory_format=torch.contiguous_format)
+
+
+def _ranks_to_dim(emit: Emitter, gathered: Any, piece: Sequence[int], dim: int, num_ranks: int) -> Any:
+    """``[ranks * piece[0], ...]``, one piece after the other, to pieces joined along ``dim``."""
+    split = emit(aten.view.default, gathered, [num_ranks, *piece])
+    order = [*range(1, dim + 1), 0, *range(dim + 1, len(piece) + 1)]
+    joined = emit_contiguous(emit, emit(aten.permute.default, split, order))
+    whole = list(piece)
+    whole[dim] *= num_ranks
+    return emit(aten.view.default, joined, whole)
+
+
+def _dim_to_ranks(emit: Emitter, whole: Any, shape: Sequence[int], dim: int, num_ranks: int) -> Any:
+    """The inverse of :func:`_ranks_to_dim`."""
+    piece = list(shape)
+    piece[dim] //= num_ranks
+    contiguous = emit_contiguous(emit, whole)
+    split = emit(aten.view.default, contiguous, [*piece[:dim], num_ranks, *piece[dim:]])
+    order = [dim, *range(dim), *range(dim + 1, len(piece) + 1)]
+    ordered = emit_contiguous(emit, emit(aten.permute.default, split, order))
+    return emit(aten.view.default, ordered, [num_ranks * piece[0], *piece[1:]])

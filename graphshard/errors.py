@@ -1,0 +1,49 @@
+"""Every error graphshard raises on purpose.
+
+All derive from :class:`GraphShardError`. Where torch's FSDP2 raises a known type for a known
+mistake, ours is a subclass of both, so existing ``except`` clauses keep working.
+"""
+
+
+class GraphShardError(Exception):
+    """Root of graphshard's errors."""
+
+
+class OptionError(GraphShardError, ValueError):
+    """An option of the backend, of ``fully_shard`` or of a pass has a value it cannot take."""
+
+
+class ShardingError(GraphShardError, ValueError):
+    """A model, mesh or parameter cannot be sharded as asked."""
+
+
+class UnsupportedShardingError(GraphShardError, NotImplementedError):
+    """The request makes sense, but graphshard does not do it."""
+
+
+class AlreadyShardedError(GraphShardError, AssertionError):
+    """A module that is already a unit was given to ``fully_shard`` again, or copied."""
+
+
+class ParameterStateError(GraphShardError, RuntimeError):
+    """A sharded parameter is not in a state in which the forward could use it."""
+
+
+class StaleOptimizerError(GraphShardError, RuntimeError):
+    """An optimizer holds parameters that ``fully_shard`` has replaced."""
+
+
+class PipelineError(GraphShardError, ValueError):
+    """Passes in an order that cannot work, or a pipeline text that cannot be read."""
+
+
+class PassError(GraphShardError, RuntimeError):
+    """A pass left the graph in a state that breaks a fact, or misreported what it did."""
+
+
+class AgreementError(GraphShardError, RuntimeError):
+    """The ranks would not issue the same collectives."""
+
+
+class ScheduleOrderError(GraphShardError, RuntimeError):
+    """Inductor emitted collectives in another order than the planned one."""

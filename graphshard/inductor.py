@@ -1,0 +1,129 @@
+"""The hand-over to Inductor: what is switched off, and proof that the planned order survived.
+
+Inductor may move, merge or drop collectives after us; everything that does is switched off in a
+scoped patch. What it finally emits is compared with the plan: the generated source names each
+collective and each wait, in order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch import fx
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from .collectives import is_collective, is_wait, short_name
+from .errors import OptionError
+
+__all__ = ["CustomGraphPass", "compile_fx", "compile_fx_inner", "emitted_order", "order_difference"]
+
+#: Inductor settings that would move or merge collectives after us, checked on 2.13. A name that a
+#: torch version lacks is left out: it cannot move anything there.
+_KEEP_ORDER: dict[str, Any] = {
+    "reorder_for_locality": False,
+    "reorder_for_peak_memory": False,
+    "reorder_for_compute_comm_overlap": False,
+    "bucket_all_gathers_fx": "none",
+    "bucket_reduce_scatters_fx": "none",
+    "bucket_all_reduces_fx": "none",
+    "dedup_reduce_scatters": False,
+    "_fuse_ddp_communication": False,
+    "aten_distributed_optimizations.enable_overlap_scheduling": False,
+    "aten_distributed_optimizations.enable_simple_overlap": False,
+    "aten_distributed_optimizations.collective_bucketing": False,
+    "aten_distributed_optimizations.spmd_check": False,
+    "aten_distributed_optimizations.pre_bucketing_fsdp_collectives": False,
+}
+
+#: The autograd cache would skip our passes, and with them the agreement of the ranks; the decision
+#: sync runs collectives while compiling, which hangs when one rank compiles alone.
+_FUNCTORCH: dict[str, Any] = {"enable_autograd_cache": False, "_sync_decision_cross_ranks": False}
+
+
+def config_patches(user: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's Inductor options plus what keeps the planned order.
+
+    Raises:
+        OptionError: the user sets an option that would move collectives, or one Inductor lacks.
+    """
+    clash = sorted(name for name, value in user.items() if name in _KEEP_ORDER and value != _KEEP_ORDER[name])
+    if clash:
+        raise OptionError(
+            f"graphshard backend: Inductor option(s) {', '.join(clash)} would move the collectives that "
+            "graphshard has scheduled; leave them out"
+        )
+    if unknown := sorted(name for name in user if not _has(name)):
+        raise OptionError(f"graphshard backend: Inductor has no option(s) {', '.join(unknown)}")
+    return {**user, **{name: value for name, value in _KEEP_ORDER.items() if _has(name)}}
+
+
+def functorch_patch() -> Any:
+    """A context manager with the AOTAutograd settings the backend needs."""
+    return functorch_config.patch({name: value for name, value in _FUNCTORCH.items() if hasattr(functorch_config, name)})
+
+
+def planned_order(gm: fx.GraphModule) -> list[str]:
+    """``start NAME`` and ``wait NAME`` in graph order, NAME counting the collectives of a kind."""
+    counts: dict[str, int] = {}
+    names: dict[fx.Node, str] = {}
+    order = []
+    for node in gm.graph.nodes:
+        if is_collective(node):
+            kind = short_name(node)
+            names[node] = f"{kind} {counts.setdefault(kind, 0)}"
+            counts[kind] += 1
+            order.append(f"start {names[node]}")
+        elif is_wait(node):
+            source = node.all_input_nodes[0]
+            source = source if source in names else source.all_input_nodes[0]
+            order.append(f"wait {names[source]}")
+    return order
+
+
+_CALL = re.compile(
+    r"^\s*(?:(?P<result>\w+) = )?torch\.ops\._c10d_functional\.(?P<op>\w+?)_?\.default\((?P<first>\[?\w+)"
+)
+_ALIAS = re.compile(r"^\s*(?P<new>\w+) = (?P<old>\w+)(?:\[\d+\])?(?:;|\s*#|\s*$)")
+
+
+def emitted_order(source: str) -> list[str]:
+    """The same words read from the Python wrapper that Inductor generated."""
+    counts: dict[str, int] = {}
+    buffers: dict[str, str] = {}
+    order = []
+    for line in source.splitlines():
+        if call := _CALL.match(line):
+            if call["op"] == "wait_tensor":
+                order.append(f"wait {buffers.get(call['first'], call['first'])}")
+                continue
+            kind = call["op"].removesuffix("_out")
+            name = f"{kind} {counts.setdefault(kind, 0)}"
+            counts[kind] += 1
+            buffers[call["result"] or call["first"].lstrip("[")] = name
+            order.append(f"start {name}")
+        elif (alias := _ALIAS.match(line)) and alias["old"] in buffers:
+            buffers[alias["new"]] = buffers[alias["old"]]
+    return order
+
+
+def order_difference(planned: list[str], emitted: list[str]) -> str:
+    """The first place where Inductor left the plan, in words; "" if nowhere."""
+    for index in range(max(len(planned), len(emitted))):
+        want = planned[index] if index < len(planned) else "nothing"
+        have = emitted[index] if index < len(emitted) else "nothing"
+        if want != have:
+            return f"step {index}: planned {want!r}, emitted {have!r}"
+    return ""
+
+
+def _has(name: str) -> bool:
+    holder: Any = inductor_config
+    *path, leaf = name.split(".")
+    for part in path:
+        holder = getattr(holder, part, None)
+    return hasattr(holder, leaf)

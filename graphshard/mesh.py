@@ -1,0 +1,65 @@
+"""The words for a device mesh as a graph sees it: axes with a label, a size and a group name.
+
+A graph holds group names, which depend on the order in which groups were made; text for people,
+goldens and fingerprints holds axis labels, which do not. This is the one place that maps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshAxis:
+    """One axis of a mesh: ``label`` for people, ``size`` ranks, ``group_name`` for torch."""
+
+    label: str
+    size: int
+    group_name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshLayout:
+    """The axes of a mesh, outermost first; ranks are numbered row-major over them."""
+
+    axes: tuple[MeshAxis, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """Product of the axis sizes."""
+        total = 1
+        for axis in self.axes:
+            total *= axis.size
+        return total
+
+    def find(self, group_name: str) -> MeshAxis | None:
+        """The axis whose process group has this name."""
+        return next((axis for axis in self.axes if axis.group_name == group_name), None)
+
+    def peers(self, rank: int, axis: MeshAxis) -> list[int]:
+        """Ranks that share ``axis``'s process group with ``rank``, in group order."""
+        stride = 1
+        for other in reversed(self.axes):
+            if other == axis:
+                break
+            stride *= other.size
+        coordinate = rank // stride % axis.size
+        return [rank + (index - coordinate) * stride for index in range(axis.size)]
+
+    @staticmethod
+    def of_axes(axes: Iterable[MeshAxis]) -> MeshLayout:
+        """A layout of the distinct axes, in order of first appearance."""
+        return MeshLayout(axes=tuple(dict.fromkeys(axes)))
+
+
+def axis_of(mesh: DeviceMesh, mesh_dim: int = 0, *, default_label: str = "shard") -> MeshAxis:
+    """The :class:`MeshAxis` of one dimension of a torch ``DeviceMesh``."""
+    names = mesh.mesh_dim_names
+    return MeshAxis(
+        label=names[mesh_dim] if names else default_label,
+        size=mesh.size(mesh_dim),
+        group_name=mesh.get_group(mesh_dim).group_name,
+    )

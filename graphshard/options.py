@@ -1,0 +1,64 @@
+"""The options of ``torch.compile(model, backend="graphshard", options={...})``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from .errors import OptionError
+
+_CHOICES = {"bucket": ("unit", "none"), "overlap": (True, False), "verify": ("off", "cheap", "full")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendOptions:
+    """Validated backend options.
+
+    Attributes:
+        bucket: "unit" merges the collectives of one ``fully_shard`` unit; "none" leaves one per
+            parameter.
+        overlap: start gathers before the compute that precedes their use, and wait for reductions
+            late; False starts and waits in place.
+        verify: "cheap" compares the collectives across ranks before the first one of a new graph
+            and checks the order Inductor emits; "full" also recomputes every fake value after each
+            pass, and makes another order an error; "off" does none of it.
+        dump: folder for the graph text after each pass, one file a graph and stage; None for none.
+        inductor: options for Inductor, as ``torch.compile(options=...)`` takes them.
+    """
+
+    bucket: str = "unit"
+    overlap: bool = True
+    verify: str = "cheap"
+    dump: Path | None = None
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if not any(value is choice or value == choice for choice in choices):
+                listed = ", ".join(map(repr, choices))
+                raise OptionError(f"graphshard backend: option {name}={value!r} must be one of {listed}")
+        if not isinstance(self.inductor, Mapping):
+            raise OptionError(
+                f"graphshard backend: option inductor={self.inductor!r} must be a dict of Inductor options"
+            )
+
+    @staticmethod
+    def parse(options: Mapping[str, Any] | None) -> BackendOptions:
+        """From the dict a user gave.
+
+        Raises:
+            OptionError: an unknown key (the known ones are listed) or a value that cannot be.
+        """
+        given = dict(options or {})
+        known = [option.name for option in fields(BackendOptions)]
+        if unknown := sorted(set(given) - set(known)):
+            raise OptionError(
+                f"graphshard backend: unknown option(s) {', '.join(map(repr, unknown))}; "
+                f"known: {', '.join(known)} (options of Inductor go into 'inductor')"
+            )
+        if given.get("dump") is not None:
+            given["dump"] = Path(given["dump"])
+        return BackendOptions(**given)

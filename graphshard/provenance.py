@@ -1,0 +1,112 @@
+"""Which parameter a collective serves, read from the data flow of the graph itself.
+
+A gather is reached from a shard through casts, pads and views only; a gradient leaves through
+slices, scales and casts of its reduction. Following these chains needs no hidden node metadata.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from .collectives import ALL_GATHER, REDUCE_SCATTER, aten, group_name, is_collective, is_wait, reduce_op
+from .context import PassContext
+from .graph_text import dtype_text
+from .params import ParameterBinding
+from .rewrite import output_values
+
+#: Ops that may stand between a shard and its gather, or between a reduction and its gradient.
+LAYOUT_OPS = {
+    aten.constant_pad_nd.default,
+    aten.clone.default,
+    aten.view.default,
+    aten.reshape.default,
+    aten.permute.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.mul.Tensor,
+    aten.div.Tensor,
+    aten._to_copy.default,
+    aten.cat.default,
+    aten.split_with_sizes.default,
+    torch.ops.prims.convert_element_type.default,
+    operator.getitem,
+}
+
+
+def is_layout(node: fx.Node) -> bool:
+    """True for views and for the ops that may stand around a collective."""
+    is_view = isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+    return is_view or node.target in LAYOUT_OPS
+
+
+def shards_behind(node: fx.Node, ctx: PassContext) -> list[ParameterBinding]:
+    """The parameters whose shards, and nothing else, flow into ``node``; empty if others do too."""
+    found: dict[str, ParameterBinding] = {}
+    pending = list(node.all_input_nodes)
+    while pending:
+        source = pending.pop()
+        binding = ctx.binding(source.name) if source.op == "placeholder" else None
+        if binding is not None:
+            found[binding.placeholder] = binding
+        elif source.target in LAYOUT_OPS:
+            pending.extend(source.all_input_nodes)
+        else:
+            return []
+    return sorted(found.values(), key=lambda binding: binding.position)
+
+
+def reaches_gather(placeholder: fx.Node) -> bool:
+    """True when a shard flows into a collective through layout ops alone."""
+    pending = list(placeholder.users)
+    while pending:
+        user = pending.pop()
+        if is_collective(user):
+            return True
+        if user.target in LAYOUT_OPS:
+            pending.extend(user.users)
+    return False
+
+
+def reduction_of(gradient: fx.Node) -> fx.Node | None:
+    """The collective whose result a gradient output is, through layout ops alone."""
+    node = gradient
+    while not is_collective(node):
+        if not (is_wait(node) or node.target in LAYOUT_OPS) or len(node.all_input_nodes) != 1:
+            return None
+        node = node.all_input_nodes[0]
+    return node
+
+
+def reduced_parameters(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, list[ParameterBinding]]:
+    """The parameters whose gradients each reduction of a joint or backward graph delivers."""
+    if ctx.first_gradient is None:
+        return {}
+    values = output_values(gm.graph)
+    served: dict[fx.Node, list[ParameterBinding]] = {}
+    for binding in ctx.parameters:
+        gradient = values[ctx.first_gradient + binding.position]
+        source = reduction_of(gradient) if isinstance(gradient, fx.Node) else None
+        if source is not None:
+            served.setdefault(source, []).append(binding)
+    return served
+
+
+def bucket_keys(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, tuple[str, ...]]:
+    """For each gather and reduction that serves one unit: what must agree for two to be merged."""
+    reduced = reduced_parameters(gm, ctx)
+    keys = {}
+    for node in filter(is_collective, gm.graph.nodes):
+        if node.target is ALL_GATHER:
+            bindings = shards_behind(node, ctx)
+        elif node.target is REDUCE_SCATTER:
+            bindings = reduced.get(node, [])
+        else:
+            continue
+        if len({binding.unit for binding in bindings}) == 1:
+            kind = "gather" if node.target is ALL_GATHER else "reduction"
+            dtype = dtype_text(node.meta["val"].dtype)
+            keys[node] = (kind, bindings[0].unit, dtype, group_name(node), reduce_op(node))
+    return keys

@@ -1,0 +1,88 @@
+"""The one way passes add nodes: typed as they are made.
+
+:class:`GraphEmitter` appends a call at the graph's insertion point and computes its fake value, so
+that the fact TYPED holds after every pass by construction.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch.fx.node import map_arg
+
+
+class GraphEmitter:
+    """Appends calls to ``graph`` at its insertion point, with ``meta`` copied where it is safe.
+
+    Args:
+        graph: the graph to add to.
+        origin: node whose ``stack_trace`` and module stack the new nodes take over.
+        extra_meta: entries set on each new node (recompute tags).
+    """
+
+    def __init__(
+        self, graph: fx.Graph, *, origin: fx.Node | None = None, extra_meta: dict[str, Any] | None = None
+    ) -> None:
+        self.graph = graph
+        self._meta = dict(extra_meta or {})
+        if origin is not None:
+            for key in ("stack_trace", "nn_module_stack", "seq_nr", "original_aten", "partitioner_tag"):
+                if key in origin.meta:
+                    self._meta[key] = origin.meta[key]
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta.update(self._meta)
+        node.meta["val"] = fake_result(target, args, kwargs)
+        return node
+
+    def tensor(self, value: fx.Node) -> torch.Tensor:
+        """The fake tensor that stands for a node's value."""
+        return value.meta["val"]
+
+
+def fake_result(target: Any, args: Any, kwargs: Any) -> Any:
+    """What ``target`` returns for the fake values of its arguments."""
+    fake_args = map_arg(args, lambda node: node.meta["val"])
+    fake_kwargs = map_arg(kwargs, lambda node: node.meta["val"])
+    mode = detect_fake_mode((fake_args, fake_kwargs))
+    if mode is None:
+        return target(*fake_args, **fake_kwargs)
+    with mode:
+        return target(*fake_args, **fake_kwargs)
+
+
+def output_values(graph: fx.Graph) -> list[Any]:
+    """The graph's outputs as a flat list (nodes, constants and None)."""
+    values = graph.output_node().args[0]
+    return list(values) if isinstance(values, (list, tuple)) else [values]
+
+
+def stable_topological_sort(graph: fx.Graph) -> None:
+    """Orders nodes after their inputs, otherwise as they stand (Kahn, lowest position first)."""
+    nodes = list(graph.nodes)
+    position = {node: index for index, node in enumerate(nodes)}
+    waiting = {node: len(node.all_input_nodes) for node in nodes}
+    ready = [position[node] for node in nodes if waiting[node] == 0]
+    order = []
+    while ready:
+        node = nodes[heapq.heappop(ready)]
+        order.append(node)
+        for user in node.users:
+            waiting[user] -= 1
+            if waiting[user] == 0:
+                heapq.heappush(ready, position[user])
+    apply_order(graph, order)
+
+
+def apply_order(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
+    """Rearranges the graph's nodes into ``order``, a permutation of them."""
+    assert len(order) == len(graph.nodes), "an order must name every node once"
+    for previous, node in itertools.pairwise(order):
+        previous.append(node)

@@ -1,0 +1,27 @@
+"""The passes of graphshard, one a file, installed as ``graphshard.passes``.
+
+``KNOWN`` maps the name of each pass to its class, for ``Pipeline.parse``.
+"""
+
+if __name__ != "graphshard.passes":
+    raise ImportError("import this package as graphshard.passes, not as " + repr(__name__))
+
+from .bucket_collectives import BucketCollectives
+from .lower_shards import LowerShards
+from .merge_unshards import MergeUnshards
+from .schedule_collectives import ScheduleCollectives
+from .tag_recompute import TagRecompute
+
+KNOWN = {
+    step.name: step
+    for step in (MergeUnshards, TagRecompute, LowerShards, BucketCollectives, ScheduleCollectives)
+}
+
+__all__ = [
+    "KNOWN",
+    "BucketCollectives",
+    "LowerShards",
+    "MergeUnshards",
+    "ScheduleCollectives",
+    "TagRecompute",
+]

@@ -1,0 +1,156 @@
+"""bucket_collectives: one gather and one reduction per unit, dtype and group in each graph.
+
+Gathers of a unit are merged where the first of them stands; reductions where the last gradient of
+the unit is ready. A bucket of one is left alone: its collective reads and writes the parameter's
+own layout, with no copy. In a larger bucket the copies are written out and visible: one into the
+bucket (``cat``), and after a gather one out of it per parameter (``clone``). After a reduction the
+pieces are views of the bucket.
+
+Before (two parameters of one unit)::
+
+    %all_gather_into_tensor_0: f32[8, 4] = all_gather_into_tensor(%primals_1, 2, axis=shard)
+    %wait_tensor_0: f32[8, 4] = wait_tensor(%all_gather_into_tensor_0)
+    %all_gather_into_tensor_1: f32[8] = all_gather_into_tensor(%primals_2, 2, axis=shard)
+    %wait_tensor_1: f32[8] = wait_tensor(%all_gather_into_tensor_1)
+
+After::
+
+    %view_0: f32[16] = view(%primals_1, [16])
+    %cat_0: f32[20] = cat([%view_0, %primals_2])
+    %all_gather_into_tensor_0: f32[40] = all_gather_into_tensor(%cat_0, 2, axis=shard)
+    %wait_tensor_0: f32[40] = wait_tensor(%all_gather_into_tensor_0)
+    ... two slices of it, cloned and viewed as f32[8, 4] and f32[8]
+
+Numerics: bitwise exact for gathers; a reduction keeps each element's operands, and their order as
+far as the process group's algorithm does not depend on the size or the position in the buffer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from graphshard.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT, aten, is_collective, is_wait, short_name
+from graphshard.context import PassContext
+from graphshard.errors import OptionError
+from graphshard.facts import Fact
+from graphshard.pipeline import PassReport
+from graphshard.provenance import LAYOUT_OPS, bucket_keys
+from graphshard.rewrite import GraphEmitter, stable_topological_sort
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketCollectives:
+    """See the module docstring.
+
+    Attributes:
+        by: "unit" merges the collectives of one ``fully_shard`` unit.
+    """
+
+    name: ClassVar[str] = "bucket_collectives"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.TYPED, Fact.WAITED})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.BUCKETED})
+    breaks: ClassVar[frozenset[Fact]] = frozenset({Fact.SCHEDULED})
+
+    by: str = "unit"
+
+    def __post_init__(self) -> None:
+        if self.by != "unit":
+            raise OptionError(f"bucket_collectives: by={self.by!r} is unknown; known: 'unit'")
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
+        """Counts "gather buckets" and "reduction buckets" made."""
+        keys = bucket_keys(gm, ctx)
+        groups: dict[tuple[str, ...], list[fx.Node]] = {}
+        for node, key in keys.items():
+            groups.setdefault(key, []).append(node)
+        counts = {"gather buckets": 0, "reduction buckets": 0}
+        for (kind, *_), members in groups.items():
+            if len(members) == 1:
+                continue
+            (_merge_gathers if kind == "gather" else _merge_reductions)(gm.graph, members)
+            counts[f"{kind} buckets"] += 1
+        changed = any(counts.values())
+        if changed:
+            stable_topological_sort(gm.graph)
+        skipped = [
+            f"{node.name} ({short_name(node)}) serves no single unit"
+            for node in gm.graph.nodes
+            if is_collective(node) and node not in keys and not changed
+        ]
+        return PassReport(changed=changed, counts=counts, skipped=tuple(skipped))
+
+
+def _merge_gathers(graph: fx.Graph, members: list[fx.Node]) -> None:
+    group_size, group_name = members[0].args[1:]
+    inputs = [_input_of(member) for member in members]
+    for moved in _chains_to_shards(inputs):
+        members[0].prepend(moved)
+    with graph.inserting_before(members[0]):
+        emit = GraphEmitter(graph, origin=members[0], extra_meta=_tags(members[0]))
+        sizes = [emit.tensor(value).numel() for value in inputs]
+        flat = emit(aten.cat.default, [_view(emit, value, [-1]) for value in inputs])
+        gathered = emit(WAIT, emit(ALL_GATHER, flat, group_size, group_name))
+        per_rank = emit(aten.view.default, gathered, [group_size, sum(sizes)])
+        ends = list(itertools.accumulate(sizes))
+        for member, size, end in zip(members, sizes, ends, strict=True):
+            piece = emit(aten.slice.Tensor, per_rank, 1, end - size, end)
+            copied = emit(aten.clone.default, piece, memory_format=torch.contiguous_format)
+            _replace(graph, member, _view(emit, copied, list(member.meta["val"].shape)))
+
+
+def _merge_reductions(graph: fx.Graph, members: list[fx.Node]) -> None:
+    _, reduce_op, group_size, group_name = members[0].args
+    inputs = [_input_of(member) for member in members]
+    with graph.inserting_before(members[-1]):
+        emit = GraphEmitter(graph, origin=members[-1])
+        sizes = [math.prod(member.meta["val"].shape) for member in members]
+        rows = [_view(emit, value, [group_size, size]) for value, size in zip(inputs, sizes, strict=True)]
+        flat = _view(emit, emit(aten.cat.default, rows, 1), [-1])
+        reduced = emit(WAIT, emit(REDUCE_SCATTER, flat, reduce_op, group_size, group_name))
+        ends = list(itertools.accumulate(sizes))
+        for member, size, end in zip(members, sizes, ends, strict=True):
+            piece = emit(aten.slice.Tensor, reduced, 0, end - size, end)
+            _replace(graph, member, _view(emit, piece, list(member.meta["val"].shape)))
+
+
+def _input_of(member: fx.Node) -> fx.Node:
+    (value,) = member.all_input_nodes
+    return value
+
+
+def _view(emit: GraphEmitter, value: fx.Node, shape: list[int]) -> fx.Node:
+    tensor = emit.tensor(value)
+    wanted = [tensor.numel() // -math.prod(shape)] if shape[0] == -1 else shape
+    return value if list(tensor.shape) == wanted else emit(aten.view.default, value, wanted)
+
+
+def _chains_to_shards(values: list[fx.Node]) -> list[fx.Node]:
+    """The layout nodes between shards and ``values``, inputs first."""
+    found: dict[fx.Node, None] = {}
+
+    def visit(node: fx.Node) -> None:
+        if node.target in LAYOUT_OPS and node not in found:
+            for source in node.all_input_nodes:
+                visit(source)
+            found[node] = None
+
+    for value in values:
+        visit(value)
+    return list(found)
+
+
+def _replace(graph: fx.Graph, member: fx.Node, result: fx.Node) -> None:
+    for wait in [user for user in member.users if is_wait(user)]:
+        wait.replace_all_uses_with(result)
+        graph.erase_node(wait)
+    graph.erase_node(member)
+
+
+def _tags(node: fx.Node) -> dict[str, Any]:
+    return {key: node.meta[key] for key in ("recompute", "ac_graph_id") if key in node.meta}

@@ -1,0 +1,81 @@
+"""tag_recompute: what the partitioner must keep for the backward, and what it must gather again.
+
+A unit that reshards after the forward has its ``unshard`` nodes tagged for recomputation, together
+with everything computed from full parameters alone by views and casts: otherwise the partitioner
+would save a transpose of the full parameter and nothing would be freed. A unit that does not
+reshard has them tagged to be saved.
+
+Before::
+
+    %unshard_0: f32[8, 4] = unshard(%primals_1, 'w', ..., True, ...)
+    %permute_0: f32[4, 8]@(1,4) = permute(%unshard_0, [1, 0])
+
+After::
+
+    %unshard_0: f32[8, 4] = unshard(%primals_1, 'w', ..., True, ...)  !recompute
+    %permute_0: f32[4, 8]@(1,4) = permute(%unshard_0, [1, 0])  !recompute
+
+Numerics: bitwise exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from graphshard.context import PassContext
+from graphshard.facts import Fact
+from graphshard.ops import UNSHARD
+from graphshard.pipeline import PassReport
+from graphshard.provenance import is_layout
+
+#: Position of ``reshard`` among the arguments of ``unshard``.
+_RESHARD_INDEX = 8
+
+#: Above every checkpointed region's id: the partitioner saves a recomputed node whose reader
+#: belongs to a region with a higher id, which would keep the gathered parameter.
+_REGION_ID = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class TagRecompute:
+    """See the module docstring; no options (each ``unshard`` node says what its unit wants)."""
+
+    name: ClassVar[str] = "tag_recompute"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.TYPED, Fact.MERGED})
+    provides: ClassVar[frozenset[Fact]] = frozenset({Fact.TAGGED})
+    breaks: ClassVar[frozenset[Fact]] = frozenset()
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
+        """Counts "recomputed" and "saved" gathers."""
+        counts = {"recomputed": 0, "saved": 0}
+        changed = False
+        for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
+            reshard = bool(node.args[_RESHARD_INDEX])
+            policy = CheckpointPolicy.MUST_RECOMPUTE if reshard else CheckpointPolicy.MUST_SAVE
+            changed |= _tag(node, policy)
+            counts["recomputed" if reshard else "saved"] += 1
+        for node in gm.graph.nodes:
+            if _is_view_of_recomputed(node):
+                changed |= _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+        return PassReport(changed=changed, counts=counts)
+
+
+def _tag(node: fx.Node, policy: CheckpointPolicy) -> bool:
+    changed = node.meta.get("recompute") != policy
+    node.meta["recompute"] = policy
+    node.meta["ac_graph_id"] = _REGION_ID
+    return changed
+
+
+def _is_view_of_recomputed(node: fx.Node) -> bool:
+    if node.op != "call_function" or node.target is UNSHARD or not node.all_input_nodes:
+        return False
+    return is_layout(node) and all(
+        source.meta.get("recompute") == CheckpointPolicy.MUST_RECOMPUTE
+        and source.meta.get("ac_graph_id") == _REGION_ID
+        for source in node.all_input_nodes
+    )

@@ -1,0 +1,20 @@
+"""The one fixture of the distributed tests: run a function on every rank of a persistent gloo group."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from .gloo_pool import GlooPools
+
+
+@pytest.fixture(scope="session")
+def run_on_gloo_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    """`run_on_gloo_ranks(world_size, function, *args)`: see `GlooPools.run`.
+
+    The ranks of a session share one Inductor cache folder: equal kernels are built by the C++ compiler once, and
+    nothing is carried over from an earlier session.
+    """
+    pools = GlooPools(tmp_path_factory.mktemp("inductor_cache"))
+    yield pools.run
+    pools.close()

@@ -1,0 +1,87 @@
+"""The torch.compile backend's own options and warnings."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from .implementations import compile_if_asked, shard_units
+from .parity import start_lockstep
+from .toy_models import WORKLOADS, build_mlp
+
+KNOWN_OPTIONS = ("bucket", "overlap", "memory_budget", "hardware", "verify", "dump", "inductor")
+
+
+def compile_with_options(options: dict[str, object]) -> str:
+    """The text of the ValueError, in whatever Dynamo wrapped it."""
+    from graphshard.errors import GraphShardError
+
+    model = shard_units("compiled", build_mlp((4, 6), (6, 3)), [])
+    with pytest.raises((ValueError, torch._dynamo.exc.BackendCompilerFailed)) as caught:
+        compile_if_asked("compiled", model, **options)(torch.ones(2, 4))
+    error = getattr(caught.value, "inner_exception", caught.value)
+    assert isinstance(error, ValueError) and isinstance(error, GraphShardError)
+    return str(error)
+
+
+def compile_unsharded() -> None:
+    """A warning that names fully_shard, then what Inductor gives."""
+    torch.manual_seed(0)
+    model = build_mlp((4, 6), (6, 3))
+    inputs = torch.randn(5, 4)
+    with pytest.warns(UserWarning, match="fully_shard"):
+        found = torch.compile(model, backend="graphshard")(inputs)
+    torch._dynamo.reset()
+    assert_close(found, torch.compile(model, backend="inductor")(inputs), rtol=0, atol=0)
+    found.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def train_with_dump(folder: str) -> None:
+    lockstep = start_lockstep(WORKLOADS["mlp_even"], "sharded")
+    lockstep.forward = compile_if_asked("compiled", lockstep.model, dump=folder)
+    lockstep.train(2)
+
+
+def train_with_options(options: dict[str, object]) -> None:
+    lockstep = start_lockstep(WORKLOADS["mlp_7_15_3"], "sharded")
+    lockstep.forward = compile_if_asked("compiled", lockstep.model, **options)
+    lockstep.train(3)
+
+
+def test_unknown_option_lists_the_known_ones(run_on_gloo_ranks):
+    (message,) = run_on_gloo_ranks(1, compile_with_options, {"buckets": "unit"})
+    assert "buckets" in message
+    assert all(name in message for name in KNOWN_OPTIONS), message
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"bucket": "all"}, {"verify": "always"}, {"memory_budget": "sixty"}, {"hardware": "no-such-card"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_bad_value_of_an_option_is_named(run_on_gloo_ranks, options):
+    ((name, value),) = options.items()
+    (message,) = run_on_gloo_ranks(1, compile_with_options, options)
+    assert name in message and value in message
+
+
+def test_model_that_was_never_sharded_warns_and_runs(run_on_gloo_ranks):
+    run_on_gloo_ranks(1, compile_unsharded)
+
+
+def test_dump_holds_the_graphs_of_forward_and_backward(run_on_gloo_ranks, tmp_path: Path):
+    run_on_gloo_ranks(2, train_with_dump, str(tmp_path))
+    texts = {path.name: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    assert any("all_gather" in text for text in texts.values()), sorted(texts)
+    assert any("reduce_scatter" in text for text in texts.values()), sorted(texts)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"bucket": "unit"}, {"bucket": "none"}, {"overlap": False}, {"verify": "full"}],
+    ids=lambda options: "-".join(f"{name}_{value}" for name, value in options.items()),
+)
+def test_parity_holds_under_each_option(run_on_gloo_ranks, options):
+    run_on_gloo_ranks(2, train_with_options, options)

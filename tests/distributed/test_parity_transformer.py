@@ -1,0 +1,24 @@
+"""A decoder with tied embeddings and a vocabulary that no number of ranks divides trains like the unsharded one."""
+
+import pytest
+
+from .implementations import UNCOMPILED
+from .parity import train_in_lockstep
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("implementation", UNCOMPILED)
+def test_transformer_trains_like_unsharded(run_on_gloo_ranks, implementation, world_size, reshard_after_forward):
+    run_on_gloo_ranks(world_size, train_in_lockstep, "transformer", implementation, reshard_after_forward)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+def test_compiled_transformer_trains_like_unsharded(run_on_gloo_ranks, reshard_after_forward):
+    run_on_gloo_ranks(2, train_in_lockstep, "transformer", "compiled", reshard_after_forward)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+def test_compiled_transformer_on_four_ranks_trains_like_unsharded(run_on_gloo_ranks, reshard_after_forward):
+    run_on_gloo_ranks(4, train_in_lockstep, "transformer", "compiled", reshard_after_forward)
