@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from .errors import AlreadyShardedError, ShardingError, StaleOptimizerError, UnsupportedShardingError
 from .mesh import MeshAxis, axis_of
 from .module import SLOTS, UNIT, FSDPModule, ParameterSlot, Tree, Unit, relabel, sharded_class
-from .params import shard_shape
+from .params import padded_shape, shard_shape
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound="nn.Module | list[nn.Module]")
 
@@ -274,9 +274,12 @@ def _shard(param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     rank, num_ranks = mesh.get_local_rank(), mesh.size()
     shape = shard_shape(param.shape, 0, num_ranks, rank)
     start = min(rank * -(-param.shape[0] // num_ranks), param.shape[0])
-    rows = param.detach().narrow(0, start, shape[0]).to(device)
-    # A copy of its own, so that the full storage is freed.
-    local = torch.empty_like(rows) if rows.is_meta else rows.clone(memory_format=torch.contiguous_format)
+    rows = param.detach().narrow(0, start, shape[0])
+    # A storage of its own, so that the full one is freed, with room for the padding.
+    padded = torch.zeros(padded_shape(param.shape, 0, num_ranks), dtype=param.dtype, device=device)
+    local = padded.narrow(0, 0, shape[0])
+    if not param.is_meta:
+        local.copy_(rows)
     sharded = DTensor.from_local(
         local, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=param.stride()
     )

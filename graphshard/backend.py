@@ -22,6 +22,7 @@ from torch import fx
 from . import passes
 from ._compat import group_by_name, group_store, group_timeout_seconds
 from .agreement import Agreement
+from .boundary import cross_boundary
 from .collectives import group_name, is_collective
 from .context import PassContext, context_from_shard_ops
 from .errors import ScheduleOrderError
@@ -34,6 +35,7 @@ from .inductor import (
     emitted_order,
     functorch_patch,
     order_difference,
+    pin_order,
     planned_order,
 )
 from .ops import UNSHARD
@@ -73,13 +75,15 @@ def graphshard(
     patches = config_patches(parsed.inductor)
     _warn_if_never_sharded(gm, example_inputs)
     compilation = _Compilation(options=parsed, index=_next_index(parsed.dump))
-    with functorch_patch():
-        return compile_fx(
-            gm,
-            list(example_inputs),
-            inner_compile=compilation.compile_half,
-            config_patches={**patches, "joint_custom_pre_pass": _JointPasses(compilation)},
-        )
+    patches["joint_custom_pre_pass"] = _JointPasses(compilation)
+
+    def compile_graph(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+        with functorch_patch():
+            return compile_fx(
+                graph, inputs, inner_compile=compilation.compile_half, config_patches=patches
+            )
+
+    return cross_boundary(gm, example_inputs, compile_graph)
 
 
 def _warn_if_never_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -126,6 +130,7 @@ class _Compilation:
             if self.options.verify != "off":
                 self._agree(gm, context, half)
         planned = planned_order(gm)
+        pin_order(gm)
         compiled = compile_fx_inner(gm, example_inputs, **kwargs)
         if planned and self.options.verify != "off":
             self._check_order(planned, getattr(compiled, "source_code", None), half)

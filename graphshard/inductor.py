@@ -16,6 +16,8 @@ import torch._inductor.config as inductor_config
 from torch import fx
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch.utils._ordered_set import OrderedSet
 
 from .collectives import is_collective, is_wait, short_name
 from .errors import OptionError
@@ -83,6 +85,24 @@ def planned_order(gm: fx.GraphModule) -> list[str]:
             source = source if source in names else source.all_input_nodes[0]
             order.append(f"wait {names[source]}")
     return order
+
+
+def pin_order(gm: fx.GraphModule) -> None:
+    """Ties each wait to the start before it and each start to the wait before it, in plan order.
+
+    Without this, Inductor fuses the copy into a bucket with compute that waits for another bucket,
+    and the start that follows the copy moves behind that wait.
+    """
+    ties: dict[fx.Node, OrderedSet[fx.Node]] = {}
+    previous: fx.Node | None = None
+    for node in gm.graph.nodes:
+        if not (is_collective(node) or is_wait(node)):
+            continue
+        if previous is not None and is_wait(previous) != is_wait(node) and previous not in node.all_input_nodes:
+            ties[node] = OrderedSet([previous])
+        previous = node
+    preserve_node_ordering(gm.graph, ties)
+    gm.recompile()
 
 
 _CALL = re.compile(

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .errors import AlreadyShardedError, ParameterStateError, ShardingError
+from .ops import UNSHARD
 
 #: Where a module keeps the slots of its sharded parameters, and a unit root its unit.
 SLOTS = "_graphshard_slots"
@@ -107,11 +108,11 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
             f"a sharded parameter must stay a DTensor: use distribute_tensor() on the new value"
         )
     local = param.to_local()
-    if local.is_meta:
+    if local.device.type == "meta":
         raise_for_meta(slot.unit)
     if slot.group_size == 1:
         return local
-    return torch.ops.graphshard.unshard(local, *slot.arguments)
+    return UNSHARD(local, *slot.arguments)
 
 
 def raise_for_meta(unit: Unit) -> NoReturn:

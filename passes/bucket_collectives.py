@@ -98,10 +98,12 @@ def _merge_gathers(graph: fx.Graph, members: list[fx.Node]) -> None:
         gathered = emit(WAIT, emit(ALL_GATHER, flat, group_size, group_name))
         per_rank = emit(aten.view.default, gathered, [group_size, sum(sizes)])
         ends = list(itertools.accumulate(sizes))
+        results = []
         for member, size, end in zip(members, sizes, ends, strict=True):
             piece = emit(aten.slice.Tensor, per_rank, 1, end - size, end)
             copied = emit(aten.clone.default, piece, memory_format=torch.contiguous_format)
-            _replace(graph, member, _view(emit, copied, list(member.meta["val"].shape)))
+            results.append(_view(emit, copied, list(member.meta["val"].shape)))
+    _replace(graph, members, results)
 
 
 def _merge_reductions(graph: fx.Graph, members: list[fx.Node]) -> None:
@@ -114,9 +116,11 @@ def _merge_reductions(graph: fx.Graph, members: list[fx.Node]) -> None:
         flat = _view(emit, emit(aten.cat.default, rows, 1), [-1])
         reduced = emit(WAIT, emit(REDUCE_SCATTER, flat, reduce_op, group_size, group_name))
         ends = list(itertools.accumulate(sizes))
+        results = []
         for member, size, end in zip(members, sizes, ends, strict=True):
             piece = emit(aten.slice.Tensor, reduced, 0, end - size, end)
-            _replace(graph, member, _view(emit, piece, list(member.meta["val"].shape)))
+            results.append(_view(emit, piece, list(member.meta["val"].shape)))
+    _replace(graph, members, results)
 
 
 def _input_of(member: fx.Node) -> fx.Node:
@@ -145,11 +149,12 @@ def _chains_to_shards(values: list[fx.Node]) -> list[fx.Node]:
     return list(found)
 
 
-def _replace(graph: fx.Graph, member: fx.Node, result: fx.Node) -> None:
-    for wait in [user for user in member.users if is_wait(user)]:
-        wait.replace_all_uses_with(result)
-        graph.erase_node(wait)
-    graph.erase_node(member)
+def _replace(graph: fx.Graph, members: list[fx.Node], results: list[fx.Node]) -> None:
+    for member, result in zip(members, results, strict=True):
+        for wait in [user for user in member.users if is_wait(user)]:
+            wait.replace_all_uses_with(result)
+            graph.erase_node(wait)
+        graph.erase_node(member)
 
 
 def _tags(node: fx.Node) -> dict[str, Any]:

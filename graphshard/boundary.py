@@ -1,0 +1,150 @@
+"""The edge between DTensor parameters and compiled code, crossed once for all parameters of a graph.
+
+Dynamo's graph takes each parameter as a DTensor and calls ``to_local()`` on it. Left like that,
+AOTAutograd unwraps and wraps every DTensor in Python at each step, and ranks with fewer rows trace
+another graph. :func:`cross_boundary` makes the graph take the *padded local tensors* instead, equal
+in shape on every rank, and one autograd function carries all of them: padded views on the way in,
+DTensor gradients on the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import detect_fake_mode
+from torch.distributed.tensor import DTensor
+
+from .ops import UNSHARD
+from .params import padded_shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """One parameter that enters as its padded shard: argument ``position``, shape and cut dim."""
+
+    position: int
+    shape: tuple[int, ...]
+    dim: int
+
+
+def cross_boundary(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Callable[[fx.GraphModule, list[Any]], Any]
+) -> Callable[..., Any]:
+    """Compiles ``gm`` on padded local tensors, and returns a function of the original inputs.
+
+    A DTensor that the graph uses in any other way than through ``to_local()`` stays a DTensor.
+    """
+    inputs = list(example_inputs)
+    crossings = []
+    for position, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
+        example = inputs[position]
+        locals_ = list(placeholder.users)
+        if not isinstance(example, DTensor) or not all(map(_is_plain_to_local, locals_)):
+            continue
+        shape, dim = _padded(locals_, example)
+        inputs[position] = _fake_shard(example, shape)
+        placeholder.meta["example_value"] = inputs[position]
+        placeholder.type = Tensor
+        for local in locals_:
+            local.replace_all_uses_with(placeholder)
+            gm.graph.erase_node(local)
+        crossings.append(Crossing(position=position, shape=shape, dim=dim))
+    gm.recompile()
+    compiled = compile_graph(gm, inputs)
+    return _at_runtime(compiled, crossings) if crossings else compiled
+
+
+def _is_plain_to_local(node: fx.Node) -> bool:
+    return node.op == "call_method" and node.target == "to_local" and len(node.args) == 1 and not node.kwargs
+
+
+def _padded(locals_: list[fx.Node], example: DTensor) -> tuple[tuple[int, ...], int]:
+    """Padded shape and cut dim from the ``unshard`` that reads the shard; at one rank nothing is padded."""
+    for local in locals_:
+        for user in local.users:
+            if user.target is UNSHARD:
+                shape, dim, group_size = user.args[3], user.args[4], user.args[6]
+                return tuple(padded_shape(shape, dim, group_size)), dim
+    return tuple(example.to_local().shape), 0
+
+
+def _fake_shard(example: DTensor, shape: tuple[int, ...]) -> Tensor:
+    mode = detect_fake_mode([example])
+    assert mode is not None, "Dynamo hands fake inputs to its backends"
+    with mode:
+        return torch.empty(shape, dtype=example.dtype, device=example.device, requires_grad=example.requires_grad)
+
+
+def _at_runtime(compiled: Callable[..., Any], crossings: list[Crossing]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        values = list(args)
+        grads_wanted = torch.is_grad_enabled()
+        differentiable = []
+        for crossing in crossings:
+            if grads_wanted and values[crossing.position].requires_grad:
+                differentiable.append(crossing)
+            else:
+                values[crossing.position] = padded_local(values[crossing.position], crossing)
+        if differentiable:
+            params = [values[crossing.position] for crossing in differentiable]
+            shards = _PaddedLocals.apply(differentiable, *params)
+            for crossing, shard in zip(differentiable, shards, strict=True):
+                values[crossing.position] = shard
+        return compiled(*values)
+
+    return run
+
+
+def padded_local(param: DTensor, crossing: Crossing) -> Tensor:
+    """The padded shard of a parameter: a view where its storage has room, a copy where it has not.
+
+    What stands in the padding does not matter: the gather drops it.
+    """
+    local = param._local_tensor.detach()
+    if local.shape == crossing.shape:
+        return local
+    numel = 1
+    for size in crossing.shape:
+        numel *= size
+    room = local.untyped_storage().nbytes() // local.element_size() - local.storage_offset()
+    if crossing.dim == 0 and room >= numel and local.is_contiguous():
+        return local.as_strided(crossing.shape, _contiguous_strides(crossing.shape))
+    padded = local.new_zeros(crossing.shape)
+    padded.narrow(crossing.dim, 0, local.shape[crossing.dim]).copy_(local)
+    return padded
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> list[int]:
+    strides = [1] * len(shape)
+    for index in range(len(shape) - 2, -1, -1):
+        strides[index] = strides[index + 1] * max(shape[index + 1], 1)
+    return strides
+
+
+class _PaddedLocals(torch.autograd.Function):
+    """DTensor parameters to padded local shards; gradients of shards to DTensor gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, crossings: list[Crossing], *params: DTensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.crossings = crossings
+        ctx.specs = [param._spec for param in params]
+        ctx.num_rows = [
+            param._local_tensor.shape[crossing.dim] if param.ndim else 0
+            for crossing, param in zip(crossings, params, strict=True)
+        ]
+        return tuple(padded_local(param, crossing) for crossing, param in zip(crossings, params, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        result: list[Any] = [None]
+        for crossing, spec, num_rows, grad in zip(ctx.crossings, ctx.specs, ctx.num_rows, grads, strict=True):
+            if grad is not None:
+                local = grad if num_rows == crossing.shape[crossing.dim] else grad.narrow(crossing.dim, 0, num_rows)
+                grad = DTensor(local, spec, requires_grad=False)
+            result.append(grad)
+        return tuple(result)
