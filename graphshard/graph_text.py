@@ -129,8 +129,9 @@ class _GraphPrinter:
         return f"{head} = {self._body(node, labels)}" + (f"  !{tag}" if tag else "")
 
     def _name(self, node: fx.Node) -> str:
-        if node.op == "placeholder":
-            return f"%{node.name}"
+        if node.op == "placeholder":  # a saved value keeps the name of its op: keep it apart
+            is_plain = node.name.startswith(("primals_", "tangents_", "arg"))
+            return f"%{node.name}" if is_plain else f"%saved.{node.name}"
         stem = _op_name(node)
         self._counts[stem] += 1
         return f"%{stem}_{self._counts[stem] - 1}"

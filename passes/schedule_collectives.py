@@ -1,8 +1,9 @@
 """schedule_collectives: start gathers early, wait late; compute keeps its order.
 
 Each gather starts ``prefetch`` gathers ahead of its first reader: right before the wait of the
-gather that many places earlier. Each wait, and the copies and views that unpack it, stand right
-before their first reader. A reduction starts where it stands and is waited for where its result is
+gather that many places earlier, or at the top of the graph; where a reduction starts in the same
+place, the gather goes first, because it is needed first. Each wait, and the copies and views that
+unpack it, stand right before their first reader. A reduction starts where it stands and is waited for where its result is
 needed, but at most ``reductions_in_flight`` reductions are open at a time, because each holds a
 full gradient bucket.
 
@@ -97,6 +98,7 @@ class _Placement:
     def __post_init__(self) -> None:
         self._placed: dict[fx.Node, None] = {}
         self._open: list[fx.Node] = []
+        self._next_wait = 0
         movable = []
         for node in filter(is_collective, self.gm.graph.nodes):
             if node.target is ALL_GATHER and shards_behind(node, self.ctx):
@@ -110,8 +112,12 @@ class _Placement:
         self._rank = {node: index for index, node in enumerate(self.gathers)}
 
     def order(self) -> list[fx.Node]:
+        for placeholder in self.gm.graph.find_nodes(op="placeholder"):
+            self._place(placeholder)
+        for gather in self.gathers[: self.prefetch]:
+            self._place(gather)
         for node in self.gm.graph.nodes:
-            if node.op == "placeholder" or node not in self._lazy:
+            if node not in self._lazy:
                 self._place(node)
         # What nothing reads (a dead view, say) keeps existing, in front of the output.
         unread = [node for node in self.gm.graph.nodes if node not in self._placed]
@@ -143,13 +149,21 @@ class _Placement:
             return
         if is_wait(node) and node.args[0] in self._rank:
             rank = self._rank[node.args[0]]
+            self._next_wait = max(self._next_wait, rank + 1)
             for upcoming in self.gathers[rank : rank + self.prefetch + 1]:
                 self._place(upcoming)
         for source in node.all_input_nodes:
             self._place(source)
         if node.target is REDUCE_SCATTER:
+            self._start_next_gathers()
             self._close_reductions(before=node)
         self._placed[node] = None
+
+    def _start_next_gathers(self) -> None:
+        """A gather is needed before the reduction that would start in the same place: it goes first."""
+        if self.prefetch:
+            for upcoming in self.gathers[self._next_wait : self._next_wait + self.prefetch + 1]:
+                self._place(upcoming)
 
     def _close_reductions(self, before: fx.Node) -> None:
         self._open = [node for node in self._open if not any(user in self._placed for user in node.users)]

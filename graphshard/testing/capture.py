@@ -1,0 +1,91 @@
+"""The graphs of a sharded model without compiling it: joint, forward and backward, as the backend sees them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+
+from ..backend import JOINT_PIPELINE
+from ..boundary import cross_boundary
+from ..context import PassContext, context_from_shard_ops
+from ..pipeline import Pipeline
+
+
+@dataclass
+class CapturedGraphs:
+    """What one call of a model was captured to.
+
+    Attributes:
+        captured: the joint graph at level 1, before any pass (the only graph, under no_grad).
+        joint: the joint graph after the joint passes.
+        forward: the forward half; None under no_grad.
+        backward: the backward half; None under no_grad.
+        context: what the passes know; use ``context.for_forward()`` and ``for_backward()`` on halves.
+    """
+
+    captured: fx.GraphModule
+    joint: fx.GraphModule
+    context: PassContext
+    forward: fx.GraphModule | None = None
+    backward: fx.GraphModule | None = None
+
+
+def capture_graphs(
+    model: nn.Module | Callable[..., Any], *args: Any, pipeline: Pipeline = JOINT_PIPELINE, full_checks: bool = True
+) -> CapturedGraphs:
+    """Captures ``model(*args)`` with torch.compile, runs the joint passes and partitions.
+
+    Nothing is executed on real data, so a fake process group serves.
+
+    Args:
+        model: a model given to ``fully_shard``; must trace without graph breaks.
+        args: example inputs.
+        pipeline: the joint passes.
+        full_checks: recompute every fake value when TYPED is checked.
+    """
+    found: list[CapturedGraphs] = []
+
+    def take(gm: fx.GraphModule) -> None:
+        context = context_from_shard_ops(gm, full_checks=full_checks)
+        captured = copy.deepcopy(gm)
+        pipeline.run(gm, context)
+        found.append(CapturedGraphs(captured=captured, joint=copy.deepcopy(gm), context=context))
+
+    def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        take(joint)
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        found[-1].forward, found[-1].backward = copy.deepcopy(forward), copy.deepcopy(backward)
+        return forward, backward
+
+    def infer(gm: fx.GraphModule, _: Sequence[Any]) -> Any:
+        take(gm)
+        return gm
+
+    def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        compile_aot = aot_autograd(
+            fw_compiler=lambda graph, _: graph, inference_compiler=infer, partition_fn=partition
+        )
+        cross_boundary(gm, inputs, compile_aot)
+        raise _CapturedAll
+
+    torch._dynamo.reset()
+    try:
+        torch.compile(model, backend=backend, fullgraph=True)(*args)
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        if not isinstance(error.inner_exception, _CapturedAll):
+            raise
+    torch._dynamo.reset()
+    if not found:
+        raise ValueError("nothing was captured: the model did nothing that reaches the compiler")
+    return found[0]
+
+
+class _CapturedAll(Exception):  # noqa: N818 - control flow, not an error
+    """Stops the compilation once the graphs are in hand."""

@@ -1,0 +1,223 @@
+"""All ranks of a mesh in one process: the first rung of parity for every pass.
+
+Each rank's graph runs as a coroutine that stops at each collective (or shard op). When every rank of
+the mesh has stopped, the collectives are compared, computed exactly (sums in rank order) and the
+coroutines go on. Ranks may have different graphs; if they would issue different collectives, the
+first difference is raised instead of a hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    EagerEmitter,
+    emit_reduce_grad,
+    emit_unshard,
+    is_collective,
+)
+from ..errors import GraphShardError
+from ..graph_text import value_text
+from ..mesh import MeshAxis, MeshLayout
+from ..ops import REDUCE_GRAD, UNSHARD
+
+
+class CollectiveMismatchError(GraphShardError, RuntimeError):
+    """Ranks reached different collectives at the same point."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """A collective one rank has reached."""
+
+    target: Any
+    args: tuple[Any, ...]
+
+    def text(self) -> str:
+        inputs = ", ".join(value_text(arg) if isinstance(arg, Tensor) else repr(arg) for arg in self.args)
+        return f"{self.target}({inputs})"
+
+    def key(self) -> str:
+        return self.text()
+
+
+_Rank = Generator[_Request, Any, Any]
+
+
+def run_on_all_ranks(
+    graphs: fx.GraphModule | Sequence[fx.GraphModule], inputs: Sequence[Sequence[Any]], mesh: MeshLayout
+) -> list[Any]:
+    """Runs a captured graph, at either level, on every rank of ``mesh`` in this process.
+
+    Args:
+        graphs: one graph for all ranks, or one per rank.
+        inputs: for each rank, the values of the graph's placeholders in order.
+        mesh: axes whose group names appear in the graph; ranks are numbered row-major.
+
+    Returns:
+        The output of each rank, in rank order.
+
+    Raises:
+        CollectiveMismatchError: ranks of one group reach different collectives, or some of them end
+            while others still wait for one; names the first difference.
+    """
+    num_ranks = mesh.num_ranks
+    if len(inputs) != num_ranks:
+        raise ValueError(f"the mesh has {num_ranks} ranks, but inputs are given for {len(inputs)}")
+    per_rank = [graphs] * num_ranks if isinstance(graphs, fx.GraphModule) else list(graphs)
+    ranks = [_run_rank(graph, values) for graph, values in zip(per_rank, inputs, strict=True)]
+    results: dict[int, Any] = {}
+    pending: dict[int, _Request] = {}
+    for rank in range(num_ranks):
+        _advance(ranks, rank, None, pending, results)
+    while pending:
+        for rank, answer in _serve(pending, mesh).items():
+            del pending[rank]
+            _advance(ranks, rank, answer, pending, results)
+    return [results[rank] for rank in range(num_ranks)]
+
+
+def _advance(
+    ranks: list[_Rank], rank: int, answer: Any, pending: dict[int, _Request], results: dict[int, Any]
+) -> None:
+    try:
+        pending[rank] = ranks[rank].send(answer)
+    except StopIteration as stop:
+        results[rank] = stop.value
+
+
+def _serve(pending: dict[int, _Request], mesh: MeshLayout) -> dict[int, Any]:
+    """Answers for every group all of whose members wait; raises if there is none."""
+    answers: dict[int, Any] = {}
+    for rank in sorted(pending):
+        peers = mesh.peers(rank, _axis_of(pending[rank], mesh))
+        if rank != peers[0] or any(peer not in pending for peer in peers):
+            continue
+        group = [pending[peer] for peer in peers]
+        if any(_axis_of(request, mesh) != _axis_of(group[0], mesh) for request in group):
+            continue
+        _check_same(peers, group)
+        answers.update(zip(peers, _compute(group), strict=True))
+    if not answers:
+        waiting = "; ".join(f"rank {rank} waits in {request.text()}" for rank, request in sorted(pending.items()))
+        raise CollectiveMismatchError(f"no collective has all its ranks: {waiting}; every other rank has ended")
+    return answers
+
+
+def _axis_of(request: _Request, mesh: MeshLayout) -> MeshAxis:
+    names = [axis.group_name for axis in mesh.axes]
+    name = next((arg for arg in reversed(request.args) if isinstance(arg, str) and arg in names), None)
+    axis = mesh.find(name) if name is not None else None
+    if axis is None:
+        raise CollectiveMismatchError(f"{request.text()} runs on a group that is not of the mesh ({names})")
+    return axis
+
+
+def _check_same(peers: list[int], group: list[_Request]) -> None:
+    for peer, request in zip(peers, group, strict=True):
+        if request.key() != group[0].key():
+            raise CollectiveMismatchError(
+                f"rank {peers[0]} reaches {group[0].text()} where rank {peer} reaches {request.text()}"
+            )
+
+
+def _compute(group: list[_Request]) -> list[Tensor]:
+    """The result of one collective on each of its ranks."""
+    values = [request.args[0] for request in group]
+    target = group[0].target
+    if target is ALL_GATHER:
+        return [torch.cat(values) for _ in values]
+    if target is ALL_REDUCE:
+        return [_reduce(values, group[0].args[1]) for _ in values]
+    if target is REDUCE_SCATTER:
+        return list(_reduce(values, group[0].args[1]).chunk(len(values)))
+    if target is ALL_TO_ALL:
+        split = [value.split(request.args[2]) for value, request in zip(values, group, strict=True)]
+        return [torch.cat([pieces[rank] for pieces in split]) for rank in range(len(values))]
+    raise CollectiveMismatchError(f"{target} is not among the collectives that run in one process")
+
+
+def _reduce(values: list[Tensor], op: str) -> Tensor:
+    if op in ("max", "min"):
+        stacked = torch.stack(values)
+        return stacked.amax(0) if op == "max" else stacked.amin(0)
+    total = values[0].clone()
+    for value in values[1:]:
+        total += value
+    if op == "avg":
+        return total / len(values)
+    if op != "sum":
+        raise CollectiveMismatchError(f"reduction {op!r} is not among sum, avg, max, min")
+    return total
+
+
+class _StoppingEmitter(EagerEmitter):
+    """Collects the one collective of a shard op's lowering, then replays with its result."""
+
+    def __init__(self, answer: Tensor | None = None) -> None:
+        self.answer = answer
+        self.request: _Request | None = None
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        if target in (ALL_GATHER, REDUCE_SCATTER):
+            if self.answer is None:
+                self.request = _Request(target, args)
+                raise _Stopped
+            return self.answer
+        return args[0] if target is torch.ops._c10d_functional.wait_tensor.default else target(*args, **kwargs)
+
+
+class _Stopped(Exception):  # noqa: N818 - control flow, not an error
+    pass
+
+
+def _lower(node: fx.Node, args: tuple[Any, ...], emit: _StoppingEmitter) -> Tensor:
+    if node.target is UNSHARD:
+        shard, _, _, shape, dim, _, group_size, group_name, _, _, _ = args
+        return emit_unshard(emit, shard, shape=shape, dim=dim, group_size=group_size, group_name=group_name)
+    grad, _, _, shard_shape, dim, _, group_size, group_name, reduce_op, scale = args
+    return emit_reduce_grad(
+        emit,
+        grad,
+        shard_shape=shard_shape,
+        dim=dim,
+        group_size=group_size,
+        group_name=group_name,
+        reduce_op=reduce_op,
+        scale=scale,
+    )
+
+
+def _run_rank(gm: fx.GraphModule, values: Sequence[Any]) -> _Rank:
+    """One rank as a coroutine: yields each collective it reaches, receives its result."""
+    interpreter = fx.Interpreter(gm)
+    environment: dict[fx.Node, Any] = {}
+    inputs = iter(values)
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            environment[node] = next(inputs)
+            continue
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: environment[source])
+        if node.op == "output":
+            return args[0]
+        if node.target in (UNSHARD, REDUCE_GRAD):
+            emit = _StoppingEmitter()
+            try:
+                _lower(node, args, emit)
+            except _Stopped:
+                assert emit.request is not None
+                environment[node] = _lower(node, args, _StoppingEmitter((yield emit.request)))
+        elif is_collective(node):
+            environment[node] = yield _Request(node.target, args)
+        else:
+            environment[node] = getattr(interpreter, node.op)(node.target, args, kwargs)
+    return None
