@@ -7,6 +7,7 @@ project may import a private torch name.
 from __future__ import annotations
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
@@ -25,16 +26,8 @@ def group_by_name(name: str) -> dist.ProcessGroup:
 
 def group_timeout_seconds(group: dist.ProcessGroup) -> float:
     """The time limit the user gave for operations on this group (checked: 2.13)."""
-    for name in ("cuda", "cpu"):
-        try:
-            options = group._get_backend(_device(name)).options
-        except (RuntimeError, AttributeError):  # no such device, or a backend without options
-            continue
-        return options._timeout.total_seconds()
-    return dist.distributed_c10d.default_pg_timeout.total_seconds()
-
-
-def _device(name: str):  # type: ignore[no-untyped-def]
-    import torch
-
-    return torch.device(name)
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            return options._timeout.total_seconds()
+    return default_pg_timeout.total_seconds()

@@ -243,7 +243,7 @@ def _mesh_device(mesh: DeviceMesh) -> torch.device:
 def _install(entry: _Owned, unit: Unit, mesh: DeviceMesh, axis: MeshAxis) -> None:
     successor = getattr(entry.param, _SUCCESSOR, None)
     if successor is None:
-        slot = _slot_for(entry, unit, axis, mesh)
+        slot = _slot_for(entry, unit, axis)
         successor = (_shard(entry.param, mesh), slot)
         setattr(entry.param, _SUCCESSOR, successor)
         unit.slots.append(slot)
@@ -252,9 +252,7 @@ def _install(entry: _Owned, unit: Unit, mesh: DeviceMesh, axis: MeshAxis) -> Non
     entry.owner.__dict__.setdefault(SLOTS, {})[entry.name] = slot
 
 
-def _slot_for(entry: _Owned, unit: Unit, axis: MeshAxis, mesh: DeviceMesh) -> ParameterSlot:
-    # Gloo has no average; and a sum scaled afterwards rounds like FSDP2's mean.
-    averages = mesh.device_type != "cpu"
+def _slot_for(entry: _Owned, unit: Unit, axis: MeshAxis) -> ParameterSlot:
     return ParameterSlot(
         unit=unit,
         name=entry.path,
@@ -263,8 +261,8 @@ def _slot_for(entry: _Owned, unit: Unit, axis: MeshAxis, mesh: DeviceMesh) -> Pa
         axis=axis.label,
         group_size=axis.size,
         group_name=axis.group_name,
-        reduce_op="avg" if averages else "sum",
-        grad_scale=1.0 if averages else 1.0 / axis.size,
+        reduce_op="avg",
+        grad_scale=1.0,
     )
 
 

@@ -11,6 +11,7 @@ import operator
 import torch
 from torch import fx
 
+from .buckets import PACK, UNPACK
 from .collectives import ALL_GATHER, REDUCE_SCATTER, aten, group_name, is_collective, is_wait, reduce_op
 from .context import PassContext
 from .graph_text import dtype_text
@@ -33,6 +34,8 @@ LAYOUT_OPS = {
     aten.split_with_sizes.default,
     torch.ops.prims.convert_element_type.default,
     operator.getitem,
+    PACK,
+    UNPACK,
 }
 
 

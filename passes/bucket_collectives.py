@@ -2,9 +2,8 @@
 
 Gathers of a unit are merged where the first of them stands; reductions where the last gradient of
 the unit is ready. A bucket of one is left alone: its collective reads and writes the parameter's
-own layout, with no copy. In a larger bucket the copies are written out and visible: one into the
-bucket (``cat``), and after a gather one out of it per parameter (``clone``). After a reduction the
-pieces are views of the bucket.
+own layout, with no copy. In a larger bucket the copies are ops of their own: ``pack`` into the
+bucket and, after a gather, ``unpack`` out of it. After a reduction the pieces are views of the bucket.
 
 Before (two parameters of one unit)::
 
@@ -15,11 +14,13 @@ Before (two parameters of one unit)::
 
 After::
 
-    %view_0: f32[16] = view(%primals_1, [16])
-    %cat_0: f32[20] = cat([%view_0, %primals_2])
-    %all_gather_into_tensor_0: f32[40] = all_gather_into_tensor(%cat_0, 2, axis=shard)
+    %pack_0: f32[20] = pack([%primals_1, %primals_2], 1)
+    %all_gather_into_tensor_0: f32[40] = all_gather_into_tensor(%pack_0, 2, axis=shard)
     %wait_tensor_0: f32[40] = wait_tensor(%all_gather_into_tensor_0)
-    ... two slices of it, cloned and viewed as f32[8, 4] and f32[8]
+    %unpack_0: (f32[32], f32[8]) = unpack(%wait_tensor_0, 2, [16, 4])
+    %getitem_0: f32[32] = getitem(%unpack_0, 0)
+    %view_0: f32[8, 4] = view(%getitem_0, [8, 4])
+    %getitem_1: f32[8] = getitem(%unpack_0, 1)
 
 Numerics: bitwise exact for gathers; a reduction keeps each element's operands, and their order as
 far as the process group's algorithm does not depend on the size or the position in the buffer.
@@ -27,14 +28,13 @@ far as the process group's algorithm does not depend on the size or the position
 
 from __future__ import annotations
 
-import itertools
-import math
+import operator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import fx
 
+from graphshard.buckets import PACK, UNPACK
 from graphshard.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT, aten, is_collective, is_wait, short_name
 from graphshard.context import PassContext
 from graphshard.errors import OptionError
@@ -94,31 +94,26 @@ def _merge_gathers(graph: fx.Graph, members: list[fx.Node]) -> None:
     with graph.inserting_before(members[0]):
         emit = GraphEmitter(graph, origin=members[0], extra_meta=_tags(members[0]))
         sizes = [emit.tensor(value).numel() for value in inputs]
-        flat = emit(aten.cat.default, [_view(emit, value, [-1]) for value in inputs])
-        gathered = emit(WAIT, emit(ALL_GATHER, flat, group_size, group_name))
-        per_rank = emit(aten.view.default, gathered, [group_size, sum(sizes)])
-        ends = list(itertools.accumulate(sizes))
-        results = []
-        for member, size, end in zip(members, sizes, ends, strict=True):
-            piece = emit(aten.slice.Tensor, per_rank, 1, end - size, end)
-            copied = emit(aten.clone.default, piece, memory_format=torch.contiguous_format)
-            results.append(_view(emit, copied, list(member.meta["val"].shape)))
+        gathered = emit(WAIT, emit(ALL_GATHER, emit(PACK, inputs, 1), group_size, group_name))
+        unpacked = emit(UNPACK, gathered, group_size, sizes)
+        results = [
+            _view(emit, emit(operator.getitem, unpacked, index), list(member.meta["val"].shape))
+            for index, member in enumerate(members)
+        ]
     _replace(graph, members, results)
 
 
 def _merge_reductions(graph: fx.Graph, members: list[fx.Node]) -> None:
     _, reduce_op, group_size, group_name = members[0].args
-    inputs = [_input_of(member) for member in members]
     with graph.inserting_before(members[-1]):
         emit = GraphEmitter(graph, origin=members[-1])
-        sizes = [math.prod(member.meta["val"].shape) for member in members]
-        rows = [_view(emit, value, [group_size, size]) for value, size in zip(inputs, sizes, strict=True)]
-        flat = _view(emit, emit(aten.cat.default, rows, 1), [-1])
-        reduced = emit(WAIT, emit(REDUCE_SCATTER, flat, reduce_op, group_size, group_name))
-        ends = list(itertools.accumulate(sizes))
+        packed = emit(PACK, [_input_of(member) for member in members], group_size)
+        reduced = emit(WAIT, emit(REDUCE_SCATTER, packed, reduce_op, group_size, group_name))
         results = []
-        for member, size, end in zip(members, sizes, ends, strict=True):
-            piece = emit(aten.slice.Tensor, reduced, 0, end - size, end)
+        end = 0
+        for member in members:
+            start, end = end, end + member.meta["val"].numel()
+            piece = emit(aten.slice.Tensor, reduced, 0, start, end)
             results.append(_view(emit, piece, list(member.meta["val"].shape)))
     _replace(graph, members, results)
 
@@ -129,9 +124,7 @@ def _input_of(member: fx.Node) -> fx.Node:
 
 
 def _view(emit: GraphEmitter, value: fx.Node, shape: list[int]) -> fx.Node:
-    tensor = emit.tensor(value)
-    wanted = [tensor.numel() // -math.prod(shape)] if shape[0] == -1 else shape
-    return value if list(tensor.shape) == wanted else emit(aten.view.default, value, wanted)
+    return value if list(emit.tensor(value).shape) == shape else emit(aten.view.default, value, shape)
 
 
 def _chains_to_shards(values: list[fx.Node]) -> list[fx.Node]:
