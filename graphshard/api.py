@@ -189,13 +189,17 @@ def _check_parameters(entries: list[_Owned], mesh: DeviceMesh) -> None:
             f"fully_shard: parameter(s) {', '.join(scalars)} have no dimension to cut over {mesh.size()} ranks; "
             "make them 1-D (shape [1]) or list them in ignored_params"
         )
-    foreign = [f"{entry.path} {entry.param.placements}" for entry in entries if isinstance(entry.param, DTensor)]
+    foreign = [
+        f"{entry.path} {entry.param.placements}" for entry in entries if isinstance(entry.param, DTensor)
+    ]
     if foreign:
         raise UnsupportedShardingError(
             f"fully_shard: parameter(s) {', '.join(foreign)} are DTensors already (tensor parallel); "
             "composing with them is not supported yet"
         )
-    strided = [f"{entry.path} {tuple(entry.param.shape)}" for entry in entries if not entry.param.is_contiguous()]
+    strided = [
+        f"{entry.path} {tuple(entry.param.shape)}" for entry in entries if not entry.param.is_contiguous()
+    ]
     if strided:
         raise UnsupportedShardingError(
             f"fully_shard: parameter(s) {', '.join(strided)} are not contiguous; "
@@ -215,7 +219,9 @@ def _refuse_stale_optimizers(entries: list[_Owned]) -> None:
     for candidate in gc.get_objects():
         if not isinstance(candidate, torch.optim.Optimizer):
             continue
-        stale = [params[id(p)].path for group in candidate.param_groups for p in group["params"] if id(p) in params]
+        stale = [
+            params[id(p)].path for group in candidate.param_groups for p in group["params"] if id(p) in params
+        ]
         if stale:
             shown = ", ".join(stale[:5]) + (f" and {len(stale) - 5} more" if len(stale) > 5 else "")
             raise StaleOptimizerError(
@@ -295,6 +301,6 @@ def _swap_classes(modules: list[nn.Module], unit: Unit) -> None:
                 owner.__class__ = sharded_class(_plain_class(owner), names, is_unit)
 
 
-def _plain_class(owner: nn.Module) -> type[nn.Module]:
+def _plain_class(owner: nn.Module) -> Any:
     """The class the user wrote, whether or not it was swapped before."""
     return getattr(type(owner), "_graphshard_plain_class", type(owner))

@@ -79,9 +79,7 @@ def graphshard(
 
     def compile_graph(graph: fx.GraphModule, inputs: list[Any]) -> Any:
         with functorch_patch():
-            return compile_fx(
-                graph, inputs, inner_compile=compilation.compile_half, config_patches=patches
-            )
+            return compile_fx(graph, inputs, inner_compile=compilation.compile_half, config_patches=patches)
 
     return cross_boundary(gm, example_inputs, compile_graph)
 

@@ -32,7 +32,9 @@ class Crossing:
 
 
 def cross_boundary(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Callable[[fx.GraphModule, list[Any]], Any]
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    compile_graph: Callable[[fx.GraphModule, list[Any]], Any],
 ) -> Callable[..., Any]:
     """Compiles ``gm`` on padded local tensors, and returns a function of the original inputs.
 
@@ -76,7 +78,9 @@ def _fake_shard(example: DTensor, shape: tuple[int, ...]) -> Tensor:
     mode = detect_fake_mode([example])
     assert mode is not None, "Dynamo hands fake inputs to its backends"
     with mode:
-        return torch.empty(shape, dtype=example.dtype, device=example.device, requires_grad=example.requires_grad)
+        return torch.empty(
+            shape, dtype=example.dtype, device=example.device, requires_grad=example.requires_grad
+        )
 
 
 def _at_runtime(compiled: Callable[..., Any], crossings: list[Crossing]) -> Callable[..., Any]:
@@ -144,7 +148,11 @@ class _PaddedLocals(torch.autograd.Function):
         result: list[Any] = [None]
         for crossing, spec, num_rows, grad in zip(ctx.crossings, ctx.specs, ctx.num_rows, grads, strict=True):
             if grad is not None:
-                local = grad if num_rows == crossing.shape[crossing.dim] else grad.narrow(crossing.dim, 0, num_rows)
+                local = (
+                    grad
+                    if num_rows == crossing.shape[crossing.dim]
+                    else grad.narrow(crossing.dim, 0, num_rows)
+                )
                 grad = DTensor(local, spec, requires_grad=False)
             result.append(grad)
         return tuple(result)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
@@ -24,7 +24,7 @@ class PassContext:
         full_checks: recompute every fake value when TYPED is checked.
     """
 
-    mesh: MeshLayout = MeshLayout()
+    mesh: MeshLayout = field(default_factory=MeshLayout)
     parameters: tuple[ParameterBinding, ...] = ()
     first_gradient: int | None = None
     full_checks: bool = False

@@ -101,7 +101,9 @@ def check_gathered(gm: fx.GraphModule, ctx: PassContext) -> list[str]:
         if binding is None or not readers or any(user.target is UNSHARD for user in readers):
             continue
         if not reaches_gather(placeholder):
-            problems.append(f"{readers[0].name} ({readers[0].target}) reads a shard of {binding.name} ungathered")
+            problems.append(
+                f"{readers[0].name} ({readers[0].target}) reads a shard of {binding.name} ungathered"
+            )
     return problems
 
 
@@ -136,12 +138,18 @@ def check_merged(gm: fx.GraphModule, ctx: PassContext) -> list[str]:
 def check_tagged(gm: fx.GraphModule, ctx: PassContext) -> list[str]:
     """TAGGED."""
     nodes = gm.graph.find_nodes(op="call_function", target=UNSHARD)
-    return [f"{node.name} ({node.args[1]}) has no recompute tag" for node in nodes if "recompute" not in node.meta]
+    return [
+        f"{node.name} ({node.args[1]}) has no recompute tag" for node in nodes if "recompute" not in node.meta
+    ]
 
 
 def check_lowered(gm: fx.GraphModule, ctx: PassContext) -> list[str]:
     """LOWERED."""
-    return [f"{node.name} is still {node.target}" for node in gm.graph.nodes if node.target in (UNSHARD, REDUCE_GRAD)]
+    return [
+        f"{node.name} is still {node.target}"
+        for node in gm.graph.nodes
+        if node.target in (UNSHARD, REDUCE_GRAD)
+    ]
 
 
 def check_bucketed(gm: fx.GraphModule, ctx: PassContext) -> list[str]:

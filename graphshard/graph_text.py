@@ -124,7 +124,7 @@ class _GraphPrinter:
         if node.op == "output":
             return f"return {self._value(node.args[0])}"
         name = self._names[node] = self._name(node)
-        tag = _TAGS.get(node.meta.get("recompute"))  # type: ignore[arg-type]
+        tag = _TAGS.get(node.meta.get("recompute"))
         head = f"{name}: {value_text(node.meta.get('val'))}"
         return f"{head} = {self._body(node, labels)}" + (f"  !{tag}" if tag else "")
 
@@ -141,7 +141,9 @@ class _GraphPrinter:
             binding = self._bindings.get(node.name)
             if binding is None:
                 return "input"
-            placement = f"Shard({binding.dim}) of {list(binding.shape)} over {binding.axis}={binding.group_size}"
+            placement = (
+                f"Shard({binding.dim}) of {list(binding.shape)} over {binding.axis}={binding.group_size}"
+            )
             return f"shard {binding.name} {placement}, unit {binding.unit}"
         if node.op == "get_attr":
             return f"attribute {node.target}"

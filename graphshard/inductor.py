@@ -66,7 +66,9 @@ def config_patches(user: Mapping[str, Any]) -> dict[str, Any]:
 
 def functorch_patch() -> Any:
     """A context manager with the AOTAutograd settings the backend needs."""
-    return functorch_config.patch({name: value for name, value in _FUNCTORCH.items() if hasattr(functorch_config, name)})
+    return functorch_config.patch(
+        {name: value for name, value in _FUNCTORCH.items() if hasattr(functorch_config, name)}
+    )
 
 
 def planned_order(gm: fx.GraphModule) -> list[str]:
@@ -98,7 +100,11 @@ def pin_order(gm: fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         if not (is_collective(node) or is_wait(node)):
             continue
-        if previous is not None and is_wait(previous) != is_wait(node) and previous not in node.all_input_nodes:
+        if (
+            previous is not None
+            and is_wait(previous) != is_wait(node)
+            and previous not in node.all_input_nodes
+        ):
             ties[node] = OrderedSet([previous])
         previous = node
     preserve_node_ordering(gm.graph, ties)

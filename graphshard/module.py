@@ -27,7 +27,7 @@ UNIT = "_graphshard_unit"
 
 @dataclass(eq=False)
 class Tree:
-    """What all units of one model share: is a forward running?"""
+    """What all units of one model share: whether a forward is running."""
 
     in_forward: bool = False
 

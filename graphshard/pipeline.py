@@ -84,12 +84,16 @@ class Pipeline:
         self._held_after = self._fold()
 
     def _fold(self) -> list[frozenset[Fact]]:
-        held, broken_by, result = self.given, {}, []
+        held = self.given
+        broken_by: dict[Fact, str] = {}
+        result = []
         for step in self.passes:
             if missing := step.requires - held:
                 names = ", ".join(sorted(fact.name for fact in missing))
                 culprits = {broken_by[fact] for fact in missing if fact in broken_by}
-                cause = f"broken by {', '.join(sorted(culprits))}" if culprits else "provided by no earlier pass"
+                cause = (
+                    f"broken by {', '.join(sorted(culprits))}" if culprits else "provided by no earlier pass"
+                )
                 raise PipelineError(f"{step.name} requires {names}, {cause}; in the order: {self}")
             broken_by.update(dict.fromkeys(step.breaks, step.name))
             held = (held - step.breaks) | step.provides
@@ -178,7 +182,9 @@ def _signature(gm: fx.GraphModule) -> tuple[tuple[str, ...], tuple[str, ...]]:
     for value in output_values(gm.graph):
         fake = value.meta.get("val") if isinstance(value, fx.Node) else value
         is_tensor = isinstance(fake, torch.Tensor)
-        outputs.append(f"{fake.dtype}{[str(size) for size in fake.shape]}" if is_tensor else type(fake).__name__)
+        outputs.append(
+            f"{fake.dtype}{[str(size) for size in fake.shape]}" if is_tensor else type(fake).__name__
+        )
     return inputs, tuple(outputs)
 
 

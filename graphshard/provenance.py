@@ -100,7 +100,7 @@ def reduced_parameters(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, li
 def bucket_keys(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, tuple[str, ...]]:
     """For each gather and reduction that serves one unit: what must agree for two to be merged."""
     reduced = reduced_parameters(gm, ctx)
-    keys = {}
+    keys: dict[fx.Node, tuple[str, ...]] = {}
     for node in filter(is_collective, gm.graph.nodes):
         if node.target is ALL_GATHER:
             bindings = shards_behind(node, ctx)

@@ -61,9 +61,7 @@ def _lower_unshard(graph: fx.Graph, node: fx.Node) -> fx.Node:
     saved = tags["recompute"] == CheckpointPolicy.MUST_SAVE
     with graph.inserting_before(node):
         emit = GraphEmitter(graph, origin=node, extra_meta={} if saved else tags)
-        full = emit_unshard(
-            emit, shard, shape=shape, dim=dim, group_size=group_size, group_name=group_name
-        )
+        full = emit_unshard(emit, shard, shape=shape, dim=dim, group_size=group_size, group_name=group_name)
     if saved:  # only the result: saving a step on the way to it would save it twice
         full.meta.update(tags)
     return full

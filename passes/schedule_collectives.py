@@ -3,9 +3,9 @@
 Each gather starts ``prefetch`` gathers ahead of its first reader: right before the wait of the
 gather that many places earlier, or at the top of the graph; where a reduction starts in the same
 place, the gather goes first, because it is needed first. Each wait, and the copies and views that
-unpack it, stand right before their first reader. A reduction starts where it stands and is waited for where its result is
-needed, but at most ``reductions_in_flight`` reductions are open at a time, because each holds a
-full gradient bucket.
+unpack it, stand right before their first reader. A reduction starts where it stands and is waited
+for where its result is needed, but at most ``reductions_in_flight`` reductions are open at a time,
+because each holds a full gradient bucket.
 
 Before (unit b after unit a)::
 
@@ -106,7 +106,9 @@ class _Placement:
             elif node.target is REDUCE_SCATTER:
                 self.reductions.append(node)
             else:
-                self.skipped.append(f"{node.name} ({short_name(node)}) is not a gather of shards or a reduction")
+                self.skipped.append(
+                    f"{node.name} ({short_name(node)}) is not a gather of shards or a reduction"
+                )
         self._lazy = _lazy_nodes(self.gm.graph, self.ctx, set(movable))
         self.gathers = self._by_first_need(movable)
         self._rank = {node: index for index, node in enumerate(self.gathers)}
@@ -188,8 +190,8 @@ def _lazy_nodes(graph: fx.Graph, ctx: PassContext, gathers: set[fx.Node]) -> set
         elif is_layout(node):
             sources = node.all_input_nodes
             if sources and all(
-                source in lazy or (source.op == "placeholder" and ctx.binding(source.name)) for source in sources
+                source in lazy or (source.op == "placeholder" and ctx.binding(source.name))
+                for source in sources
             ):
                 lazy.add(node)
     return lazy
-

@@ -38,7 +38,10 @@ class CapturedGraphs:
 
 
 def capture_graphs(
-    model: nn.Module | Callable[..., Any], *args: Any, pipeline: Pipeline = JOINT_PIPELINE, full_checks: bool = True
+    model: nn.Module | Callable[..., Any],
+    *args: Any,
+    pipeline: Pipeline = JOINT_PIPELINE,
+    full_checks: bool = True,
 ) -> CapturedGraphs:
     """Captures ``model(*args)`` with torch.compile, runs the joint passes and partitions.
 

@@ -108,8 +108,12 @@ def _serve(pending: dict[int, _Request], mesh: MeshLayout) -> dict[int, Any]:
         _check_same(peers, group)
         answers.update(zip(peers, _compute(group), strict=True))
     if not answers:
-        waiting = "; ".join(f"rank {rank} waits in {request.text()}" for rank, request in sorted(pending.items()))
-        raise CollectiveMismatchError(f"no collective has all its ranks: {waiting}; every other rank has ended")
+        waiting = "; ".join(
+            f"rank {rank} waits in {request.text()}" for rank, request in sorted(pending.items())
+        )
+        raise CollectiveMismatchError(
+            f"no collective has all its ranks: {waiting}; every other rank has ended"
+        )
     return answers
 
 
@@ -173,7 +177,9 @@ class _StoppingEmitter(EagerEmitter):
                 self.request = _Request(target, args)
                 raise _Stopped
             return self.answer
-        return args[0] if target is torch.ops._c10d_functional.wait_tensor.default else target(*args, **kwargs)
+        return (
+            args[0] if target is torch.ops._c10d_functional.wait_tensor.default else target(*args, **kwargs)
+        )
 
 
 class _Stopped(Exception):  # noqa: N818 - control flow, not an error

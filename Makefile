@@ -1,0 +1,51 @@
+# `make train` is the main job, `make test` is what CI runs. Both make the virtual environment first.
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help train examples test test-all lint types bench clean
+
+help:
+	@echo "make train      train a small GPT on two processes (or one per GPU)"
+	@echo "make examples   the shorter examples"
+	@echo "make test       lint, type check and the tests that CI runs"
+	@echo "make test-all   the slow tests too"
+	@echo "make bench      step time against FSDP2, DDP and the unsharded model"
+	@echo "make clean      remove the virtual environment and everything built"
+
+.venv/.installed: requirements.txt pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -r requirements.txt
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+train: .venv/.installed
+	$(BIN)/torchrun --standalone --nproc-per-node "$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')" \
+		examples/train_gpt.py $(ARGS)
+
+examples: .venv/.installed
+	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/finetune_llama.py
+	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_vit.py
+
+lint: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check graphshard passes
+
+# The two source folders form one package only once installed; the checker sees them joined the same way.
+types: .venv/.installed
+	rm -rf build/typed && mkdir -p build/typed
+	cp -rs "$(CURDIR)/graphshard" build/typed/
+	ln -s "$(CURDIR)/passes" build/typed/graphshard/passes
+	$(BIN)/mypy -p graphshard
+
+test: lint types
+	$(BIN)/python -m pytest -q
+
+test-all: lint types
+	$(BIN)/python -m pytest -q -m ""
+
+bench: .venv/.installed
+	$(BIN)/python benchmarks/step_time.py $(ARGS)
+
+clean:
+	rm -rf .venv build dist *.egg-info out .pytest_cache .mypy_cache .ruff_cache .hypothesis
