@@ -38,8 +38,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen, as in FSDP2's signature
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
 ) -> ModuleOrModules:
     """Shards a module's parameters over a mesh axis, in place, and makes it one unit.
@@ -102,9 +102,9 @@ def _refuse_unsupported(placement: Any, mp_policy: Any, offload_policy: Any) -> 
     given = []
     if placement is not None:
         given.append("shard_placement_fn")
-    if mp_policy is not None and mp_policy != MixedPrecisionPolicy():
+    if mp_policy != MixedPrecisionPolicy():
         given.append("mp_policy")
-    if offload_policy is not None and type(offload_policy) is not OffloadPolicy:
+    if type(offload_policy) is not OffloadPolicy:
         given.append("offload_policy")
     if given:
         raise UnsupportedShardingError(
