@@ -12,8 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# Plain dispatcher kernels: these ops run in compiled graphs, after autograd, dozens of times a step,
+# where the Python layers of torch.library.custom_op cost more than the copies of small units.
+torch.library.define("graphshard::pack", "(Tensor[] pieces, SymInt num_rows) -> Tensor")
+torch.library.define("graphshard::unpack", "(Tensor bucket, SymInt num_rows, SymInt[] sizes) -> Tensor[]")
 
-@torch.library.custom_op("graphshard::pack", mutates_args=())
+
+@torch.library.impl("graphshard::pack", "CompositeExplicitAutograd")
 def pack(pieces: Sequence[Tensor], num_rows: int) -> Tensor:
     """Concatenates ``pieces``, each split into ``num_rows`` equal parts, row by row.
 
@@ -27,12 +32,7 @@ def pack(pieces: Sequence[Tensor], num_rows: int) -> Tensor:
     return torch.cat([piece.reshape(num_rows, -1) for piece in pieces], 1).view(-1)
 
 
-@pack.register_fake
-def _(pieces: Sequence[Tensor], num_rows: int) -> Tensor:
-    return pieces[0].new_empty(sum(piece.numel() for piece in pieces))
-
-
-@torch.library.custom_op("graphshard::unpack", mutates_args=())
+@torch.library.impl("graphshard::unpack", "CompositeExplicitAutograd")
 def unpack(bucket: Tensor, num_rows: int, sizes: Sequence[int]) -> list[Tensor]:
     """The inverse of ``pack``: one contiguous 1-D tensor per member.
 
@@ -41,11 +41,16 @@ def unpack(bucket: Tensor, num_rows: int, sizes: Sequence[int]) -> list[Tensor]:
         num_rows: rows of the bucket (the group's size after a gather).
         sizes: elements of each member in one row.
     """
-    pieces = bucket.view(num_rows, -1).split(list(sizes), 1)
-    return [piece.reshape(-1) if num_rows > 1 else piece.flatten().clone() for piece in pieces]
+    pieces = torch.split_with_sizes_copy(bucket.view(num_rows, -1), list(sizes), 1)
+    return [piece.view(-1) for piece in pieces]
 
 
-@unpack.register_fake
+@torch.library.register_fake("graphshard::pack")
+def _(pieces: Sequence[Tensor], num_rows: int) -> Tensor:
+    return pieces[0].new_empty(sum(piece.numel() for piece in pieces))
+
+
+@torch.library.register_fake("graphshard::unpack")
 def _(bucket: Tensor, num_rows: int, sizes: Sequence[int]) -> list[Tensor]:
     return [bucket.new_empty(num_rows * size) for size in sizes]
 
