@@ -7,7 +7,10 @@ project may import a private torch name.
 from __future__ import annotations
 
 import torch.distributed as dist
+from torch._guards import detect_fake_mode  # checked: 2.13
 from torch.distributed.constants import default_pg_timeout
+
+__all__ = ["detect_fake_mode", "group_by_name", "group_store", "group_timeout_seconds"]
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:

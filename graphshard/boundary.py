@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._guards import detect_fake_mode
 from torch.distributed.tensor import DTensor
 
+from ._compat import detect_fake_mode
 from .ops import UNSHARD
 from .params import padded_shape
 
@@ -45,7 +45,7 @@ def cross_boundary(
     for position, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
         example = inputs[position]
         locals_ = list(placeholder.users)
-        if not isinstance(example, DTensor) or not all(map(_is_plain_to_local, locals_)):
+        if not isinstance(example, DTensor) or not _can_cross(locals_):
             continue
         shape, dim = _padded(locals_, example)
         inputs[position] = _fake_shard(example, shape)
@@ -58,6 +58,14 @@ def cross_boundary(
     gm.recompile()
     compiled = compile_graph(gm, inputs)
     return _at_runtime(compiled, crossings) if crossings else compiled
+
+
+def _can_cross(uses: list[fx.Node]) -> bool:
+    """True when only gathers read the shard, or (at one rank) nothing gathers it."""
+    if not all(map(_is_plain_to_local, uses)):
+        return False
+    readers = [reader for use in uses for reader in use.users]
+    return len({reader.target is UNSHARD for reader in readers}) <= 1
 
 
 def _is_plain_to_local(node: fx.Node) -> bool:

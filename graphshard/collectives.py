@@ -24,7 +24,7 @@ ALL_REDUCE = c10d.all_reduce.default
 ALL_TO_ALL = c10d.all_to_all_single.default
 WAIT = c10d.wait_tensor.default
 
-#: Where each collective keeps the name of its process group and, if it has one, its reduce op.
+#: Where each collective keeps the name of its process group, and what else the ranks must agree on.
 _GROUP_NAME_INDEX: dict[Any, int] = {
     ALL_GATHER: 2,
     REDUCE_SCATTER: 3,
@@ -35,7 +35,8 @@ _GROUP_NAME_INDEX: dict[Any, int] = {
     c10d.all_reduce_coalesced.default: 2,
     c10d.broadcast.default: 2,
 }
-_REDUCE_OP_INDEX: dict[Any, int] = {
+_SETTING_INDEX: dict[Any, int] = {
+    c10d.broadcast.default: 1,
     REDUCE_SCATTER: 1,
     ALL_REDUCE: 1,
     c10d.reduce_scatter_tensor_coalesced.default: 1,
@@ -63,9 +64,9 @@ def group_name(node: fx.Node) -> str:
     return str(node.args[_GROUP_NAME_INDEX[node.target]])
 
 
-def reduce_op(node: fx.Node) -> str:
-    """The reduction of a collective (``"sum"``, ``"avg"``), or "" for one that only moves data."""
-    index = _REDUCE_OP_INDEX.get(node.target)
+def setting(node: fx.Node) -> str:
+    """What the ranks must agree on besides types: a reduction (``"sum"``), a broadcast's source; or ""."""
+    index = _SETTING_INDEX.get(node.target)
     return "" if index is None else str(node.args[index])
 
 

@@ -16,7 +16,7 @@ from .collectives import ALL_GATHER, is_collective, is_wait, short_name
 from .context import PassContext
 from .graph_text import value_text
 from .ops import REDUCE_GRAD, UNSHARD
-from .provenance import bucket_keys, is_layout, reaches_gather, reduction_of
+from .provenance import bucket_keys, is_layout, reduction_of, ungathered_readers
 from .rewrite import fake_result, output_values
 
 
@@ -28,7 +28,7 @@ class Fact(Enum):
     WAITED = "waited"
     """Every started collective is waited for exactly once, and only the wait reads it."""
     GATHERED = "gathered"
-    """Every sharded parameter that is read at all flows into a shard op or a gather."""
+    """Nothing reads a shard but shard ops and, through layout ops, collectives."""
     REDUCED = "reduced"
     """Every gradient of a sharded parameter that leaves the graph comes out of its reduction."""
     MERGED = "merged"
@@ -97,13 +97,11 @@ def check_gathered(gm: fx.GraphModule, ctx: PassContext) -> list[str]:
     problems = []
     for placeholder in gm.graph.find_nodes(op="placeholder"):
         binding = ctx.binding(placeholder.name)
-        readers = [user for user in placeholder.users if user.op != "output"]
-        if binding is None or not readers or any(user.target is UNSHARD for user in readers):
-            continue
-        if not reaches_gather(placeholder):
-            problems.append(
-                f"{readers[0].name} ({readers[0].target}) reads a shard of {binding.name} ungathered"
-            )
+        if binding is not None:
+            problems += [
+                f"{reader.name} ({reader.target}) reads a shard of {binding.name} ungathered"
+                for reader in ungathered_readers(placeholder)
+            ]
     return problems
 
 

@@ -9,6 +9,7 @@ non-contiguous strides, recompute tags, every argument.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -17,13 +18,14 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .collectives import group_name, is_collective, reduce_op, short_name
+from .collectives import group_name, is_collective, setting, short_name
 from .mesh import MeshLayout
 from .ops import REDUCE_GRAD, UNSHARD
 from .params import ParameterBinding
 
 #: Positions of the group name among the shard ops' arguments; the axis label stands before it.
 _SHARD_OP_GROUP_INDEX: dict[Any, int] = {UNSHARD: 7, REDUCE_GRAD: 7}
+_INPUT_NAME = re.compile(r"(primals|tangents|arg\d+)_\d+")
 _TAGS = {CheckpointPolicy.MUST_RECOMPUTE: "recompute", CheckpointPolicy.MUST_SAVE: "save"}
 
 
@@ -70,7 +72,7 @@ def dtype_text(dtype: torch.dtype) -> str:
 def collective_text(node: fx.Node, labels: Mapping[str, str]) -> str:
     """One collective as every rank must issue it: op, reduction, input types, axis label."""
     inputs = ", ".join(value_text(arg.meta["val"]) for arg in node.all_input_nodes)
-    return f"{short_name(node)}({', '.join(filter(None, (inputs, reduce_op(node))))}) over {labels[group_name(node)]}"
+    return f"{short_name(node)}({', '.join(filter(None, (inputs, setting(node))))}) over {labels[group_name(node)]}"
 
 
 def collective_sequence(gm: fx.GraphModule, mesh: MeshLayout | None = None) -> list[str]:
@@ -130,8 +132,7 @@ class _GraphPrinter:
 
     def _name(self, node: fx.Node) -> str:
         if node.op == "placeholder":  # a saved value keeps the name of its op: keep it apart
-            is_plain = node.name.startswith(("primals_", "tangents_", "arg"))
-            return f"%{node.name}" if is_plain else f"%saved.{node.name}"
+            return f"%{node.name}" if _INPUT_NAME.fullmatch(node.name) else f"%saved.{node.name}"
         stem = _op_name(node)
         self._counts[stem] += 1
         return f"%{stem}_{self._counts[stem] - 1}"

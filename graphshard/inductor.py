@@ -42,6 +42,9 @@ _KEEP_ORDER: dict[str, Any] = {
     "aten_distributed_optimizations.pre_bucketing_fsdp_collectives": False,
 }
 
+#: Set by the backend for each compilation.
+_JOINT_PASS = "joint_custom_pre_pass"
+
 #: The autograd cache would skip our passes, and with them the agreement of the ranks; the decision
 #: sync runs collectives while compiling, which hangs when one rank compiles alone.
 _FUNCTORCH: dict[str, Any] = {"enable_autograd_cache": False, "_sync_decision_cross_ranks": False}
@@ -53,6 +56,10 @@ def config_patches(user: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         OptionError: the user sets an option that would move collectives, or one Inductor lacks.
     """
+    if _JOINT_PASS in user:
+        raise OptionError(
+            f"graphshard backend: Inductor option {_JOINT_PASS} carries graphshard's own joint passes; leave it out"
+        )
     clash = sorted(name for name, value in user.items() if name in _KEEP_ORDER and value != _KEEP_ORDER[name])
     if clash:
         raise OptionError(

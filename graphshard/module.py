@@ -27,9 +27,10 @@ UNIT = "_graphshard_unit"
 
 @dataclass(eq=False)
 class Tree:
-    """What all units of one model share: whether a forward is running."""
+    """What all units of one model share: whether a forward is running, and the outermost modules."""
 
     in_forward: bool = False
+    roots: list[nn.Module] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -109,23 +110,23 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
         )
     local = param.to_local()
     if local.device.type == "meta":
-        raise_for_meta(slot.unit)
+        raise_for_meta(slot.unit.tree)
     if slot.group_size == 1:
         return local
     return UNSHARD(local, *slot.arguments)
 
 
-def raise_for_meta(unit: Unit) -> NoReturn:
-    """Lists every parameter of the unit's model that has no storage yet."""
-    names = [name for name, param in _parameters_of(unit) if param.is_meta]
+def raise_for_meta(tree: Tree) -> NoReturn:
+    """Lists every parameter of the model that has no storage yet."""
+    names = [name for name, param in _parameters_of(tree) if param.is_meta]
     raise ParameterStateError(
         f"{len(names)} parameter(s) are still on the meta device: {', '.join(names)}; "
         "call model.to_empty(device=...) and initialise them before the first forward"
     )
 
 
-def _parameters_of(unit: Unit) -> Iterator[tuple[str, nn.Parameter]]:
-    for module in unit.modules:
+def _parameters_of(tree: Tree) -> Iterator[tuple[str, nn.Parameter]]:
+    for module in tree.roots:
         for owner in module.modules():
             for name, slot in owner.__dict__.get(SLOTS, {}).items():
                 param = owner._parameters[name]
@@ -210,6 +211,7 @@ def relabel(roots: Iterable[nn.Module]) -> None:
     """Names parameters and units as seen from ``roots`` and puts all units below into one tree."""
     roots = list(roots)
     outer: Unit = roots[0].__dict__[UNIT]
+    outer.tree.roots = roots
     seen: set[int] = set()
     for index, root in enumerate(roots):
         prefix = f"{index}." if len(roots) > 1 else ""

@@ -59,6 +59,9 @@ class BackendOptions:
                 f"graphshard backend: unknown option(s) {', '.join(map(repr, unknown))}; "
                 f"known: {', '.join(known)} (options of Inductor go into 'inductor')"
             )
-        if given.get("dump") is not None:
-            given["dump"] = Path(given["dump"])
+        dump = given.get("dump")
+        if dump is not None:
+            if not isinstance(dump, (str, Path)):
+                raise OptionError(f"graphshard backend: option dump={dump!r} must be the path of a folder")
+            given["dump"] = Path(dump)
         return BackendOptions(**given)

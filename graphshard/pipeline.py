@@ -123,7 +123,8 @@ class Pipeline:
         Raises:
             PipelineError: unknown pass or option, or a text that is not ``name(option=value) > name``.
         """
-        return Pipeline(*(_parse_pass(part.strip(), known) for part in text.split(" > ")), given=given)
+        parts = text.split(" > ") if text.strip() else []
+        return Pipeline(*(_parse_pass(part.strip(), known) for part in parts), given=given)
 
     def uuid(self) -> str:
         """Hash of the pipeline's text and of the source of its passes: a key for compile caches."""
@@ -168,7 +169,8 @@ def _parse_pass(text: str, known: Mapping[str, type[Any]]) -> Pass:
         raise PipelineError(f"unknown pass {name!r}; known: {', '.join(sorted(known))}")
     try:
         call = ast.parse(f"options({rest}" if parenthesis else "options()", mode="eval").body
-        assert isinstance(call, ast.Call)
+        assert isinstance(call, ast.Call), "not a list of options"
+        assert not call.args, "options are given by name"
         options = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
         return known[name](**options)
     except (SyntaxError, ValueError, TypeError, AssertionError) as error:

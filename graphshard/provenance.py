@@ -12,14 +12,26 @@ import torch
 from torch import fx
 
 from .buckets import PACK, UNPACK
-from .collectives import ALL_GATHER, REDUCE_SCATTER, aten, group_name, is_collective, is_wait, reduce_op
+from .collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    aten,
+    group_name,
+    is_collective,
+    is_wait,
+    setting,
+)
 from .context import PassContext
 from .graph_text import dtype_text
+from .ops import UNSHARD
 from .params import ParameterBinding
 from .rewrite import output_values
 
+_SCALE_OPS = {aten.mul.Tensor, aten.div.Tensor}
+
 #: Ops that may stand between a shard and its gather, or between a reduction and its gradient.
-LAYOUT_OPS = {
+_LAYOUT_OPS = {
     aten.constant_pad_nd.default,
     aten.clone.default,
     aten.view.default,
@@ -27,8 +39,6 @@ LAYOUT_OPS = {
     aten.permute.default,
     aten.slice.Tensor,
     aten.select.int,
-    aten.mul.Tensor,
-    aten.div.Tensor,
     aten._to_copy.default,
     aten.cat.default,
     aten.split_with_sizes.default,
@@ -40,9 +50,14 @@ LAYOUT_OPS = {
 
 
 def is_layout(node: fx.Node) -> bool:
-    """True for views and for the ops that may stand around a collective."""
+    """True for views and for the ops that may stand around a collective.
+
+    A product counts only when it scales by a constant: a product of two tensors is compute.
+    """
+    if node.target in _SCALE_OPS:
+        return len(node.all_input_nodes) == 1
     is_view = isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
-    return is_view or node.target in LAYOUT_OPS
+    return is_view or node.target in _LAYOUT_OPS
 
 
 def shards_behind(node: fx.Node, ctx: PassContext) -> list[ParameterBinding]:
@@ -54,33 +69,36 @@ def shards_behind(node: fx.Node, ctx: PassContext) -> list[ParameterBinding]:
         binding = ctx.binding(source.name) if source.op == "placeholder" else None
         if binding is not None:
             found[binding.placeholder] = binding
-        elif source.target in LAYOUT_OPS:
+        elif is_layout(source):
             pending.extend(source.all_input_nodes)
         else:
             return []
     return sorted(found.values(), key=lambda binding: binding.position)
 
 
-def reaches_gather(placeholder: fx.Node) -> bool:
-    """True when a shard flows into a collective through layout ops alone."""
+def ungathered_readers(placeholder: fx.Node) -> list[fx.Node]:
+    """The nodes that compute with a shard: neither a shard op, a layout op nor a collective."""
+    found = []
     pending = list(placeholder.users)
     while pending:
-        user = pending.pop()
-        if is_collective(user):
-            return True
-        if user.target in LAYOUT_OPS:
-            pending.extend(user.users)
-    return False
+        reader = pending.pop()
+        if reader.op == "output" or reader.target is UNSHARD or is_collective(reader):
+            continue
+        if is_layout(reader):
+            pending.extend(reader.users)
+        else:
+            found.append(reader)
+    return found
 
 
 def reduction_of(gradient: fx.Node) -> fx.Node | None:
-    """The collective whose result a gradient output is, through layout ops alone."""
+    """The reduction whose result a gradient output is, through layout ops alone."""
     node = gradient
     while not is_collective(node):
-        if not (is_wait(node) or node.target in LAYOUT_OPS) or len(node.all_input_nodes) != 1:
+        if not (is_wait(node) or is_layout(node)) or len(node.all_input_nodes) != 1:
             return None
         node = node.all_input_nodes[0]
-    return node
+    return node if node.target in (REDUCE_SCATTER, ALL_REDUCE) else None
 
 
 def reduced_parameters(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, list[ParameterBinding]]:
@@ -111,5 +129,5 @@ def bucket_keys(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, tuple[str
         if len({binding.unit for binding in bindings}) == 1:
             kind = "gather" if node.target is ALL_GATHER else "reduction"
             dtype = dtype_text(node.meta["val"].dtype)
-            keys[node] = (kind, bindings[0].unit, dtype, group_name(node), reduce_op(node))
+            keys[node] = (kind, bindings[0].unit, dtype, group_name(node), setting(node))
     return keys

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
 from torch.fx.node import map_arg
+
+from ._compat import detect_fake_mode
 
 
 class GraphEmitter:

@@ -40,7 +40,7 @@ from graphshard.context import PassContext
 from graphshard.errors import OptionError
 from graphshard.facts import Fact
 from graphshard.pipeline import PassReport
-from graphshard.provenance import LAYOUT_OPS, bucket_keys
+from graphshard.provenance import bucket_keys, is_layout
 from graphshard.rewrite import GraphEmitter, stable_topological_sort
 
 
@@ -69,6 +69,11 @@ class BucketCollectives:
         groups: dict[tuple[str, ...], list[fx.Node]] = {}
         for node, key in keys.items():
             groups.setdefault(key, []).append(node)
+        skipped = [
+            f"{node.name} ({short_name(node)}) serves no single unit"
+            for node in gm.graph.nodes
+            if is_collective(node) and node not in keys
+        ]
         counts = {"gather buckets": 0, "reduction buckets": 0}
         for (kind, *_), members in groups.items():
             if len(members) == 1:
@@ -78,11 +83,6 @@ class BucketCollectives:
         changed = any(counts.values())
         if changed:
             stable_topological_sort(gm.graph)
-        skipped = [
-            f"{node.name} ({short_name(node)}) serves no single unit"
-            for node in gm.graph.nodes
-            if is_collective(node) and node not in keys and not changed
-        ]
         return PassReport(changed=changed, counts=counts, skipped=tuple(skipped))
 
 
@@ -132,7 +132,7 @@ def _chains_to_shards(values: list[fx.Node]) -> list[fx.Node]:
     found: dict[fx.Node, None] = {}
 
     def visit(node: fx.Node) -> None:
-        if node.target in LAYOUT_OPS and node not in found:
+        if is_layout(node) and node not in found:
             for source in node.all_input_nodes:
                 visit(source)
             found[node] = None

@@ -47,6 +47,10 @@ class _Request:
         return f"{self.target}({inputs})"
 
     def key(self) -> str:
+        """What all ranks of the group must have in common (rows may differ in an all-to-all)."""
+        if self.target is ALL_TO_ALL:
+            value, *_, group = self.args
+            return f"{self.target} of {value.dtype} rows of shape {tuple(value.shape[1:])} on {group}"
         return self.text()
 
 

@@ -12,8 +12,8 @@ from .gloo_pool import GlooPools
 def run_on_gloo_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
     """`run_on_gloo_ranks(world_size, function, *args)`: see `GlooPools.run`.
 
-    The ranks of a session share one Inductor cache folder: equal kernels are built by the C++ compiler once, and
-    nothing is carried over from an earlier session.
+    The ranks of a test run share one Inductor cache folder: equal kernels are built by the C++ compiler once,
+    and nothing is carried over from an earlier run.
     """
     pools = GlooPools(tmp_path_factory.mktemp("inductor_cache"))
     yield pools.run

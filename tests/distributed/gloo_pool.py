@@ -1,10 +1,10 @@
 """Persistent pools of rank processes, so that a distributed test costs milliseconds instead of a launch.
 
-One pool holds `world_size` processes in one gloo process group; they are forked once from a server that has already
-imported torch and then serve calls until the session ends. A call runs one function on every rank and returns the
-results in rank order. An exception on any rank, a death or a hang raises `RankError` in the caller, with each rank's
-traceback and the end of its output; the pool is then thrown away and the next call gets a fresh one, because a failed
-call can leave collectives half done.
+One pool holds `world_size` processes in one gloo process group; they are forked once from a server that has
+already imported torch and then serve calls until the test run ends. A call runs one function on every rank
+and returns the results in rank order. An exception on any rank, a death or a hang raises `RankError` in the
+caller, with each rank's traceback and the end of its output; the pool is then thrown away and the next call
+gets a fresh one, because a failed call can leave collectives half done.
 
 Functions travel by reference (module and qualified name), arguments and results by pickle.
 """
@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 CALL_TIMEOUT_S = 240.0
-"""A call that takes longer is a hang. Generous: a slow machine compiles a small transformer well within it."""
+"""A call that takes longer is a hang. Generous: a slow machine compiles a small transformer within it."""
 
 COLLECTIVE_TIMEOUT_S = 120.0
 """Gloo's own limit, shorter, so that a collective nobody else joins usually ends in that rank's traceback."""
@@ -62,6 +62,7 @@ SINGLE_THREAD_ENVIRONMENT = {
 TOLERATED_WARNINGS = [
     # torch warns about its own internals; nothing a user of graphshard wrote is at fault.
     (DeprecationWarning, r".*"),
+    (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf"),  # Dynamo, after a graph break
     (UserWarning, r"DTensor random operators may not have complete support on cpu"),
 ]
 """(category, message pattern) of the warnings that are not errors on a rank."""
@@ -115,7 +116,7 @@ def describe_task(function: Callable[..., Any], arguments: tuple[Any, ...], time
 
 
 def run_task(task: Task) -> Any:
-    """Run one task in this rank from a clean state: seeds, Dynamo's caches and counters, warnings as errors."""
+    """Run one task from a clean state: seeds, Dynamo's caches and counters; warnings are errors."""
     if task.root not in sys.path:
         sys.path.insert(0, task.root)
     target: Any = importlib.import_module(task.module)
@@ -139,7 +140,7 @@ def run_task(task: Task) -> Any:
 
 
 def serve_rank(setup: RankSetup, connection: Connection) -> None:
-    """Body of a rank process: join the group, then answer tasks until the other end of `connection` closes."""
+    """Body of a rank process: join the group, then answer tasks until `connection` closes."""
     output = os.open(setup.output_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -163,7 +164,7 @@ def serve_rank(setup: RankSetup, connection: Connection) -> None:
         faulthandler.dump_traceback_later(task.timeout_s, file=output)
         try:
             answer = (True, pickle.dumps(run_task(task)))
-        except BaseException:  # noqa: B902 - pytest's failures are no Exceptions, and all must reach the caller
+        except BaseException:  # pytest's failures are no Exceptions
             answer = (False, traceback.format_exc())
         faulthandler.cancel_dump_traceback_later()
         connection.send(answer)
@@ -201,8 +202,11 @@ class GlooPool:
                 self.processes.append(process)
 
     def call(self, task: Task) -> list[Any]:
-        """Run the task on every rank; results in rank order. Raises RankError and closes the pool on any failure."""
-        marks = [setup.output_file.stat().st_size if setup.output_file.exists() else 0 for setup in self.setups]
+        """Run the task on every rank; results in rank order. A failure closes the pool: RankError."""
+        __tracebackhide__ = True
+        marks = [
+            setup.output_file.stat().st_size if setup.output_file.exists() else 0 for setup in self.setups
+        ]
         answers = self.collect_answers(task)
         if all(rank in answers and answers[rank][0] for rank in range(len(self.setups))):
             return [pickle.loads(answers[rank][1]) for rank in range(len(self.setups))]
@@ -236,7 +240,7 @@ class GlooPool:
         return answers
 
     def report_rank(self, rank: int, answer: tuple[bool, Any] | None, mark: int) -> str:
-        """Traceback of a failed rank, or whether a silent one died or hung, with what it wrote during the call."""
+        """Traceback of a failed rank, or whether a silent one died or hung; then what it wrote."""
         process = self.processes[rank]
         if answer is not None:
             what = answer[1]
@@ -261,16 +265,21 @@ class GlooPool:
 
 
 class GlooPools:
-    """The session's pools, one per world size, started when first needed and restarted after a failure."""
+    """The pools of one test run, one per world size, started when needed and restarted after a failure."""
 
     def __init__(self, inductor_cache: Path) -> None:
         self.inductor_cache = inductor_cache
         self.pools: dict[int, GlooPool] = {}
 
     def run(
-        self, world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = CALL_TIMEOUT_S
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+        timeout_s: float = CALL_TIMEOUT_S,
     ) -> list[Any]:
         """Run `function(*arguments)` on every rank of a pool of `world_size`; results in rank order."""
+        __tracebackhide__ = True
         pool = self.pools.get(world_size)
         if pool is None or not pool.is_open:
             pool = self.pools[world_size] = GlooPool(world_size, self.inductor_cache)

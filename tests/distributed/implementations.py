@@ -1,7 +1,7 @@
 """The implementations a distributed test runs against, behind two functions.
 
-"fsdp2" is torch's own `fully_shard`, uncompiled: it proves that the test asks for what torch does. "sharded" is
-graphshard uncompiled, "compiled" is graphshard through `torch.compile(backend="graphshard")`.
+"fsdp2" is torch's own `fully_shard`, uncompiled: it proves that the test asks for what torch does. "sharded"
+is graphshard uncompiled, "compiled" is graphshard through `torch.compile(backend="graphshard")`.
 """
 
 from collections.abc import Callable

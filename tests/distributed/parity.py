@@ -18,7 +18,7 @@ LEARNING_RATE = 1e-2
 
 
 def local_piece(full: Tensor, dim: int = 0) -> Tensor:
-    """This rank's piece of a full tensor as torch.chunk cuts it: empty where there are fewer pieces than ranks."""
+    """This rank's piece of a full tensor as torch.chunk cuts it: empty where the pieces run out."""
     pieces = torch.chunk(full, dist.get_world_size(), dim=dim)
     rank = dist.get_rank()
     return pieces[rank] if rank < len(pieces) else full.narrow(dim, 0, 0)
@@ -33,7 +33,7 @@ def check_shard(name: str, full: Tensor, sharded: Tensor) -> None:
 
 
 def check_sharded_parity(reference: nn.Module, model: nn.Module) -> None:
-    """Same names in the same order; every parameter and gradient the right shard; the same gradients absent."""
+    """Same names in the same order; parameters and gradients the right shards; the same gradients absent."""
     expected, found = dict(reference.named_parameters()), dict(model.named_parameters())
     assert list(found) == list(expected)
     for name, parameter in found.items():
@@ -58,11 +58,13 @@ def check_same_shards(expected: nn.Module, found: nn.Module) -> None:
         assert (other.grad is None) == (one.grad is None), f"gradient of {name}"
         if one.grad is not None:
             assert_close(
-                other.grad.to_local(), one.grad.to_local(), msg=lambda text, name=name: f"grad of {name}: {text}"
+                other.grad.to_local(), one.grad.to_local(), msg=lambda text, name=name: f"{name}.grad: {text}"
             )
 
 
-def backward_on_all_batches(workload: Workload, reference: nn.Module, step: int, batch_size: int = 4) -> list[Tensor]:
+def backward_on_all_batches(
+    workload: Workload, reference: nn.Module, step: int, batch_size: int = 4
+) -> list[Tensor]:
     """Backward of the mean over ranks of the unsharded model's losses; the loss of each rank's batch."""
     world_size = dist.get_world_size()
     losses = [

@@ -92,7 +92,8 @@ def build_gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return LossOf(GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, **dropouts)))
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, **dropouts)
+    return LossOf(GPT2LMHeadModel(config))
 
 
 def build_t5() -> nn.Module:
@@ -127,7 +128,7 @@ def draw_inputs(name: str, rank: int, step: int) -> dict[str, Tensor]:
 
 def train_beside_unsharded(name: str, implementation: str) -> list[tuple[float, float]]:
     """(loss of the sharded model, loss of the unsharded model) on this rank's batch, step by step."""
-    warnings.simplefilter("default")  # the library's and Dynamo's warnings about its code are not ours to mend
+    warnings.simplefilter("default")  # what the library's code makes torch warn about is not ours to mend
     build, unit_class = BUILDERS[name]
     torch.manual_seed(42)
     reference = build()

@@ -36,7 +36,7 @@ def initialise_with_constants(implementation: str) -> None:
 
 
 def initialise_and_train(implementation: str, workload_name: str) -> None:
-    """Every module's own reset_parameters; then train in lockstep with an unsharded model of the same values."""
+    """Every module's own reset_parameters; then training beside an unsharded model of the same values."""
     model = shard_on_meta(implementation, workload_name)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -6,8 +6,7 @@ from .implementations import UNCOMPILED
 from .parity import train_in_lockstep
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize(("world_size", "reshard_after_forward"), [(2, True), (2, False), (4, None)])
 @pytest.mark.parametrize("implementation", UNCOMPILED)
 def test_convnet_trains_like_unsharded(run_on_gloo_ranks, implementation, reshard_after_forward, world_size):
     run_on_gloo_ranks(world_size, train_in_lockstep, "convnet", implementation, reshard_after_forward)

@@ -8,11 +8,14 @@ from .parity import train_in_lockstep
 MLPS = ["mlp_even", "mlp_one_unit", "mlp_7_15_3", "mlp_16_17_8", "mlp_16_15_8", "mlp_5_rows"]
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "reshard_after_forward"), [(2, True), (2, False), (2, None), (4, None)]
+)
 @pytest.mark.parametrize("workload", MLPS)
 @pytest.mark.parametrize("implementation", UNCOMPILED)
-def test_mlp_trains_like_unsharded(run_on_gloo_ranks, implementation, workload, world_size, reshard_after_forward):
+def test_mlp_trains_like_unsharded(
+    run_on_gloo_ranks, implementation, workload, world_size, reshard_after_forward
+):
     run_on_gloo_ranks(world_size, train_in_lockstep, workload, implementation, reshard_after_forward)
 
 

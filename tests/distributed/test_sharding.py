@@ -6,7 +6,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing import assert_close
 
-from .implementations import EVERY, UNCOMPILED, compile_if_asked, pick_fsdp_module, pick_fully_shard, world_mesh
+from .implementations import (
+    EVERY,
+    UNCOMPILED,
+    compile_if_asked,
+    pick_fsdp_module,
+    pick_fully_shard,
+    world_mesh,
+)
 from .parity import Lockstep, check_shard, check_sharded_parity, local_piece, make_adam, start_lockstep
 from .toy_models import WORKLOADS, Transformer, build_mlp
 
@@ -72,8 +79,27 @@ def train_list_of_modules(implementation: str) -> None:
 
 def untied_transformer() -> Transformer:
     model = Transformer()
-    model.output.weight = nn.Parameter(torch.linspace(-0.2, 0.3, 11 * 16).view(11, 16))
+    model.output.weight = nn.Parameter(torch.randn(11, 16) / 4)
     return model
+
+
+def train_list_of_linears(implementation: str) -> None:
+    """The first and the last layer are one unit, the middle one is the root's."""
+    torch.manual_seed(42)
+    reference, model = (build_mlp((8, 15), (15, 9), (9, 4)) for _ in range(2))
+    model.load_state_dict(reference.state_dict())
+    pick_fully_shard(implementation)([model[0], model[4]], mesh=world_mesh())
+    train_three_steps(implementation, reference, pick_fully_shard(implementation)(model, mesh=world_mesh()))
+
+
+def train_three_steps(implementation: str, reference: nn.Module, model: nn.Module) -> None:
+    Lockstep(
+        workload=WORKLOADS["mlp_even"],
+        reference=reference,
+        model=model,
+        forward=compile_if_asked(implementation, model),
+        optimizers=[make_adam(reference.parameters()), make_adam(model.parameters())],
+    ).train(3)
 
 
 def train_nested_units(implementation: str) -> None:
@@ -84,13 +110,7 @@ def train_nested_units(implementation: str) -> None:
     model.load_state_dict(reference.state_dict())
     for unit in (model[0][0], model[0], model):
         pick_fully_shard(implementation)(unit, mesh=world_mesh())
-    Lockstep(
-        workload=WORKLOADS["mlp_even"],
-        reference=reference,
-        model=model,
-        forward=compile_if_asked(implementation, model),
-        optimizers=[make_adam(reference.parameters()), make_adam(model.parameters())],
-    ).train(3)
+    train_three_steps(implementation, reference, model)
 
 
 def train_on_default_mesh(implementation: str) -> None:
@@ -112,36 +132,6 @@ def count_collectives_of_a_step(implementation: str) -> int:
     return sum(name.startswith(prefixes) and "wait_tensor" not in name for name in names)
 
 
-def shard_on_largest_dim(implementation: str) -> None:
-    model = build_mlp((32, 16), (16, 8))
-    reference = build_mlp((32, 16), (16, 8))
-    reference.load_state_dict(model.state_dict())
-
-    def largest_dim(parameter: nn.Parameter) -> Shard:
-        return Shard(max(range(parameter.ndim), key=lambda dim: parameter.shape[dim]))
-
-    pick_fully_shard(implementation)(model, mesh=world_mesh(), shard_placement_fn=largest_dim)
-    forward = compile_if_asked(implementation, model)
-    optimizer = make_adam(model.parameters())
-    expected_optimizer = make_adam(reference.parameters())
-    for step in range(3):
-        inputs = torch.randn(4, 32, generator=torch.Generator().manual_seed(step))
-        loss, expected = forward(inputs).square().mean(), reference(inputs).square().mean()
-        assert_close(loss, expected)
-        loss.backward()
-        expected.backward()
-        for one, other in zip(reference.parameters(), model.parameters(), strict=True):
-            dim = largest_dim(one).dim
-            assert tuple(other.placements) == (Shard(dim),)
-            assert other.to_local().is_contiguous() and other.grad.to_local().is_contiguous()
-            assert_close(other.to_local(), local_piece(one.detach(), dim))
-            assert_close(other.grad.to_local(), local_piece(one.grad, dim))
-        optimizer.step()
-        expected_optimizer.step()
-        model.zero_grad()
-        reference.zero_grad()
-
-
 @pytest.mark.parametrize("implementation", UNCOMPILED)
 def test_classes_and_names(run_on_gloo_ranks, implementation):
     run_on_gloo_ranks(2, check_classes_and_names, implementation)
@@ -155,13 +145,20 @@ def test_local_piece_is_the_chunk_of_this_rank(run_on_gloo_ranks, implementation
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize("implementation", EVERY)
-def test_parameters_stay_the_same_shards_around_a_step(run_on_gloo_ranks, implementation, reshard_after_forward):
+def test_parameters_stay_the_same_shards_around_a_step(
+    run_on_gloo_ranks, implementation, reshard_after_forward
+):
     run_on_gloo_ranks(2, check_parameters_are_shards_around_a_step, implementation, reshard_after_forward)
 
 
-@pytest.mark.parametrize("implementation", EVERY)
-def test_list_of_modules_is_one_unit(run_on_gloo_ranks, implementation):
+@pytest.mark.parametrize("implementation", UNCOMPILED)
+def test_lists_of_modules_are_units(run_on_gloo_ranks, implementation):
     run_on_gloo_ranks(2, train_list_of_modules, implementation)
+
+
+@pytest.mark.parametrize("implementation", EVERY)
+def test_list_of_linears_is_one_unit(run_on_gloo_ranks, implementation):
+    run_on_gloo_ranks(2, train_list_of_linears, implementation)
 
 
 @pytest.mark.parametrize("implementation", EVERY)
@@ -185,8 +182,3 @@ def test_two_ranks_run_collectives(run_on_gloo_ranks, implementation):
     """The counter of the test above does count."""
     first, second = run_on_gloo_ranks(2, count_collectives_of_a_step, implementation)
     assert first == second > 0
-
-
-@pytest.mark.parametrize("implementation", EVERY)
-def test_placement_on_the_largest_dim(run_on_gloo_ranks, implementation):
-    run_on_gloo_ranks(2, shard_on_largest_dim, implementation)

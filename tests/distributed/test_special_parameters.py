@@ -1,5 +1,7 @@
 """Parameters that are frozen, ignored, tied or unused, and buffers."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
-from .implementations import EVERY, UNCOMPILED, compile_if_asked, pick_fully_shard, shard_units, world_mesh
-from .parity import start_lockstep
+from .implementations import EVERY, GRAPHSHARD, UNCOMPILED, compile_if_asked, shard_units
+from .parity import backward_on_all_batches, check_shard, start_lockstep
 from .toy_models import WORKLOADS, Workload, mlp_workload
 
 
@@ -65,6 +67,7 @@ TIED_TWICE = Workload(
     draw_batch=lambda generator, size: (torch.randn(size, 5, generator=generator),),
     loss=lambda forward, batch: (forward(*batch) - 1.0).square().mean(),
 )
+TIED_ACROSS_UNITS = dataclasses.replace(TIED_TWICE, list_units=lambda model: [model.first, model.second])
 FOUR_LAYERS = mlp_workload((6, 7), (7, 6), (6, 5), (5, 4))
 
 
@@ -135,14 +138,12 @@ def train_every_row_of_a_tied_embedding(implementation: str) -> None:
     assert (after != before).any(dim=1).all()
 
 
-def tie_across_units(implementation: str) -> None:
-    """The error may come when sharding or at the first forward."""
-    model = WORKLOADS["transformer"].build()
-    fully_shard = pick_fully_shard(implementation)
-    with pytest.raises(ValueError, match=r"(?s)(output|tokens)\.weight|shared|tied"):
-        for unit in (model.tokens, model.output, model):
-            fully_shard(unit, mesh=world_mesh())
-        model(torch.zeros(2, 4, dtype=torch.long))
+def train_tied_across_units(implementation: str) -> None:
+    """One uneven weight in two units."""
+    lockstep = start_lockstep(TIED_ACROSS_UNITS, implementation)
+    assert lockstep.model.second.weight is lockstep.model.first.weight
+    lockstep.train(3)
+    assert lockstep.model.second.weight is lockstep.model.first.weight
 
 
 def train_partly_used(implementation: str) -> None:
@@ -151,6 +152,20 @@ def train_partly_used(implementation: str) -> None:
     lockstep.backward(3)
     grads = {name: parameter.grad is not None for name, parameter in lockstep.model.named_parameters()}
     assert grads == {name: name.startswith("used") for name in grads}
+
+
+def backward_through_compiled_partly_used() -> None:
+    """A compiled graph gives zeros for what only an unseen output uses, as `torch.compile` does unsharded."""
+    lockstep = start_lockstep(PARTLY_USED, "compiled")
+    backward_on_all_batches(PARTLY_USED, lockstep.reference, step=0)
+    PARTLY_USED.loss(lockstep.forward, PARTLY_USED.batch_of(dist.get_rank(), 0)).backward()
+    model, expected = lockstep.model, lockstep.reference.used
+    check_shard("gradient of used.weight", expected.weight.grad, model.used.weight.grad)
+    check_shard("gradient of used.bias", expected.bias.grad, model.used.bias.grad)
+    for parameter in model.unseen.parameters():
+        assert isinstance(parameter.grad, DTensor)
+        assert not parameter.grad.to_local().any()
+    assert all(parameter.grad is None for parameter in model.never.parameters())
 
 
 def update_buffers(implementation: str) -> None:
@@ -206,14 +221,19 @@ def test_every_row_of_a_tied_embedding_is_trained(run_on_gloo_ranks, implementat
     run_on_gloo_ranks(world_size, train_every_row_of_a_tied_embedding, implementation)
 
 
+@pytest.mark.parametrize("implementation", GRAPHSHARD)
+def test_parameter_tied_across_units(run_on_gloo_ranks, implementation):
+    """FSDP2 refuses this model at its first forward."""
+    run_on_gloo_ranks(2, train_tied_across_units, implementation)
+
+
 @pytest.mark.parametrize("implementation", UNCOMPILED)
-def test_parameter_tied_across_units_is_refused(run_on_gloo_ranks, implementation):
-    run_on_gloo_ranks(2, tie_across_units, implementation)
-
-
-@pytest.mark.parametrize("implementation", EVERY)
 def test_unused_parameters_get_no_gradient(run_on_gloo_ranks, implementation):
     run_on_gloo_ranks(2, train_partly_used, implementation)
+
+
+def test_unused_parameters_of_compiled_model(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, backward_through_compiled_partly_used)
 
 
 @pytest.mark.parametrize("implementation", EVERY)

@@ -40,6 +40,10 @@ class BrokenBlock(nn.Module):
         return self.second(hidden) + hidden.mean()
 
 
+def build_broken() -> nn.Module:
+    return nn.Sequential(BrokenBlock(5), BrokenBlock(5), nn.Linear(5, 3))
+
+
 def build_normalised() -> nn.Module:
     """Batch normalisation: evaluation differs from training."""
     return nn.Sequential(nn.Linear(6, 7, bias=False), nn.BatchNorm1d(7), nn.Linear(7, 3))
@@ -56,7 +60,7 @@ def vector_workload(build: Callable[[], nn.Module], dim: int, units: list[str]) 
 
 
 CALLED_TWICE = vector_workload(CalledTwice, 5, ["inner"])
-WITH_BREAKS = vector_workload(lambda: nn.Sequential(BrokenBlock(5), BrokenBlock(5), nn.Linear(5, 3)), 5, ["0", "1"])
+WITH_BREAKS = vector_workload(build_broken, 5, ["0", "1"])
 NORMALISED = vector_workload(build_normalised, 6, ["0"])
 SMALL_MLP = mlp_workload((6, 7), (7, 3))
 
@@ -65,7 +69,7 @@ def train_called_twice(implementation: str, reshard_after_forward: bool) -> None
     start_lockstep(CALLED_TWICE, implementation, reshard_after_forward=reshard_after_forward).train(3)
 
 
-def backward_after_two_forwards(implementation: str, reshard_after_forward: bool | None, joined: bool) -> None:
+def train_on_two_forwards(implementation: str, reshard_after_forward: bool | None, joined: bool) -> None:
     """Two forwards, then one backward of the sum or one backward of each, newest first."""
     lockstep = start_lockstep(SMALL_MLP, implementation, reshard_after_forward=reshard_after_forward)
     rank = dist.get_rank()
@@ -209,11 +213,11 @@ def test_module_called_twice_in_a_forward(run_on_gloo_ranks, implementation, res
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
 @pytest.mark.parametrize("implementation", UNCOMPILED)
 def test_two_forwards_before_a_backward(run_on_gloo_ranks, implementation, reshard_after_forward, joined):
-    run_on_gloo_ranks(2, backward_after_two_forwards, implementation, reshard_after_forward, joined)
+    run_on_gloo_ranks(2, train_on_two_forwards, implementation, reshard_after_forward, joined)
 
 
 def test_two_compiled_forwards_before_a_backward(run_on_gloo_ranks):
-    run_on_gloo_ranks(2, backward_after_two_forwards, "compiled", None, True)
+    run_on_gloo_ranks(2, train_on_two_forwards, "compiled", None, True)
 
 
 @pytest.mark.parametrize("implementation", EVERY)

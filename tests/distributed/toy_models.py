@@ -1,8 +1,8 @@
 """Small models to train on ranks, each with its batches, its loss and the modules that become units.
 
-Every weight's first dim is chosen against the number of ranks: even, uneven, or smaller than the number of ranks so
-that some ranks hold nothing. No parameter has a gradient that is zero but for rounding (no key bias, no bias before a
-normalisation), since Adam turns such noise into full steps.
+Every weight's first dim is chosen against the number of ranks: even, uneven, or smaller than the number of
+ranks so that some ranks hold nothing. No parameter has a gradient that is zero but for rounding (no key bias,
+no bias before a normalisation), since Adam turns such noise into full steps.
 """
 
 from collections.abc import Callable
@@ -95,7 +95,7 @@ class Workload:
 
 
 def mlp_workload(*layer_sizes: tuple[int, int], one_unit: bool = False) -> Workload:
-    """Squared output of an MLP. Units: the first half of the linear layers one each, the root has the rest."""
+    """Squared output of an MLP. Units: the first half of the linear layers, one each, and the root."""
 
     def list_units(model: nn.Module) -> list[nn.Module]:
         linears = [module for module in model.modules() if isinstance(module, nn.Linear)]

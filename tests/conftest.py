@@ -1,0 +1,86 @@
+"""Fixtures of the unit tests: the fake process group, captured graphs, goldens."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import settings
+from small_graphs import copy_graph
+from small_models import MODELS, example_batch, shard_units
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from graphshard.testing import CapturedGraphs, capture_graphs, check_golden
+
+# The same examples in every run and nothing written to disk; captures and fake tensors are slow at first.
+settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+settings.load_profile("repeatable")
+
+
+def _stop() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _start(num_ranks: int, rank: int = 0) -> DeviceMesh:
+    _stop()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    return init_device_mesh("cpu", (num_ranks,))
+
+
+@pytest.fixture
+def fake_group() -> Iterator[Callable[..., DeviceMesh]]:
+    """`fake_group(num_ranks, rank=0)` (re)starts the fake process group; returns a 1-D mesh over it."""
+    yield _start
+    _stop()
+
+
+@pytest.fixture(scope="session")
+def captured() -> Callable[..., CapturedGraphs]:
+    """`captured(model, num_ranks, rank=0, ...)`: the graphs of one of `small_models.MODELS`, captured once.
+
+    Each call returns copies, because passes edit graphs in place.
+    """
+    cache: dict[object, CapturedGraphs] = {}
+
+    def capture(
+        name: str, num_ranks: int, rank: int = 0, *, reshard: bool | None = None, grad: bool = True
+    ) -> CapturedGraphs:
+        key = (name, num_ranks, rank, reshard, grad)
+        if key not in cache:
+            mesh = _start(num_ranks, rank)
+            try:
+                model = shard_units(MODELS[name](), mesh, reshard_after_forward=reshard)
+                with torch.set_grad_enabled(grad):
+                    cache[key] = capture_graphs(model, example_batch(name))
+            finally:
+                _stop()
+        return _copied(cache[key])
+
+    return capture
+
+
+def _copied(graphs: CapturedGraphs) -> CapturedGraphs:
+    def twin(gm: fx.GraphModule | None) -> fx.GraphModule | None:
+        return None if gm is None else copy_graph(gm)
+
+    return CapturedGraphs(
+        captured=copy_graph(graphs.captured),
+        joint=copy_graph(graphs.joint),
+        forward=twin(graphs.forward),
+        backward=twin(graphs.backward),
+        context=copy.copy(graphs.context),
+    )
+
+
+@pytest.fixture
+def golden() -> Callable[[str, str], None]:
+    """`golden(text, name)` compares with `tests/goldens/name.txt`."""
+    folder = Path(__file__).parent / "goldens"
+    return lambda text, name: check_golden(text, folder / f"{name}.txt")

@@ -1,0 +1,158 @@
+"""bucket_collectives: one gather and one reduction per unit."""
+
+import pytest
+import torch
+from all_ranks import assert_same, pieces, run_halves, run_values, step_inputs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_graphs import (
+    GROUP,
+    GraphBuilder,
+    ParameterSpec,
+    aten,
+    copy_graph,
+    num_targets,
+    parameter_graph,
+    run_pass,
+    run_twice,
+    text_of,
+)
+
+from graphshard.backend import JOINT_PIPELINE
+from graphshard.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
+from graphshard.context import PassContext
+from graphshard.errors import OptionError
+from graphshard.facts import Fact, check_bucketed
+from graphshard.passes import BucketCollectives
+
+HELD = (Fact.TYPED, Fact.WAITED, Fact.GATHERED, Fact.REDUCED, Fact.LOWERED)
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_golden(captured, golden, half):
+    graphs = captured("two_linears", 2)
+    gm, ctx = getattr(graphs, half), getattr(graphs.context, f"for_{half}")()
+    golden(text_of(gm, ctx), f"bucket_collectives.{half}.before")
+    run_pass(BucketCollectives(), gm, ctx, *HELD)
+    golden(text_of(gm, ctx), f"bucket_collectives.{half}.after")
+
+
+def test_a_bucket_of_one_is_left_alone(captured):
+    graphs = captured("tied_embedding", 2)
+    record = run_pass(BucketCollectives(), graphs.forward, graphs.context.for_forward(), *HELD)
+    assert not record.report.changed
+    assert record.report.counts == {"gather buckets": 0, "reduction buckets": 0}
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_second_run_changes_nothing(captured, half):
+    graphs = captured("blocks_2", 2)
+    gm, ctx = getattr(graphs, half), getattr(graphs.context, f"for_{half}")()
+    first, second = run_twice(BucketCollectives(), gm, ctx, *HELD)
+    assert first.report.changed and not second.report.changed
+
+
+def test_refuses_an_unknown_rule():
+    with pytest.raises(OptionError, match="bucket_collectives: by='size' is unknown; known: 'unit'"):
+        BucketCollectives(by="size")
+
+
+def _with_foreign_all_reduce(specs):
+    """A lowered parameter graph whose last output is all-reduced on another group first."""
+    gm, ctx = parameter_graph(specs, 2)
+    JOINT_PIPELINE.run(gm, ctx)
+    full = gm.graph.output_node().args[0][0]
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        build = GraphBuilder()
+        build.graph = gm.graph
+        total = build(WAIT, build(ALL_REDUCE, full, "sum", "some_other_group"))
+    output = gm.graph.output_node()
+    output.args = ([total, *output.args[0][1:]],)
+    return gm, ctx
+
+
+@pytest.mark.parametrize("num_parameters", [1, 2], ids=["nothing else to merge", "beside a bucket"])
+def test_names_what_it_left_alone(num_parameters):
+    gm, ctx = _with_foreign_all_reduce([ParameterSpec((4, 2))] * num_parameters)
+    record = run_pass(BucketCollectives(), gm, ctx, *HELD)
+    assert record.report.skipped == ("all_reduce_default (all_reduce) serves no single unit",)
+    assert num_targets(gm, ALL_REDUCE) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "reshard"),
+    [
+        ("two_linears", 2, None),
+        ("two_linears", 4, None),
+        ("two_linears", 4, False),
+        ("called_thrice", 3, None),
+        ("blocks_2", 2, None),
+        ("frozen_first", 2, None),
+    ],
+)
+def test_parity(captured, name, num_ranks, reshard):
+    graphs = captured(name, num_ranks, reshard=reshard)
+    forward, backward = copy_graph(graphs.forward), copy_graph(graphs.backward)
+    assert run_pass(BucketCollectives(), forward, graphs.context.for_forward(), *HELD).report.changed
+    assert run_pass(BucketCollectives(), backward, graphs.context.for_backward(), *HELD).report.changed
+    inputs, expected = step_inputs(name, num_ranks)
+    before = run_halves(graphs.forward, graphs.backward, graphs.context, inputs)
+    after = run_halves(forward, backward, graphs.context, inputs)
+    assert_same(after, before, bitwise=True)
+    assert_same(after, expected)
+
+
+SPECS = st.integers(1, 3).flatmap(
+    lambda ndim: st.builds(
+        ParameterSpec,
+        shape=st.tuples(*[st.integers(1, 6)] * ndim),
+        dim=st.integers(0, ndim - 1),
+        unit=st.sampled_from(["a", "b"]),
+        dtype=st.sampled_from([torch.float64, torch.float32]),
+    )
+)
+
+
+@settings(max_examples=15, deadline=None)
+@given(specs=st.lists(SPECS, min_size=1, max_size=5), num_ranks=st.integers(2, 4))
+def test_any_mix_of_units_shapes_dims_and_dtypes(specs, num_ranks):
+    gm, ctx = parameter_graph(specs, num_ranks)
+    JOINT_PIPELINE.run(gm, ctx)
+    bucketed = copy_graph(gm)
+    run_pass(BucketCollectives(), bucketed, ctx, *HELD)
+    num_buckets = len({(spec.unit, spec.dtype) for spec in specs})
+    assert num_targets(bucketed, ALL_GATHER) == num_targets(bucketed, REDUCE_SCATTER) == num_buckets
+
+    full = [torch.randn(spec.shape, dtype=spec.dtype) for spec in specs]
+    shards = [pieces(value, spec.dim, num_ranks) for value, spec in zip(full, specs, strict=True)]
+    inputs = [
+        [*(shard[rank] for shard in shards), *(torch.randn_like(value) for value in full)]
+        for rank in range(num_ranks)
+    ]
+    before, after = (run_values(graph, inputs, ctx.mesh) for graph in (gm, bucketed))
+    torch.testing.assert_close(after, before, rtol=0.0, atol=0.0)
+    assert all(torch.equal(value, want) for rank in after for value, want in zip(rank, full, strict=False))
+
+
+def test_gathers_of_different_groups_stay_apart():
+    """Two shards of one unit on two process groups: same unit and dtype, two buckets."""
+    gm, ctx = parameter_graph([ParameterSpec((4, 2))] * 2, 2)
+    JOINT_PIPELINE.run(gm, ctx)
+    second = gm.graph.find_nodes(op="call_function", target=ALL_GATHER)[1]
+    second.args = (*second.args[:2], "another_group")
+    record = run_pass(BucketCollectives(), gm, ctx, *HELD)
+    assert record.report.counts == {"gather buckets": 0, "reduction buckets": 1}
+    assert second.args[2] != GROUP
+
+
+def test_a_gather_of_computed_values_is_not_moved():
+    """All-gathering activations is someone else's collective, even on our group."""
+    build = GraphBuilder()
+    x = build.input("primals_1", 2, 2)
+    one = build.gather(build(aten.relu.default, x), 2)
+    two = build.gather(build(aten.tanh.default, x), 2)
+    gm = build.finish(one, two)
+    record = run_pass(BucketCollectives(), gm, PassContext(), *HELD)
+    assert not record.report.changed
+    assert len(record.report.skipped) == 2
+    assert not check_bucketed(gm, PassContext())

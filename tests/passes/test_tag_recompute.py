@@ -1,0 +1,83 @@
+"""tag_recompute: what the partitioner keeps and what it gathers again."""
+
+import pytest
+from all_ranks import assert_same, run_halves, run_joint, step_inputs
+from small_graphs import GraphBuilder, ParameterSpec, aten, run_pass, run_twice, text_of, unshard
+from torch.utils.checkpoint import CheckpointPolicy
+
+from graphshard.context import context_from_shard_ops
+from graphshard.ops import UNSHARD
+from graphshard.passes import MergeUnshards, TagRecompute
+from graphshard.pipeline import Pipeline
+
+
+def test_golden(captured, golden):
+    graphs = captured("two_linears", 2)
+    run_pass(MergeUnshards(), graphs.captured, graphs.context)
+    golden(text_of(graphs.captured, graphs.context), "tag_recompute.before")
+    run_pass(TagRecompute(), graphs.captured, graphs.context)
+    golden(text_of(graphs.captured, graphs.context), "tag_recompute.after")
+
+
+def test_nothing_to_tag():
+    build = GraphBuilder()
+    x = build.input("primals_1", 2, 2)
+    gm = build.finish(build(aten.relu.default, x))
+    record = run_pass(TagRecompute(), gm, context_from_shard_ops(gm))
+    assert not record.report.changed
+    assert record.report.counts == {"recomputed": 0, "saved": 0}
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_second_run_changes_nothing(captured, reshard):
+    graphs = captured("two_linears", 2, reshard=reshard)
+    run_pass(MergeUnshards(), graphs.captured, graphs.context)
+    first, second = run_twice(TagRecompute(), graphs.captured, graphs.context)
+    assert first.report.changed and not second.report.changed
+    assert first.report.counts == {"recomputed": 4 * reshard, "saved": 4 * (not reshard)}
+
+
+def _tags(gm):
+    return [node.meta.get("recompute") for node in gm.graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_views_follow_only_a_recomputed_parameter(reshard):
+    build, spec = GraphBuilder(), ParameterSpec((4, 2), reshard=reshard)
+    shard, x = build.input("primals_1", 2, 2), build.input("primals_2", 3, 2)
+    full = unshard(build, shard, "w", spec, 2)
+    turned = build(aten.t.default, full)
+    half = build(aten._to_copy.default, turned)
+    gm = build.finish(build(aten.mm.default, x, half))
+    run_pass(MergeUnshards(), gm, context_from_shard_ops(gm))
+    run_pass(TagRecompute(), gm, context_from_shard_ops(gm))
+    recompute, save = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.MUST_SAVE
+    assert _tags(gm) == ([recompute] * 3 + [None] if reshard else [save, None, None, None])
+
+
+def test_a_value_that_depends_on_an_activation_is_not_tagged():
+    build = GraphBuilder()
+    shard, x = build.input("primals_1", 2, 2), build.input("primals_2", 4, 2)
+    full = unshard(build, shard, "w", ParameterSpec((4, 2)), 2)
+    scaled = build(aten.mul.Tensor, full, x)
+    gm = build.finish(build(aten.t.default, scaled))
+    run_pass(TagRecompute(), gm, context_from_shard_ops(gm), *MergeUnshards.provides)
+    assert _tags(gm) == [CheckpointPolicy.MUST_RECOMPUTE, None, None]
+
+
+@pytest.mark.parametrize("reshard", [True, False, None])
+@pytest.mark.parametrize(("name", "num_ranks"), [("two_linears", 4), ("tied_embedding", 2)])
+def test_parity_of_the_partitioned_halves(captured, name, num_ranks, reshard):
+    graphs = captured(name, num_ranks, reshard=reshard)
+    inputs, expected = step_inputs(name, num_ranks)
+    halves = run_halves(graphs.forward, graphs.backward, graphs.context, inputs)
+    assert_same(halves, expected)
+    assert_same(halves, run_joint(graphs.joint, graphs.context, inputs), bitwise=True)
+
+
+def test_every_gather_of_a_real_graph_is_tagged(captured):
+    graphs = captured("blocks_2", 2)
+    Pipeline(MergeUnshards(), TagRecompute()).run(graphs.captured, graphs.context)
+    gathers = graphs.captured.graph.find_nodes(op="call_function", target=UNSHARD)
+    kept = {node.args[1] for node in gathers if node.meta["recompute"] == CheckpointPolicy.MUST_SAVE}
+    assert kept == {"enter.weight", "enter.bias", "leave.weight", "leave.bias"}

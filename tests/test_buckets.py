@@ -1,0 +1,47 @@
+"""Packing into a bucket and out of it again."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphshard.buckets import PACK, UNPACK
+
+SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+
+
+@settings(deadline=None)
+@given(sizes=SIZES, num_rows=st.integers(1, 4))
+def test_unpack_is_the_inverse_of_pack(sizes, num_rows):
+    pieces = [torch.randn(num_rows, size) for size in sizes]
+    unpacked = UNPACK(PACK(pieces, num_rows), num_rows, sizes)
+    assert all(torch.equal(new, old.view(-1)) for new, old in zip(unpacked, pieces, strict=True))
+    assert all(new.is_contiguous() for new in unpacked)
+
+
+def test_a_bucket_is_rank_major():
+    """A row holds every member's piece for one rank: what a reduce-scatter hands out, a gather collects."""
+    weight, bias = torch.arange(8.0).view(4, 2), torch.arange(10.0, 12.0)
+    assert PACK([weight, bias], 2).tolist() == [0, 1, 2, 3, 10, 4, 5, 6, 7, 11]
+    assert PACK([weight, bias], 1).tolist() == [*range(8), 10, 11]
+
+
+def test_strided_pieces_are_read_in_row_order():
+    piece = torch.arange(6.0).view(2, 3).t()
+    assert PACK([piece], 1).tolist() == piece.reshape(-1).tolist()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("sizes", [[3], [3, 2], [1, 1, 4]], ids=str)
+def test_opcheck(sizes, num_rows):
+    """Schema (results are no views of the inputs), fake tensors, AOT dispatch."""
+    pieces = [torch.randn(num_rows, size) for size in sizes]
+    torch.library.opcheck(PACK, (pieces, num_rows))
+    torch.library.opcheck(UNPACK, (PACK(pieces, num_rows), num_rows, sizes))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_an_empty_member(num_rows):
+    """A parameter without elements has an empty shard on every rank."""
+    pieces = [torch.randn(num_rows, 3), torch.empty(0, 4)]
+    torch.library.opcheck(UNPACK, (PACK(pieces, num_rows), num_rows, [3, 0]))

@@ -1,0 +1,169 @@
+"""The shard ops: eager, fake and autograd implementations, on any dim, uneven and empty."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from all_ranks import pieces, run_values
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_graphs import ParameterSpec, parameter_graph
+from torch import nn
+
+import graphshard
+from graphshard.ops import REDUCE_GRAD, UNSHARD
+from graphshard.params import padded_shape, shard_shape
+
+SHAPES = [
+    ((4, 6), 0),
+    ((4, 6), 1),
+    ((5, 3), 0),
+    ((3, 5), 1),
+    ((5,), 0),
+    ((1, 3), 0),
+    ((2, 1, 5), 2),
+    ((2, 3, 4), 1),
+]
+UNEVEN = pytest.mark.parametrize(
+    ("shape", "dim"), SHAPES, ids=[f"{shape} dim {dim}" for shape, dim in SHAPES]
+)
+
+
+def _unshard_arguments(shard, shape, dim, num_ranks, *, reduce_op="sum", scale=None):
+    scale = 1.0 / num_ranks if scale is None else scale
+    group = dist.group.WORLD.group_name
+    return (shard, "w", "root", list(shape), dim, "shard", num_ranks, group, True, reduce_op, scale)
+
+
+def _reduce_arguments(grad, piece, dim, num_ranks):
+    return (grad, "w", "root", list(piece), dim, "shard", num_ranks, dist.group.WORLD.group_name, "sum", 0.5)
+
+
+@UNEVEN
+@pytest.mark.parametrize("is_padded", [True, False], ids=["padded", "unpadded"])
+def test_opcheck_unshard(fake_group, shape, dim, is_padded):
+    """Schema, fake tensors, autograd registration, and AOT dispatch on dynamic shapes."""
+    fake_group(3, rank=2)
+    piece = padded_shape(shape, dim, 3) if is_padded else shard_shape(shape, dim, 3, 2)
+    shard = torch.randn(piece, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(UNSHARD, _unshard_arguments(shard, shape, dim, 3))
+
+
+@UNEVEN
+def test_opcheck_reduce_grad(fake_group, shape, dim):
+    fake_group(3, rank=2)
+    grad = torch.randn(shape, dtype=torch.float64)
+    for piece in (padded_shape(shape, dim, 3), shard_shape(shape, dim, 3, 2)):
+        torch.library.opcheck(REDUCE_GRAD, _reduce_arguments(grad, piece, dim, 3))
+
+
+@UNEVEN
+def test_eager_on_the_fake_group(fake_group, shape, dim):
+    """The fake group answers a gather with copies of this rank's shard, a reduction with its own slice."""
+    fake_group(2)
+    shard = torch.randn(padded_shape(shape, dim, 2))
+    full = UNSHARD(*_unshard_arguments(shard, shape, dim, 2))
+    assert torch.equal(full, torch.cat([shard, shard], dim).narrow(dim, 0, shape[dim]))
+    grad = torch.randn(shape)
+    reduced = REDUCE_GRAD(*_reduce_arguments(grad, shard.shape, dim, 2))
+    assert torch.equal(reduced, pieces(grad * 0.5, dim, 2, padding=0.0)[0])
+
+
+@UNEVEN
+def test_results_are_contiguous_and_typed(fake_group, shape, dim):
+    fake_group(2)
+    for dtype in (torch.float32, torch.bfloat16):
+        full = UNSHARD(
+            *_unshard_arguments(torch.randn(padded_shape(shape, dim, 2), dtype=dtype), shape, dim, 2)
+        )
+        assert (full.shape, full.dtype, full.is_contiguous()) == (shape, dtype, True)
+        reduced = REDUCE_GRAD(*_reduce_arguments(full, shard_shape(shape, dim, 2, 1), dim, 2))
+        assert (list(reduced.shape), reduced.dtype) == (shard_shape(shape, dim, 2, 1), dtype)
+        assert reduced.is_contiguous()
+
+
+def test_one_rank_gets_a_tensor_of_its_own(fake_group):
+    fake_group(1)
+    shard = torch.randn(3, 2)
+    full = UNSHARD(*_unshard_arguments(shard, (3, 2), 0, 1))
+    assert torch.equal(full, shard)
+    full.zero_()
+    assert shard.any()
+
+
+def test_a_gradient_of_any_layout_is_reduced(fake_group):
+    fake_group(2)
+    grad = torch.randn(3, 5).t()
+    reduced = REDUCE_GRAD(*_reduce_arguments(grad, (3, 3), 0, 2))
+    assert torch.equal(reduced, grad[:3] * 0.5)
+
+
+@UNEVEN
+def test_backward_of_unshard_is_reduce_grad(fake_group, shape, dim):
+    fake_group(2, rank=1)
+    shard = torch.randn(shard_shape(shape, dim, 2, 1), requires_grad=True)
+    weight = torch.randn(shape)
+    full = UNSHARD(*_unshard_arguments(shard, shape, dim, 2, scale=0.25))
+    (full * weight).sum().backward()
+    expected = pieces(weight, dim, 2, padding=0.0)[1].narrow(dim, 0, shard.shape[dim]) * 0.25
+    torch.testing.assert_close(shard.grad, expected, rtol=0.0, atol=0.0)
+
+
+def test_no_gradient_for_a_shard_that_does_not_train(fake_group):
+    fake_group(2)
+    assert not UNSHARD(*_unshard_arguments(torch.randn(2, 2), (4, 2), 0, 2)).requires_grad
+
+
+def test_fake_results_follow_the_arguments(fake_group):
+    fake_group(4)
+    shard = torch.empty(0, 3, dtype=torch.bfloat16, device="meta")
+    assert UNSHARD(*_unshard_arguments(shard, (5, 3), 0, 4)).shape == (5, 3)
+    reduced = REDUCE_GRAD(*_reduce_arguments(torch.empty(5, 3, device="meta"), (0, 3), 0, 4))
+    assert reduced.shape == (0, 3) and reduced.device.type == "meta"
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(1, 9), columns=st.integers(1, 4), dim=st.integers(0, 1), num_ranks=st.integers(2, 5))
+def test_all_ranks_unpadded(rows, columns, dim, num_ranks):
+    """Every rank holds its `torch.chunk`, possibly nothing, and reduces to a shard of the same shape."""
+    shape = (columns, rows) if dim else (rows, columns)
+    _, ctx = parameter_graph([ParameterSpec(shape, dim)], num_ranks)
+    graphs = []
+    for rank in range(num_ranks):
+        mine, _ = parameter_graph([ParameterSpec(shape, dim)], num_ranks)
+        (node,) = mine.graph.find_nodes(op="call_function", target=REDUCE_GRAD)
+        node.update_arg(3, shard_shape(shape, dim, num_ranks, rank))
+        mine.recompile()
+        graphs.append(mine)
+    full = torch.randn(shape, dtype=torch.float64)
+    grads = [torch.randn(shape, dtype=torch.float64) for _ in range(num_ranks)]
+    sizes = [shard_shape(shape, dim, num_ranks, rank)[dim] for rank in range(num_ranks)]
+    inputs = [[shard, grad] for shard, grad in zip(full.split(sizes, dim), grads, strict=True)]
+    results = run_values(graphs, inputs, ctx.mesh)
+    expected = (sum(grads) / num_ranks).split(sizes, dim)
+    for (gathered, reduced), want in zip(results, expected, strict=True):
+        assert torch.equal(gathered, full)
+        torch.testing.assert_close(reduced, want, rtol=1e-13, atol=1e-13)
+
+
+def test_a_sharded_model_trains_uncompiled(fake_group):
+    """On one rank `fully_shard` leaves the numbers of the plain model."""
+    mesh = fake_group(1)
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 2)
+    sharded = nn.Linear(3, 2)
+    sharded.load_state_dict(plain.state_dict())
+    graphshard.fully_shard(sharded, mesh=mesh)
+    x = torch.randn(4, 3)
+    for model in (plain, sharded):
+        model(x).square().sum().backward()
+    assert torch.equal(sharded.weight.grad.full_tensor(), plain.weight.grad)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_eager_forward_and_backward_keep_shard_shapes(fake_group, rank):
+    mesh = fake_group(4, rank)
+    model = graphshard.fully_shard(nn.Linear(3, 5), mesh=mesh)
+    model(torch.randn(2, 3)).sum().backward()
+    rows = shard_shape([5], 0, 4, rank)[0]
+    assert model.weight.grad.to_local().shape == (rows, 3)
+    assert model.bias.grad.to_local().shape == (rows,)
