@@ -7,6 +7,7 @@ classes would make each contender pay for the guards of the others.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import shutil
 import sys
 from collections.abc import Callable
@@ -21,12 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-# Until the package is complete the benchmark runs without it; then this becomes a plain import.
-GRAPHSHARD_PROBLEM: str | None = None
-try:
-    import graphshard
-except ImportError as error:
-    GRAPHSHARD_PROBLEM = f"import graphshard failed: {error}"
+import graphshard
 
 WEIGHT_SEED = 0
 
@@ -62,12 +58,17 @@ class Trainer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """A named way to train; `averages_gradients` is false for the one that does not communicate."""
+    """A named way to train.
+
+    `averages_gradients` is false for the one that does not communicate; `same_kernels_as` names a contender
+    earlier in the list whose compiled code is equal, so that it need not be compiled twice.
+    """
 
     summary: str
     build: Callable[[ModuleType, nn.Module, DeviceMesh], Trainer]
     averages_gradients: bool = True
     is_compiled: bool = True
+    same_kernels_as: str | None = None
 
 
 def _adamw(module: nn.Module) -> torch.optim.Optimizer:
@@ -84,7 +85,11 @@ def _build_ddp_compile(source: ModuleType, model: nn.Module, mesh: DeviceMesh) -
     loss = torch.compile(source.next_token_loss)
     bucket_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     return Trainer(
-        forward=torch.compile(replica), loss=loss, module=model, optimizer=_adamw(model), comm_bytes=bucket_bytes
+        forward=torch.compile(replica),
+        loss=loss,
+        module=model,
+        optimizer=_adamw(model),
+        comm_bytes=bucket_bytes,
     )
 
 
@@ -108,14 +113,14 @@ def _build_fsdp2_compile(source: ModuleType, model: nn.Module, mesh: DeviceMesh)
 def _build_fsdp2_prefetch(source: ModuleType, model: nn.Module, mesh: DeviceMesh) -> Trainer:
     """FSDP2 with compile, told to gather ahead.
 
-    FSDP2 overlaps through CUDA streams; on the CPU its all-gathers block unless they are made asynchronous and the
-    next units are named. Its reduce-scatters block in any case.
+    FSDP2 overlaps through CUDA streams; on the CPU its all-gathers block unless they are made asynchronous
+    and the next units are named. Its reduce-scatters block in any case.
     """
     trainer = _build_fsdp2_compile(source, model, mesh)
     blocks = list(model.blocks)
     model._set_unshard_async_op(True)
     model.set_modules_to_forward_prefetch(blocks[:1])
-    for before, after in zip(blocks, blocks[1:]):
+    for before, after in itertools.pairwise(blocks):
         before.set_modules_to_forward_prefetch([after])
         after.set_modules_to_backward_prefetch([before])
     return trainer
@@ -137,7 +142,9 @@ CONTENDERS: dict[str, Contender] = {
     "fsdp2": Contender(summary="FSDP2, eager", build=_build_fsdp2_eager, is_compiled=False),
     "fsdp2-compile": Contender(summary="FSDP2, each block compiled", build=_build_fsdp2_compile),
     "fsdp2-prefetch": Contender(
-        summary="as fsdp2-compile, asynchronous gathers one unit ahead", build=_build_fsdp2_prefetch
+        summary="as fsdp2-compile, asynchronous gathers one unit ahead",
+        build=_build_fsdp2_prefetch,
+        same_kernels_as="fsdp2-compile",
     ),
     "ddp-compile": Contender(summary="DDP, compiled", build=_build_ddp_compile),
     "graphshard": Contender(summary="graphshard, whole model compiled", build=_build_graphshard),

@@ -1,7 +1,7 @@
 """The model every benchmark trains: a plain GPT, written with no thought of sharding.
 
-Pre-norm blocks, learned positions, untied output layer, float32. Nothing here is specific to a contender, so the
-same file serves all of them.
+Pre-norm blocks, learned positions, untied output layer, float32. Nothing here is specific to a contender, so
+the same file serves all of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Two network namespaces joined by a rate-limited veth pair: a slow network on one machine.
 
-Over loopback a collective is a memory copy, so hiding it behind compute gains little. Between these namespaces it
-takes wire time (token bucket filter on both ends) that costs the CPU next to nothing, as on a cluster.
-Devices and addresses exist only inside the namespaces, which are removed on leaving the context. Needs Linux and root.
+Over loopback a collective is a memory copy, so hiding it behind compute gains little. Between these
+namespaces a token bucket filter on both ends makes it take wire time that costs the CPU next to nothing,
+as on a cluster.
+Devices and addresses exist only inside the namespaces, which are removed on leaving the context.
+Needs Linux and root.
 """
 
 from __future__ import annotations
@@ -55,8 +57,12 @@ def find_obstacle() -> str | None:
     return f"{' and '.join(missing)} not found (install iproute2)" if missing else None
 
 
+def _try(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, check=False, capture_output=True, text=True, timeout=COMMAND_LIMIT_S)
+
+
 def _run(*argv: str) -> None:
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=COMMAND_LIMIT_S)
+    done = _try(*argv)
     if done.returncode:
         raise ShapedLinkError(f"`{' '.join(argv)}` failed: {done.stderr.strip() or done.stdout.strip()}")
 
@@ -78,9 +84,10 @@ def _join(ends: tuple[LinkEnd, LinkEnd], rate: str) -> None:
 
 @contextmanager
 def shaped_link(rate: str) -> Iterator[tuple[LinkEnd, LinkEnd]]:
-    """Yield the two ends of a link of `rate` each way; remove both namespaces on the way out, whatever happened.
+    """Yield the two ends of a link of `rate` each way; remove both namespaces on the way out.
 
-    Raises ShapedLinkError when the system refuses. Processes inside must have ended before the context is left.
+    Raises ShapedLinkError when the system refuses. Processes inside must have ended before the context is
+    left, or their namespace lives on without a name.
     """
     tag = secrets.token_hex(3)
     first, second = (
@@ -92,4 +99,4 @@ def shaped_link(rate: str) -> Iterator[tuple[LinkEnd, LinkEnd]]:
     finally:
         for end in (first, second):
             # One that was never made is no error here; the first failure has already been raised.
-            subprocess.run(["ip", "netns", "delete", end.namespace], capture_output=True, timeout=COMMAND_LIMIT_S)
+            _try("ip", "netns", "delete", end.namespace)

@@ -1,7 +1,7 @@
 """From the two ranks' records to rows, and from rows to a table.
 
-A step is as slow as its slower rank, so each sample is the larger of the two; memory is the larger rank's too.
-Ratios are taken inside each round, where contenders ran seconds apart, and the median over rounds is shown.
+A step is as slow as its slower rank, so each sample is the larger of the two, and so are memory figures.
+Ratios are taken inside each round, where contenders ran seconds apart, and the median of rounds is shown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ RankRecord = Mapping[str, Mapping]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One contender's figures. Ratios are None where their reference did not run."""
+    """One contender's figures. Ratios are None where their reference did not run.
+
+    First calls are None where the kernels had been compiled before; their ratio is one of CPU times, since
+    compiling takes tens of seconds in a row, in which a shared machine's wall clock says little.
+    """
 
     contender: str
     median_ms: float
@@ -30,7 +34,8 @@ class Row:
     ratio: float | None
     ratio_low: float | None
     ratio_high: float | None
-    first_call_s: float
+    first_call_s: float | None
+    first_call_cpu_s: float | None
     first_call_ratio: float | None
     parameter_bytes: int
     gradient_bytes: int
@@ -60,7 +65,7 @@ def _round_ratios(samples: list[list[float]], reference: list[list[float]]) -> t
     return low, middle, high
 
 
-def _make_row(name: str, ranks: Sequence[RankRecord]) -> Row:
+def _make_row(name: str, ranks: Sequence[RankRecord], cold: frozenset[str]) -> Row:
     samples = _slower_rank(name, ranks)
     steps = [step for turn in samples for step in turn]
     low = middle = high = None
@@ -71,7 +76,12 @@ def _make_row(name: str, ranks: Sequence[RankRecord]) -> Row:
         return max(rank[contender][field] for rank in ranks)
 
     held = ("parameter_bytes", "optimizer_bytes", "comm_bytes")
-    compared = COMPILE_REFERENCE in ranks[0]
+    first_call_s = first_call_cpu_s = first_call_ratio = None
+    if name in cold:
+        first_call_s = largest("first_call_s")
+        first_call_cpu_s = largest("first_call_cpu_s")
+        if COMPILE_REFERENCE in ranks[0] and COMPILE_REFERENCE in cold:
+            first_call_ratio = first_call_cpu_s / largest("first_call_cpu_s", COMPILE_REFERENCE)
     return Row(
         contender=name,
         median_ms=statistics.median(steps),
@@ -79,22 +89,25 @@ def _make_row(name: str, ranks: Sequence[RankRecord]) -> Row:
         ratio=middle,
         ratio_low=low,
         ratio_high=high,
-        first_call_s=largest("first_call_s"),
-        first_call_ratio=largest("first_call_s") / largest("first_call_s", COMPILE_REFERENCE) if compared else None,
+        first_call_s=first_call_s,
+        first_call_cpu_s=first_call_cpu_s,
+        first_call_ratio=first_call_ratio,
         parameter_bytes=int(largest("parameter_bytes")),
         gradient_bytes=int(largest("gradient_bytes")),
         optimizer_bytes=int(largest("optimizer_bytes")),
         comm_bytes=int(largest("comm_bytes")),
         peak_bytes=int(largest("peak_bytes")),
-        total_bytes=max(rank[name]["peak_bytes"] + sum(rank[name][field] for field in held) for rank in ranks),
+        total_bytes=max(
+            rank[name]["peak_bytes"] + sum(rank[name][field] for field in held) for rank in ranks
+        ),
         left_bytes=int(largest("left_bytes")),
         samples_ms=samples,
     )
 
 
-def make_rows(ranks: Sequence[RankRecord]) -> list[Row]:
-    """One row per contender, in the order they ran."""
-    return [_make_row(name, ranks) for name in ranks[0]]
+def make_rows(ranks: Sequence[RankRecord], *, cold: frozenset[str]) -> list[Row]:
+    """One row per contender, in the order they ran; those in `cold` compiled from nothing."""
+    return [_make_row(name, ranks, cold) for name in ranks[0]]
 
 
 def find_loss_gaps(ranks: Sequence[RankRecord], averaging: frozenset[str]) -> list[str]:
@@ -109,9 +122,11 @@ def find_loss_gaps(ranks: Sequence[RankRecord], averaging: frozenset[str]) -> li
         later = next((record["losses"] for name, record in records.items() if name in averaging), first)
         for name, record in records.items():
             expected = later if name in averaging else first
-            for step, (loss, wanted) in enumerate(zip(record["losses"], expected)):
+            for step, (loss, wanted) in enumerate(zip(record["losses"], expected, strict=False)):
                 if not math.isclose(loss, wanted, rel_tol=MAX_LOSS_GAP):
-                    gaps.append(f"{name}: loss {loss:.6f} in step {step} on rank {rank}, expected {wanted:.6f}")
+                    gaps.append(
+                        f"{name}: loss {loss:.6f} in step {step} on rank {rank}, expected {wanted:.6f}"
+                    )
                     break
     return gaps
 
@@ -120,27 +135,25 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / MIB:.1f}"
 
 
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+def _decimals(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def format_table(rows: Sequence[Row]) -> str:
     """Two header lines (names, units), then a line per row, columns aligned."""
-    head = [
-        ("contender", "median", "min", "ratio to", "quartiles", "first", "ratio to", "params", "grads", "optim.",
-         "comm", "step", "all"),
-        ("", "ms", "ms", REFERENCE, "", "call s", COMPILE_REFERENCE, "MiB", "MiB", "MiB",
-         "MiB", "peak MiB", "MiB"),
-    ]  # fmt: skip
+    names = "contender,median,min,ratio to,quartiles,first,CPU,ratio to,params,grads,optim.,comm,step,all"
+    units = f",ms,ms,{REFERENCE},,call s,time s,{COMPILE_REFERENCE},MiB,MiB,MiB,MiB,peak MiB,MiB"
+    head = [tuple(names.split(",")), tuple(units.split(","))]
     body = [
         (
             row.contender,
             f"{row.median_ms:.1f}",
             f"{row.min_ms:.1f}",
-            _ratio(row.ratio),
-            f"{_ratio(row.ratio_low)} - {_ratio(row.ratio_high)}" if row.ratio is not None else "-",
-            f"{row.first_call_s:.1f}",
-            _ratio(row.first_call_ratio),
+            _decimals(row.ratio),
+            f"{_decimals(row.ratio_low)} - {_decimals(row.ratio_high)}" if row.ratio is not None else "-",
+            _decimals(row.first_call_s, 1),
+            _decimals(row.first_call_cpu_s, 1),
+            _decimals(row.first_call_ratio),
             _mib(row.parameter_bytes),
             _mib(row.gradient_bytes),
             _mib(row.optimizer_bytes),
@@ -153,6 +166,9 @@ def format_table(rows: Sequence[Row]) -> str:
     lines = head + body
     widths = [max(len(line[i]) for line in lines) for i in range(len(head[0]))]
     return "\n".join(
-        "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths)))
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
         for line in lines
     )

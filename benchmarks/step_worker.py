@@ -1,7 +1,7 @@
 """One rank of the step benchmark; step_time.py starts two of these and reads the files they write.
 
-Every contender lives in the same pair of processes. First each is built and compiled in turn with empty caches,
-then they take turns, a few steps each, so that a noisy spell of the machine falls on all of them.
+Every contender lives in the same pair of processes. First each is built and compiled in turn with empty
+caches, then they take turns, a few steps each, so that a noisy spell of the machine falls on all of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,18 +22,22 @@ from contenders import CONTENDERS, Trainer, build_trainer
 from gpt import GptConfig, random_batch
 from step_memory import local_bytes, measure_step_memory, optimizer_bytes
 from torch import Tensor
-from torch._inductor.utils import fresh_cache
+from torch._inductor.utils import clear_caches
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 NUM_RANKS = 2
 NUM_WARM_STEPS = 3
-COLLECTIVE_LIMIT_S = 120
+COLLECTIVE_LIMIT_S = 300
 PROBE_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepJob:
-    """What both ranks are told to do. `cores[rank]` is the core a rank is pinned to, `store_host` is rank 0's address."""
+    """What both ranks are told to do.
+
+    `cores[rank]` is the core a rank is pinned to, `store_host` is rank 0's address. `cache_folder` keeps
+    compiled kernels: when it starts empty the first calls are compilations from nothing.
+    """
 
     model: GptConfig
     batch: int
@@ -43,6 +47,7 @@ class StepJob:
     cores: tuple[int, ...]
     store_host: str
     folder: str
+    cache_folder: str
     limit_s: float
 
     def save(self, path: Path) -> None:
@@ -61,9 +66,10 @@ class StepJob:
 
 @dataclass(slots=True, kw_only=True)
 class ContenderRecord:
-    """What one rank saw of one contender. Times in seconds, memory in bytes; `rounds[i]` are one turn's steps."""
+    """What one rank saw of one contender; `rounds[i]` holds the seconds of one turn's steps."""
 
     first_call_s: float
+    first_call_cpu_s: float
     losses: list[float]
     parameter_bytes: int
     gradient_bytes: int
@@ -79,7 +85,9 @@ def join_group(job: StepJob, rank: int) -> DeviceMesh:
     limit = timedelta(seconds=COLLECTIVE_LIMIT_S)
     port_file = Path(job.folder) / "port"
     if rank == 0:
-        store = dist.TCPStore(job.store_host, 0, NUM_RANKS, is_master=True, timeout=limit, wait_for_workers=False)
+        store = dist.TCPStore(
+            job.store_host, 0, NUM_RANKS, is_master=True, timeout=limit, wait_for_workers=False
+        )
         part = port_file.with_suffix(".part")
         part.write_text(str(store.port))
         part.rename(port_file)
@@ -114,13 +122,24 @@ def time_step(trainer: Trainer, batch: tuple[Tensor, Tensor]) -> tuple[float, fl
     return time.perf_counter() - start, loss
 
 
+def read_cpu_s() -> float:
+    """CPU seconds spent so far by this process and the compilers it waited for."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
+
+
+def use_cache(job: StepJob, rank: int, name: str) -> None:
+    """Make the compiler keep its files under `name`, and forget the kernels it holds in memory."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(job.cache_folder, f"rank{rank}", name))
+    clear_caches()
+
+
 def prepare_compiler(job: StepJob, mesh: DeviceMesh, batch: tuple[Tensor, Tensor]) -> None:
-    """Pay once for what the first compilation in a process pays for: imports, compiler checks, shared headers."""
+    """Pay for what only the first compilation in a process does: imports, compiler checks, shared headers."""
     folder = Path(job.folder, f"prepare{mesh.get_rank()}")
     folder.mkdir()
-    trainer = build_trainer("unsharded", job.model, mesh, folder)
-    with fresh_cache(dir=job.folder):
-        trainer.run_step(*batch)
+    use_cache(job, mesh.get_rank(), "prepare")
+    build_trainer("unsharded", replace(job.model, num_layers=1), mesh, folder).run_step(*batch)
 
 
 def start_contender(
@@ -128,9 +147,11 @@ def start_contender(
 ) -> tuple[Trainer, ContenderRecord]:
     """Build, compile and warm up one contender; take its memory figures."""
     trainer = build_trainer(name, job.model, mesh, Path(job.folder, f"rank{mesh.get_rank()}"))
+    use_cache(job, mesh.get_rank(), CONTENDERS[name].same_kernels_as or name)
     dist.barrier()
-    with fresh_cache(dir=job.folder):
-        first_call_s, loss = time_step(trainer, batch)
+    cpu_s_before = read_cpu_s()
+    first_call_s, loss = time_step(trainer, batch)
+    first_call_cpu_s = read_cpu_s() - cpu_s_before
     losses = [loss] + [trainer.run_step(*batch) for _ in range(NUM_WARM_STEPS)]
     parameters = list(trainer.module.parameters())
     trainer.run_forward_backward(*batch)
@@ -139,6 +160,7 @@ def start_contender(
     memory = measure_step_memory(lambda: trainer.run_step(*batch))
     record = ContenderRecord(
         first_call_s=first_call_s,
+        first_call_cpu_s=first_call_cpu_s,
         losses=losses,
         parameter_bytes=local_bytes(parameters),
         gradient_bytes=gradient_bytes,
@@ -156,14 +178,16 @@ def take_turns(
     records: dict[str, ContenderRecord],
     batch: tuple[Tensor, Tensor],
 ) -> None:
-    """Round-robin over the contenders, each round starting with the next one; one untimed step opens each turn."""
+    """Round-robin over the contenders, each round starting one further; an untimed step opens each turn."""
     names = list(trainers)
     for turn in range(job.rounds):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             dist.barrier()
             trainers[name].run_step(*batch)
-            records[name].rounds.append([time_step(trainers[name], batch)[0] for _ in range(job.steps_per_round)])
+            records[name].rounds.append(
+                [time_step(trainers[name], batch)[0] for _ in range(job.steps_per_round)]
+            )
 
 
 def report_progress(rank: int, text: str) -> None:
