@@ -26,7 +26,7 @@ class Fact(Enum):
     TYPED = "typed"
     """Every value has a fake value; in full mode it equals what its op computes."""
     WAITED = "waited"
-    """Every started collective is waited for exactly once, and only the wait reads it."""
+    """Every started collective is waited for exactly once, and only the wait reads it; or it leaves unwaited."""
     GATHERED = "gathered"
     """Nothing reads a shard but shard ops and, through layout ops, collectives."""
     REDUCED = "reduced"

@@ -42,6 +42,10 @@ _KEEP_ORDER: dict[str, Any] = {
     "aten_distributed_optimizations.pre_bucketing_fsdp_collectives": False,
 }
 
+#: Defaults a user may override. Reuse keeps a dead buffer until one of its size is needed again: the
+#: gradients of a unit would stay beside their bucket until the next unit's gradients exist.
+_DEFAULTS: dict[str, Any] = {"allow_buffer_reuse": False}
+
 #: Set by the backend for each compilation.
 _JOINT_PASS = "joint_custom_pre_pass"
 
@@ -51,7 +55,7 @@ _FUNCTORCH: dict[str, Any] = {"enable_autograd_cache": False, "_sync_decision_cr
 
 
 def config_patches(user: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's Inductor options plus what keeps the planned order.
+    """Our defaults, the user's Inductor options, and what keeps the planned order.
 
     Raises:
         OptionError: the user sets an option that would move collectives, or one Inductor lacks.
@@ -68,7 +72,7 @@ def config_patches(user: Mapping[str, Any]) -> dict[str, Any]:
         )
     if unknown := sorted(name for name in user if not _has(name)):
         raise OptionError(f"graphshard backend: Inductor has no option(s) {', '.join(unknown)}")
-    return {**user, **{name: value for name, value in _KEEP_ORDER.items() if _has(name)}}
+    return {**_DEFAULTS, **user, **{name: value for name, value in _KEEP_ORDER.items() if _has(name)}}
 
 
 def functorch_patch() -> Any:

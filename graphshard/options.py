@@ -37,7 +37,7 @@ class BackendOptions:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
-            if not any(value is choice or value == choice for choice in choices):
+            if not any(type(value) is type(choice) and value == choice for choice in choices):
                 listed = ", ".join(map(repr, choices))
                 raise OptionError(f"graphshard backend: option {name}={value!r} must be one of {listed}")
         if not isinstance(self.inductor, Mapping):

@@ -1,11 +1,11 @@
 """schedule_collectives: start gathers early, wait late; compute keeps its order.
 
-Each gather starts ``prefetch`` gathers ahead of its first reader: right before the wait of the
-gather that many places earlier, or at the top of the graph; where a reduction starts in the same
-place, the gather goes first, because it is needed first. Each wait, and the copies and views that
-unpack it, stand right before their first reader. A reduction starts where it stands and is waited
-for where its result is needed, but at most ``reductions_in_flight`` reductions are open at a time,
-because each holds a full gradient bucket.
+Each gather starts ``prefetch`` gathers ahead of its first reader: right after the wait, and the
+copies out, of the gather that many places earlier, or at the top of the graph. Starting it before
+that wait would gain nothing, since collectives of one group queue, and would hold one more bucket.
+Each wait stands right before the first reader of its result. A reduction starts where it stands and
+is waited for where its result is needed, but at most ``reductions_in_flight`` reductions are open at
+a time, because each holds a full gradient bucket.
 
 Before (unit b after unit a)::
 
@@ -19,8 +19,8 @@ Before (unit b after unit a)::
 After::
 
     %all_gather_into_tensor_0 = all_gather_into_tensor(%a)
-    %all_gather_into_tensor_1 = all_gather_into_tensor(%b)
     %wait_tensor_0 = wait_tensor(%all_gather_into_tensor_0)
+    %all_gather_into_tensor_1 = all_gather_into_tensor(%b)
     %mm_0 = mm(%x, %wait_tensor_0)
     %wait_tensor_1 = wait_tensor(%all_gather_into_tensor_1)
     %mm_1 = mm(%mm_0, %wait_tensor_1)
@@ -35,6 +35,7 @@ from typing import ClassVar
 
 from torch import fx
 
+from graphshard.buckets import UNPACK
 from graphshard.collectives import ALL_GATHER, REDUCE_SCATTER, is_collective, is_wait, short_name
 from graphshard.context import PassContext
 from graphshard.errors import OptionError
@@ -98,7 +99,6 @@ class _Placement:
     def __post_init__(self) -> None:
         self._placed: dict[fx.Node, None] = {}
         self._open: list[fx.Node] = []
-        self._next_wait = 0
         movable = []
         for node in filter(is_collective, self.gm.graph.nodes):
             if node.target is ALL_GATHER and shards_behind(node, self.ctx):
@@ -149,23 +149,24 @@ class _Placement:
     def _place(self, node: fx.Node) -> None:
         if node in self._placed:
             return
-        if is_wait(node) and node.args[0] in self._rank:
-            rank = self._rank[node.args[0]]
-            self._next_wait = max(self._next_wait, rank + 1)
-            for upcoming in self.gathers[rank : rank + self.prefetch + 1]:
-                self._place(upcoming)
         for source in node.all_input_nodes:
             self._place(source)
         if node.target is REDUCE_SCATTER:
-            self._start_next_gathers()
             self._close_reductions(before=node)
         self._placed[node] = None
-
-    def _start_next_gathers(self) -> None:
-        """A gather is needed before the reduction that would start in the same place: it goes first."""
-        if self.prefetch:
-            for upcoming in self.gathers[self._next_wait : self._next_wait + self.prefetch + 1]:
+        if is_wait(node) and node.args[0] in self._rank:
+            self._unpack(node)
+            rank = self._rank[node.args[0]]
+            for upcoming in self.gathers[rank + 1 : rank + 1 + self.prefetch]:
                 self._place(upcoming)
+
+    def _unpack(self, wait: fx.Node) -> None:
+        """All copies out of a bucket at once: then the bucket, and later each copy, can be freed."""
+        for user in wait.users:
+            if user.target is UNPACK:
+                self._place(user)
+                for item in user.users:
+                    self._place(item)
 
     def _close_reductions(self, before: fx.Node) -> None:
         self._open = [node for node in self._open if not any(user in self._placed for user in node.users)]

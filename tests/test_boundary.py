@@ -68,6 +68,12 @@ def test_a_cut_along_dim_one_is_copied(fake_group, rank):
     assert padded.shape == (3, 2) and torch.equal(padded[:, : local.shape[1]], local)
 
 
+def test_a_cut_along_dim_one_is_copied_even_with_room(fake_group):
+    local = torch.randn(9)[:3].view(3, 1)
+    padded = padded_local(_dtensor(local, fake_group(4, 2), (3, 5), dim=1), _crossing((3, 2), dim=1))
+    assert torch.equal(padded[:, :1], local) and not padded[:, 1:].any()
+
+
 def test_a_strided_local_is_copied(fake_group):
     local = torch.randn(4, 8).t()[:1]  # room behind it, but not in row order
     padded = padded_local(_dtensor(local, fake_group(4, 2), (5, 4)), _crossing((2, 4)))
@@ -168,11 +174,11 @@ def test_each_call_reads_the_parameters_anew(fake_group):
         assert before.any() and not compiled(x).any()
 
 
-def _graph(extra):
-    """`unshard(p.to_local())` plus another use of the parameter; returns graph and output node count."""
+def _graph(extra, **options):
+    """`unshard(p.to_local(**options))`, returned with another use of the parameter."""
     graph = fx.Graph()
     param = graph.placeholder("p")
-    local = graph.call_method("to_local", (param,))
+    local = graph.call_method("to_local", (param,), options)
     arguments = ("p", "root", [5, 3], 0, "shard", 4, GROUP, True, "sum", 0.25)
     full = graph.call_function(UNSHARD, (local, *arguments))
     graph.output((full, *extra(graph, param, local)))
@@ -204,15 +210,20 @@ def test_a_parameter_read_by_its_gather_alone_crosses(fake_group):
     [
         lambda graph, param, local: (graph.call_method("full_tensor", (param,)),),
         lambda graph, param, local: (param,),
-        lambda graph, param, local: (graph.call_method("to_local", (param,), {"grad_placements": None}),),
     ],
-    ids=["another method", "returned", "to_local with arguments"],
+    ids=["another method", "returned"],
 )
 def test_a_dtensor_used_otherwise_stays(fake_group, extra):
     gm = _graph(extra)
     compiled, entered, example = _cross(gm, fake_group(4, 2))
     assert entered is example and compiled is gm
     assert gm.graph.find_nodes(op="call_method", target="to_local")
+
+
+def test_to_local_with_arguments_stays(fake_group):
+    gm = _graph(lambda graph, param, local: (), grad_placements=[Shard(0)])
+    compiled, entered, example = _cross(gm, fake_group(4, 2))
+    assert entered is example and compiled is gm
 
 
 def test_a_local_read_beside_its_gather_is_not_padded(fake_group):

@@ -168,3 +168,12 @@ def test_an_unknown_reduction_is_an_error():
 def test_inputs_for_every_rank_are_required():
     with pytest.raises(ValueError, match="the mesh has 3 ranks, but inputs are given for 2"):
         run_on_all_ranks(_collective(ALL_REDUCE, "sum"), [[value] for value in _values(3, 2)[:2]], MESH)
+
+
+def test_all_to_all_refuses_rows_nobody_sends():
+    """Rank 0 expects two rows of rank 1, which sends it one."""
+    received, sent = [[1, 2], [1, 1]], [[1, 1], [1, 1]]
+    mesh = one_axis(2)
+    graphs = [_collective(ALL_TO_ALL, received[rank], sent[rank], shape=(2, 1)) for rank in range(2)]
+    with pytest.raises(CollectiveMismatchError, match=r"expects \[1, 2\] rows .* is sent \[1, 1\]"):
+        run_on_all_ranks(graphs, [[torch.ones(2, 1)]] * 2, mesh)

@@ -149,9 +149,19 @@ def _compute(group: list[_Request]) -> list[Tensor]:
     if target is REDUCE_SCATTER:
         return list(_reduce(values, group[0].args[1]).chunk(len(values)))
     if target is ALL_TO_ALL:
+        _check_rows(group)
         split = [value.split(request.args[2]) for value, request in zip(values, group, strict=True)]
         return [torch.cat([pieces[rank] for pieces in split]) for rank in range(len(values))]
     raise CollectiveMismatchError(f"{target} is not among the collectives that run in one process")
+
+
+def _check_rows(group: list[_Request]) -> None:
+    for rank, request in enumerate(group):
+        sent = [other.args[2][rank] for other in group]
+        if list(request.args[1]) != sent:
+            raise CollectiveMismatchError(
+                f"rank {rank} of the group expects {request.args[1]} rows in an all-to-all, but is sent {sent}"
+            )
 
 
 def _reduce(values: list[Tensor], op: str) -> Tensor:

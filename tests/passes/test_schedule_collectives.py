@@ -129,13 +129,16 @@ def _open_reductions(gm):
 
 
 def _gathers_ahead(gm):
-    """For each gather's wait, how many later gathers have started by then."""
-    started, ahead = [], []
+    """For each waited gather, how many later gathers have started when the next compute runs."""
+    started, waited, ahead = [], [], []
     for node in gm.graph.nodes:
         if node.target is ALL_GATHER:
             started.append(node)
         elif is_wait(node) and node.args[0] in started:
-            ahead.append(len(started) - started.index(node.args[0]) - 1)
+            waited.append(started.index(node.args[0]))
+        elif node.op == "call_function" and not is_layout(node):
+            ahead += [len(started) - index - 1 for index in waited]
+            waited.clear()
     return ahead
 
 
