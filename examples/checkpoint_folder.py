@@ -4,9 +4,9 @@
     OUT/checkpoints/step-000100/
     OUT/checkpoints/latest         one line, the name of the folder to resume from
 
-A save writes a new step folder and, when all ranks have finished, moves `latest` onto it by an atomic rename. A
-kill before the rename leaves `latest` on the previous, untouched folder. The last two folders are kept. With
-ranks on several machines OUT must be on storage they all share.
+A save writes a new step folder and, when all ranks have finished, moves `latest` onto it by an atomic rename.
+A kill before the rename leaves `latest` on the previous, untouched folder. The last two folders are kept.
+With ranks on several machines OUT must be on storage they all share.
 """
 
 import json
@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from distributed_setup import Ranks, UsageError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
-
-from distributed_setup import Ranks, UsageError
 
 RUN_FILE = "run.json"
 
@@ -37,7 +36,7 @@ class CheckpointFolder:
         self.run = run
 
     def latest_step(self) -> int | None:
-        """Step of the checkpoint to resume from, None if there is none. UsageError if it is of another run."""
+        """Step of the checkpoint to resume from, None without one. UsageError if it is of another run."""
         found = self.ranks.from_rank_0(self._read_latest)
         if found is None:
             return None
@@ -48,8 +47,8 @@ class CheckpointFolder:
         ]
         if different:
             raise UsageError(
-                f"the checkpoint in {self.folder} is of another run: {'; '.join(different)}. Give the same options to "
-                "resume it, another --out to keep it, or --fresh to delete it"
+                f"the checkpoint in {self.folder} is of another run: {'; '.join(different)}. "
+                "Give the same options to resume it, another --out to keep it, or --fresh to delete it"
             )
         return found["step"]
 
@@ -94,7 +93,7 @@ class CheckpointFolder:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Replace `path` in one step: readers, and a machine that loses power, see the old text or the new one."""
+    """Replace `path` in one step: whoever reads it, even after a power cut, sees the old text or the new."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w") as file:
         file.write(text)

@@ -8,18 +8,21 @@ machine: small host-side messages (losses, stop flags, waits with a time limit) 
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+SECONDS_FOR_RANK_0 = 10
 
 
 class UsageError(ValueError):
@@ -45,6 +48,14 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh
     control: dist.ProcessGroup
+
+    def rows_of(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """This rank's rows of a batch of all ranks, on this rank's device."""
+        return tuple(part.chunk(self.world_size)[self.rank].to(self.device) for part in batch)
+
+    def mean_over_ranks(self, value: float) -> float:
+        """Mean of a number over the ranks."""
+        return self.sum_over_ranks([value])[0] / self.world_size
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
         """Sum each number over the ranks (float64, on the control group)."""
@@ -92,8 +103,8 @@ def _device_for(local_rank: int, local_world_size: int) -> torch.device:
         return torch.device("cpu")
     if local_world_size > torch.cuda.device_count():
         raise UsageError(
-            f"{local_world_size} ranks on this machine but {torch.cuda.device_count()} GPUs: start torchrun with "
-            f"--nproc-per-node {torch.cuda.device_count()}, or set CUDA_VISIBLE_DEVICES= to train on the CPU"
+            f"{local_world_size} ranks on this machine but {torch.cuda.device_count()} GPUs: start torchrun "
+            f"with --nproc-per-node {torch.cuda.device_count()}, or set CUDA_VISIBLE_DEVICES= to use the CPU"
         )
     return torch.device("cuda", local_rank)
 
@@ -139,7 +150,17 @@ def run_example(main: Callable[[], bool]) -> None:
     try:
         passed = main()
     except UsageError as error:
-        if launched_rank() == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        exit_with_mistake(f"error: {error}")
     sys.exit(0 if passed else 1)
+
+
+def exit_with_mistake(message: str) -> NoReturn:
+    """Exit with 2, which every rank does by itself for the same mistake; only rank 0 speaks.
+
+    torchrun ends all ranks as soon as one has failed, so the silent ones leave rank 0 time to speak.
+    """
+    if launched_rank() == 0:
+        print(message, file=sys.stderr, flush=True)
+    else:
+        time.sleep(SECONDS_FOR_RANK_0)
+    sys.exit(2)

@@ -2,11 +2,11 @@
 
 import argparse
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
-from distributed_setup import launched_rank, launched_world_size
+from distributed_setup import exit_with_mistake, launched_rank, launched_world_size
 
 _RESHARD_AFTER_FORWARD = {"auto": None, "true": True, "false": False}
 
@@ -42,7 +42,7 @@ class GPTOptions:
         return _RESHARD_AFTER_FORWARD[self.reshard_after_forward]
 
     def learning_rate(self, step: int) -> float:
-        """Linear warm-up over a tenth of the run, then a cosine to a tenth of the peak; `step` counts from 1."""
+        """Linear warm-up over a tenth of the run, then a cosine to a tenth of the peak; from step 1."""
         warmup = max(1, self.steps // 10)
         if step <= warmup:
             return self.lr * step / warmup
@@ -99,10 +99,8 @@ class GPTOptions:
 class _RankZeroParser(argparse.ArgumentParser):
     """Every rank ends on a bad option or on --help; only rank 0 speaks."""
 
-    def error(self, message: str) -> None:
-        if launched_rank() == 0:
-            super().error(message)
-        sys.exit(2)
+    def error(self, message: str) -> NoReturn:
+        exit_with_mistake(f"{self.prog}: error: {message} (--help lists the options)")
 
     def print_help(self, file: object = None) -> None:
         if launched_rank() == 0:
@@ -116,7 +114,7 @@ def parse_options(description: str | None) -> GPTOptions:
     def add(flag: str, kind: type, default: object, text: str) -> None:
         parser.add_argument(flag, type=kind, default=default, help=f"{text} (default %(default)s)")
 
-    add("--steps", int, 200, "optimizer steps of the whole run")
+    add("--steps", int, 150, "optimizer steps of the whole run")
     add("--batch-size", int, 16, "sequences a step, all ranks together")
     add("--layers", int, 4, "transformer blocks")
     add("--width", int, 256, "model width")
@@ -144,4 +142,3 @@ def parse_options(description: str | None) -> GPTOptions:
         return GPTOptions(**vars(parser.parse_args()))
     except ValueError as error:
         parser.error(str(error))
-        raise

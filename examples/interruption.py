@@ -1,8 +1,8 @@
 """Stop a run cleanly: Ctrl-C and SIGTERM ask, a second one kills, and no rank outlives its launcher.
 
-torchrun passes Ctrl-C and SIGTERM on to its ranks and waits (30 s, `--shutdown-timeout`) before it kills them:
-time to finish the step and save it. A SIGKILLed torchrun passes nothing on, so each rank watches for its
-parent: otherwise orphaned ranks would go on writing into the folder a restarted run resumes from.
+torchrun passes Ctrl-C and SIGTERM on to its ranks and waits (30 s, `--shutdown-timeout`) before it kills
+them: time to finish the step and save it. A SIGKILLed torchrun passes nothing on, so each rank watches for
+its parent: otherwise orphaned ranks would go on writing into the folder a restarted run resumes from.
 """
 
 import os
@@ -17,9 +17,10 @@ WATCH_SECONDS = 0.5
 
 
 class StopRequest:
-    """`with StopRequest() as stop:` turns SIGINT and SIGTERM into `stop.requested`; handlers are restored after.
+    """`with StopRequest() as stop:` turns SIGINT and SIGTERM into `stop.requested`.
 
-    Until `stop.has_progress` is set there is nothing worth saving and the first signal already ends the process.
+    Until `stop.has_progress` is set there is nothing worth saving and the first signal ends the process.
+    The former handlers are back after the block.
     """
 
     def __init__(self) -> None:

@@ -5,7 +5,9 @@ resumes needs no data state but the step, and an unsharded run can see the very 
 """
 
 import hashlib
+import os
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,16 +30,22 @@ class SourceText:
 def read_standard_library() -> SourceText:
     """Read every module of the standard library in path order; each 20th file is held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = sorted(p.relative_to(root).as_posix() for p in root.rglob("*.py"))
-    paths = [p for p in paths if not _LEFT_OUT.intersection(Path(p).parts)]
     parts: dict[bool, list[bytes]] = {False: [], True: []}
-    for index, path in enumerate(paths):
+    for index, path in enumerate(sorted(_source_files(root))):
         parts[index % _HELD_OUT_EVERY == 0].append((root / path).read_bytes())
     train, held_out = (b"".join(parts[key]) for key in (False, True))
     digest = hashlib.sha256(train + b"\0" + held_out).hexdigest()[:16]
     return SourceText(
         *(torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (train, held_out)), digest
     )
+
+
+def _source_files(root: Path) -> Iterator[str]:
+    """Paths of the .py files under `root`, relative to it, tests and installed packages left out."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        inside = Path(folder).relative_to(root)
+        yield from ((inside / name).as_posix() for name in files if name.endswith(".py"))
 
 
 def draw_batch(text: Tensor, *, seed: int, step: int, batch_size: int, context: int) -> tuple[Tensor, Tensor]:

@@ -9,9 +9,10 @@ Two machines with eight GPUs each, --out on storage both can see; run on each wi
     torchrun --nnodes 2 --node-rank 0 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id gpt \\
         --rdzv-endpoint FIRST-MACHINE:29400 examples/train_gpt.py --batch-size 256 --out /shared/train_gpt
 
-`python examples/train_gpt.py` is one rank. An interrupted run (Ctrl-C, SIGTERM, a kill, a lost machine) goes on
-from its last checkpoint when the same command is given again, with the same losses as if nothing had happened.
-After Ctrl-C the ranks finish their step, save and exit with 0 (torchrun itself still reports the signal).
+`python examples/train_gpt.py` is one rank. An interrupted run (Ctrl-C, SIGTERM, a kill, a lost machine) goes
+on from its last checkpoint when the same command is given again, with the losses it would have had without
+the interruption. After Ctrl-C or SIGTERM the ranks finish their step, save, say so and exit with 0; torchrun
+then reports the signal with a traceback of its own. A second Ctrl-C ends everything at once.
 
 The run ends with a checked summary; a failed check makes the exit code 1, a wrong option 2. OUT holds
 losses.csv, loss_curve.png and checkpoints/.
@@ -25,18 +26,16 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
-from torch import Tensor, nn
-from tqdm import tqdm
-
 from checkpoint_folder import CheckpointFolder
 from distributed_setup import Ranks, UsageError, run_example, running_ranks
 from gpt_model import GPT, GPTConfig
 from gpt_options import GPTOptions, parse_options
-from graphshard import fully_shard
 from interruption import StopRequest, exit_with_launcher
 from loss_log import LossLog, LossRow, draw_loss_curve
 from measurements import HeldBytes, collectives_per_step, held_bytes, memory_bytes
 from source_text import SourceText, draw_batch, read_standard_library
+from torch import nn
+from tqdm import tqdm
 from unsharded_reference import (
     Batch,
     LossFunction,
@@ -44,19 +43,21 @@ from unsharded_reference import (
     backward_and_clip,
     largest_differences,
     train_step,
-    train_unsharded,
+    train_steps,
 )
+
+from graphshard import fully_shard
 
 MAX_GRAD_NORM = 1.0
 HELD_OUT_BATCHES = 8
 HELD_OUT_SEED = 7_919
 UNSHARDED_LIMIT = timedelta(minutes=30)
 
-# float32 sums run in another order when a batch is split over ranks and Inductor fuses kernels: about 1e-7 a step.
-# Adam divides by the gradient's size, so such a difference can grow wherever a gradient is near zero. Wrong data,
-# a missed reduction or a stale parameter shows as 1e-2 or more within a few steps.
+# float32 sums run in another order when a batch is split over ranks and Inductor fuses kernels: 1e-7 a step.
+# Adam divides by the gradient's size, so that can grow wherever a gradient is near zero. Wrong data, a missed
+# reduction or a stale parameter shows as 1e-2 or more within a few steps.
 LOSS_TOLERANCE = 1e-3
-# A norm moves more from step to step than a loss; a sum in place of a mean would be off by the number of ranks.
+# A norm moves more from step to step than a loss; a sum in place of a mean is off by the number of ranks.
 GRAD_NORM_TOLERANCE = 1e-2
 # Padding of uneven shards and one step counter per parameter come on top of an even split.
 EVEN_SPLIT_ALLOWANCE = 1.05
@@ -93,17 +94,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
         group["lr"] = value
 
 
-def global_batch(options: GPTOptions, text: Tensor, *, step: int, seed: int, device: torch.device) -> Batch:
-    """Tokens and targets of all ranks together, int64 [batch_size, context] each."""
-    batch = draw_batch(text, seed=seed, step=step, batch_size=options.batch_size, context=options.context)
-    return tuple(part.to(device) for part in batch)
-
-
-def slice_of_rank(batch: Batch, ranks: Ranks) -> Batch:
-    """This rank's rows of a global batch."""
-    return tuple(part.chunk(ranks.world_size)[ranks.rank] for part in batch)
-
-
 # ----------------------------------------------------------------------------------------------- training
 
 
@@ -124,9 +114,26 @@ class Run:
     step_seconds: list[float] = field(default_factory=list)
 
     def training_batch(self, step: int) -> Batch:
-        """The global batch of one step, counted from 1."""
-        seed = self.options.seed
-        return global_batch(self.options, self.text.train, step=step, seed=seed, device=self.ranks.device)
+        """Tokens and targets of all ranks, int64 [batch_size, context] each; `step` counts from 1."""
+        options = self.options
+        return draw_batch(
+            self.text.train,
+            seed=options.seed,
+            step=step,
+            batch_size=options.batch_size,
+            context=options.context,
+        )
+
+    def held_out_batch(self, index: int) -> Batch:
+        """Like `training_batch`, from files that training never sees; the same in every run."""
+        options = self.options
+        return draw_batch(
+            self.text.held_out,
+            seed=HELD_OUT_SEED,
+            step=index,
+            batch_size=options.batch_size,
+            context=options.context,
+        )
 
 
 def prepare(options: GPTOptions, ranks: Ranks) -> Run:
@@ -166,15 +173,16 @@ def prepare(options: GPTOptions, ranks: Ranks) -> Run:
 
 
 def held_out_loss(run: Run) -> float:
-    """Mean loss over a few fixed batches from files that training never sees."""
-    total = 0.0
+    """Mean loss over a few held-out batches.
+
+    Runs the sharded model as it is: so few batches are not worth compiling a forward without gradients.
+    """
     with torch.no_grad():
-        for index in range(HELD_OUT_BATCHES):
-            batch = global_batch(
-                run.options, run.text.held_out, step=index, seed=HELD_OUT_SEED, device=run.ranks.device
-            )
-            total += run.loss_of(*slice_of_rank(batch, run.ranks)).item()
-    return run.ranks.sum_over_ranks([total])[0] / (HELD_OUT_BATCHES * run.ranks.world_size)
+        losses = [
+            run.model(*run.ranks.rows_of(run.held_out_batch(index))).item()
+            for index in range(HELD_OUT_BATCHES)
+        ]
+    return run.ranks.mean_over_ranks(statistics.fmean(losses))
 
 
 def train(run: Run) -> bool:
@@ -204,7 +212,7 @@ def next_step(run: Run, stop: StopRequest, bar: tqdm) -> int:
     options, ranks = run.options, run.ranks
     started = time.perf_counter()
     set_learning_rate(run.optimizer, options.learning_rate(run.step + 1))
-    batch = slice_of_rank(run.training_batch(run.step + 1), ranks)
+    batch = ranks.rows_of(run.training_batch(run.step + 1))
     loss, norm = train_step(run.model, run.optimizer, run.loss_of, batch, MAX_GRAD_NORM)
     # One message carries both, so that all ranks agree after which step they stop.
     loss_sum, num_stops = ranks.sum_over_ranks([loss.item(), float(stop.requested)])
@@ -249,7 +257,7 @@ class Measured:
 
 def measure(run: Run) -> Measured:
     """Count the collectives of a step and the bytes it leaves; the parameters stay as they are."""
-    batch = slice_of_rank(run.training_batch(1), run.ranks)
+    batch = run.ranks.rows_of(run.training_batch(1))
     memory = memory_bytes(run.ranks.device)
     backward_and_clip(run.model, run.loss_of, batch, MAX_GRAD_NORM)
     run.optimizer.zero_grad()
@@ -274,21 +282,25 @@ def repeat_unsharded(run: Run) -> tuple[list[StepResult], HeldBytes]:
     def batches() -> Iterator[Batch]:
         for step in range(1, options.compare_steps + 1):
             set_learning_rate(optimizer, options.learning_rate(step))
-            yield run.training_batch(step)
+            yield to_device(run.training_batch(step))
 
-    results = train_unsharded(model, optimizer, model, batches(), MAX_GRAD_NORM)
-    backward_and_clip(model, model, run.training_batch(1), MAX_GRAD_NORM)  # held_bytes counts its gradients
+    def to_device(batch: Batch) -> Batch:
+        return tuple(part.to(run.ranks.device) for part in batch)
+
+    results = train_steps(model, optimizer, model, batches(), MAX_GRAD_NORM)
+    # One more backward, for the gradients that held_bytes counts.
+    backward_and_clip(model, model, to_device(run.training_batch(1)), MAX_GRAD_NORM)
     return results, held_bytes(model, optimizer)
 
 
 def summarise(run: Run, log: LossLog, measured: Measured) -> bool:
-    """Repeat the first steps unsharded, draw the curve, print what was measured; True if every check holds."""
+    """Repeat the first steps unsharded, draw the curve, print what was measured; True if all checks hold."""
     options, ranks = run.options, run.ranks
     started = time.perf_counter()
     unsharded, unsharded_bytes = repeat_unsharded(run)
     compare_seconds = time.perf_counter() - started
     curve = options.out / "loss_curve.png"
-    title = f"GPT {options.layers}x{options.width}, {ranks.world_size} ranks on {ranks.device.type}"
+    title = f"GPT {options.layers}x{options.width}, world size {ranks.world_size} on {ranks.device.type}"
     draw_loss_curve(curve, log.rows, [result.loss for result in unsharded], title)
     print(f"\n{title}; losses in {log.path}, curve in {curve}")
     print_speed(run, compare_seconds)
@@ -314,8 +326,9 @@ def print_speed(run: Run, compare_seconds: float) -> None:
     median = statistics.median(run.step_seconds[1:])
     tokens = run.options.batch_size * run.options.context
     print(
-        f"time: first step {run.step_seconds[0]:.1f} s, then {median:.3f} s a step (median, {tokens / median:,.0f} "
-        f"tokens/s); {run.options.compare_steps} unsharded steps {compare_seconds:.1f} s"
+        f"time: first step {run.step_seconds[0]:.1f} s, then {median:.3f} s a step (median, "
+        f"{tokens / median:,.0f} tokens/s); "
+        f"{run.options.compare_steps} unsharded steps {compare_seconds:.1f} s"
     )
 
 
@@ -340,8 +353,8 @@ def check_against_unsharded(rows: list[LossRow], unsharded: list[StepResult]) ->
     )
     for name, difference, tolerance in named:
         text = (
-            f"{name} of the first {len(unsharded)} steps as on the unsharded model: largest relative difference "
-            f"{difference:.1e} (must be under {tolerance:.0e})"
+            f"{name} of the first {len(unsharded)} steps as on the unsharded model: "
+            f"largest relative difference {difference:.1e} (must be under {tolerance:.0e})"
         )
         yield difference < tolerance, text
 
@@ -351,8 +364,9 @@ def check_bytes(of_ranks: list[HeldBytes], unsharded: HeldBytes) -> tuple[bool, 
     largest = max(of_ranks, key=lambda held: held.total)
     limit = unsharded.total * EVEN_SPLIT_ALLOWANCE / len(of_ranks)
     text = (
-        f"bytes per rank: parameters {largest.parameters:,} + gradients {largest.gradients:,} + optimizer "
-        f"{largest.optimizer:,} = {largest.total:,}; unsharded {unsharded.total:,} (must be under {limit:,.0f})"
+        f"bytes per rank: parameters {largest.parameters:,} + gradients {largest.gradients:,} + "
+        f"optimizer {largest.optimizer:,} = {largest.total:,} (must be under {limit:,.0f}); "
+        f"unsharded {unsharded.total:,}"
     )
     return 0 < largest.total < limit and largest.gradients > 0, text
 

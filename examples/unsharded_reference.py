@@ -1,9 +1,9 @@
-"""One training step, and the same steps on the unsharded model to compare a sharded run with.
+"""Training steps, written once for the sharded model and for the unsharded one it is compared with.
 
-Both models run `train_step`, so the only difference is who holds the parameters: the sharded model sees this
-rank's slice of a batch, the unsharded one sees the whole batch on rank 0. Gradient norms are compared next to
-losses because Adam divides the gradient's scale out: a gradient summed where it should be averaged would
-leave every loss as it was.
+The only difference between the two is who holds the parameters: a rank of the sharded model sees its rows of
+a batch, the unsharded model sees the whole batch on rank 0. Gradient norms are compared next to losses, as
+Adam divides the gradient's scale out: a gradient summed where it should be averaged would leave the losses as
+they were.
 """
 
 import math
@@ -46,14 +46,19 @@ def train_step(
     return loss, norm
 
 
-def train_unsharded(
-    model: nn.Module, optimizer: Optimizer, loss_of: LossFunction, batches: Iterable[Batch], max_norm: float
+def train_steps(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_of: LossFunction,
+    batches: Iterable[Batch],
+    max_norm: float,
+    mean_over_ranks: Callable[[float], float] = float,
 ) -> list[StepResult]:
-    """Train the plain model in this process; `batches` may set the learning rate before it yields."""
+    """One step per batch; without `mean_over_ranks` the loss is that of this process's batch alone."""
     results = []
     for batch in batches:
         loss, norm = train_step(model, optimizer, loss_of, batch, max_norm)
-        results.append(StepResult(loss.item(), norm.item()))
+        results.append(StepResult(mean_over_ranks(loss.item()), norm.item()))
     return results
 
 
