@@ -79,7 +79,7 @@ def fully_shard(
     _check_parameters(fresh, mesh)
     _refuse_stale_optimizers(fresh)
     unit = Unit(tree=Tree(), modules=modules, reshard_after_forward=reshard_after_forward)
-    _move_to_device(modules, mesh, ignored)
+    _move_buffers(modules, mesh)
     for entry in owned:
         if not _is_sharded(entry):
             _install(entry, unit, mesh, axis)
@@ -217,7 +217,7 @@ def _refuse_stale_optimizers(entries: list[_Owned]) -> None:
     if all(sys.getrefcount(entry.param) <= held[id(entry.param)] + 1 for entry in entries):
         return
     for candidate in gc.get_objects():
-        if not isinstance(candidate, torch.optim.Optimizer):
+        if not issubclass(type(candidate), torch.optim.Optimizer):  # proxies may fake isinstance
             continue
         stale = [
             params[id(p)].path for group in candidate.param_groups for p in group["params"] if id(p) in params
@@ -231,7 +231,7 @@ def _refuse_stale_optimizers(entries: list[_Owned]) -> None:
             )
 
 
-def _move_to_device(modules: list[nn.Module], mesh: DeviceMesh, ignored: set[int]) -> None:
+def _move_buffers(modules: list[nn.Module], mesh: DeviceMesh) -> None:
     device = _mesh_device(mesh)
     for root in modules:
         for owner in root.modules():
@@ -252,7 +252,6 @@ def _install(entry: _Owned, unit: Unit, mesh: DeviceMesh, axis: MeshAxis) -> Non
         slot = _slot_for(entry, unit, axis)
         successor = (_shard(entry.param, mesh), slot)
         setattr(entry.param, _SUCCESSOR, successor)
-        unit.slots.append(slot)
     param, slot = successor
     entry.owner._parameters[entry.name] = param
     entry.owner.__dict__.setdefault(SLOTS, {})[entry.name] = slot

@@ -42,7 +42,6 @@ class Unit:
     reshard_after_forward: bool | None
     label: str = "root"
     is_root: bool = True
-    slots: list[ParameterSlot] = field(default_factory=list)
 
     @property
     def reshards(self) -> bool:
