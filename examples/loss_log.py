@@ -60,7 +60,7 @@ class LossLog:
 
 def _read_rows(path: Path) -> list[LossRow]:
     """Complete rows of the file; a row cut off by a kill ends the reading."""
-    rows = []
+    rows: list[LossRow] = []
     if not path.exists():
         return rows
     with path.open(newline="") as file:

@@ -35,9 +35,11 @@ def read_standard_library() -> SourceText:
         parts[index % _HELD_OUT_EVERY == 0].append((root / path).read_bytes())
     train, held_out = (b"".join(parts[key]) for key in (False, True))
     digest = hashlib.sha256(train + b"\0" + held_out).hexdigest()[:16]
-    return SourceText(
-        *(torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in (train, held_out)), digest
-    )
+    return SourceText(_as_tensor(train), _as_tensor(held_out), digest)
+
+
+def _as_tensor(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def _source_files(root: Path) -> Iterator[str]:
