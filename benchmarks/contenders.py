@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -126,12 +127,14 @@ def _build_fsdp2_prefetch(source: ModuleType, model: nn.Module, mesh: DeviceMesh
     return trainer
 
 
-def _build_graphshard(source: ModuleType, model: nn.Module, mesh: DeviceMesh) -> Trainer:
+def _build_graphshard(
+    source: ModuleType, model: nn.Module, mesh: DeviceMesh, *, overlap: bool = True
+) -> Trainer:
     for block in model.blocks:
         graphshard.fully_shard(block, mesh=mesh)
     graphshard.fully_shard(model, mesh=mesh)
     loss = torch.compile(source.next_token_loss)
-    forward = torch.compile(model, backend="graphshard")
+    forward = torch.compile(model, backend="graphshard", options={"overlap": overlap})
     return Trainer(forward=forward, loss=loss, module=model, optimizer=_adamw(model))
 
 
@@ -148,6 +151,11 @@ CONTENDERS: dict[str, Contender] = {
     ),
     "ddp-compile": Contender(summary="DDP, compiled", build=_build_ddp_compile),
     "graphshard": Contender(summary="graphshard, whole model compiled", build=_build_graphshard),
+    "graphshard-in-place": Contender(
+        summary="as graphshard, every collective waited for where it starts",
+        build=partial(_build_graphshard, overlap=False),
+        same_kernels_as="graphshard",
+    ),
 }
 
 
