@@ -7,7 +7,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from .api import fully_shard
 from .errors import GraphShardError
-from .module import FSDPModule
+from .fsdp_module import FSDPModule
 
 __all__ = ["FSDPModule", "GraphShardError", "MixedPrecisionPolicy", "OffloadPolicy", "fully_shard"]
 __version__ = "0.1.0"

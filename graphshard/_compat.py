@@ -6,11 +6,20 @@ project may import a private torch name.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 import torch.distributed as dist
 from torch._guards import detect_fake_mode  # checked: 2.13
 from torch.distributed.constants import default_pg_timeout
 
-__all__ = ["detect_fake_mode", "group_by_name", "group_store", "group_timeout_seconds"]
+__all__ = [
+    "detect_fake_mode",
+    "group_by_name",
+    "group_store",
+    "group_timeout_seconds",
+    "queue_after_backward",
+]
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
@@ -18,6 +27,11 @@ def group_store(group: dist.ProcessGroup) -> dist.Store:
     from torch.distributed.distributed_c10d import _world
 
     return _world.pg_map[group][1]
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    """Has ``callback`` run when the backward that is running has ended (checked: 2.13)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:

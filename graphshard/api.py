@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,12 +19,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from .errors import AlreadyShardedError, ShardingError, StaleOptimizerError, UnsupportedShardingError
-from .mesh import MeshAxis, axis_of
-from .module import SLOTS, UNIT, FSDPModule, ParameterSlot, Tree, Unit, relabel, sharded_class
-from .params import padded_shape, shard_shape
+from .errors import (
+    AlreadyShardedError,
+    ShardingError,
+    StaleOptimizerError,
+    UnnamedMeshError,
+    UnsupportedShardingError,
+)
+from .fsdp_module import FSDPModule
+from .mesh import NO_AXIS, MeshAxis, axis_of
+from .module import relabel, sharded_class
+from .params import padded_rows, padded_shape, shard_shape
+from .unit import SLOTS, UNIT, ParameterSlot, Tree, Unit
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound="nn.Module | list[nn.Module]")
 
@@ -36,7 +45,7 @@ def fully_shard(
     module: ModuleOrModules,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen, as in FSDP2's signature
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
@@ -50,11 +59,14 @@ def fully_shard(
 
     Args:
         module: the module, or a list of modules that form one unit.
-        mesh: 1-D ``DeviceMesh``; all ranks of the default group when None.
+        mesh: ``DeviceMesh``: 1-D (parameters are cut over it) or 2-D with names (copied over its first
+            axis, cut over its second: hybrid sharding); all ranks of the default group when None.
         reshard_after_forward: free the gathered parameters after the forward and gather them again
-            in the backward (True), keep them (False); None frees them except at the root.
+            in the backward (True), keep them (False), or keep a piece on each of this many
+            neighbouring ranks (a divisor of the shard axis); None frees them except at the root.
+        mp_policy: dtypes of compute and gathers, of reductions, of inputs and outputs.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
-        shard_placement_fn, mp_policy, offload_policy: accepted at their defaults only.
+        shard_placement_fn, offload_policy: accepted at their defaults only.
 
     Returns:
         ``module`` itself, its class renamed ``FSDP<Class>``.
@@ -63,26 +75,32 @@ def fully_shard(
         ShardingError: (a ValueError) a module, mesh or parameter cannot be sharded; all offending
             parameters are listed.
         AlreadyShardedError: (an AssertionError) the module is a unit already.
+        UnnamedMeshError: (an AssertionError) a 2-D mesh without names of its axes.
         UnsupportedShardingError: (a NotImplementedError) a mesh, policy or layout that graphshard
             does not handle.
         StaleOptimizerError: (a RuntimeError) an optimizer holds parameters that would be replaced.
     """
     modules = list(module) if isinstance(module, list) else [module]
-    _refuse_unsupported(shard_placement_fn, mp_policy, offload_policy)
-    _check_reshard(reshard_after_forward)
+    _refuse_unsupported(shard_placement_fn, offload_policy)
     _check_modules(modules)
     mesh = mesh if mesh is not None else _default_mesh()
-    axis = _shard_axis(mesh)
+    axes = _Axes.of(mesh)
+    reshard_after_forward = _check_reshard(reshard_after_forward, axes.shard.size)
     ignored = {id(param) for param in ignored_params or ()}
     owned = [entry for entry in _owned_parameters(modules) if id(entry.param) not in ignored]
     fresh = [entry for entry in owned if not _is_sharded(entry) and not hasattr(entry.param, _SUCCESSOR)]
     _check_parameters(fresh, mesh)
     _refuse_stale_optimizers(fresh)
-    unit = Unit(tree=Tree(), modules=modules, reshard_after_forward=reshard_after_forward)
+    unit = Unit(
+        tree=Tree(), modules=modules, reshard_after_forward=reshard_after_forward, mp_policy=mp_policy
+    )
+    if mesh.device_type != "cpu":
+        unit.input_device = _mesh_device(mesh)
+    unit.regather = _regather_axis(mesh, reshard_after_forward)
     _move_buffers(modules, mesh)
     for entry in owned:
         if not _is_sharded(entry):
-            _install(entry, unit, mesh, axis)
+            _install(entry, unit, axes)
     _swap_classes(modules, unit)
     relabel(modules)
     return module
@@ -98,12 +116,10 @@ class _Owned:
     param: nn.Parameter
 
 
-def _refuse_unsupported(placement: Any, mp_policy: Any, offload_policy: Any) -> None:
+def _refuse_unsupported(placement: Any, offload_policy: Any) -> None:
     given = []
     if placement is not None:
         given.append("shard_placement_fn")
-    if mp_policy != MixedPrecisionPolicy():
-        given.append("mp_policy")
     if type(offload_policy) is not OffloadPolicy:
         given.append("offload_policy")
     if given:
@@ -112,14 +128,32 @@ def _refuse_unsupported(placement: Any, mp_policy: Any, offload_policy: Any) -> 
         )
 
 
-def _check_reshard(value: Any) -> None:
+def _check_reshard(value: Any, num_ranks: int) -> bool | int | None:
+    """The value with the two numbers that mean True and False replaced."""
     if value is None or isinstance(value, bool):
-        return
-    if isinstance(value, int):
-        raise UnsupportedShardingError(
-            f"fully_shard: reshard_after_forward={value} (a smaller group) is not supported yet; use True or False"
+        return value
+    if not isinstance(value, int):
+        raise ShardingError(
+            f"fully_shard: reshard_after_forward={value!r} must be True, False, None or a number of ranks"
         )
-    raise ShardingError(f"fully_shard: reshard_after_forward={value!r} must be True, False or None")
+    if value < 1 or num_ranks % value != 0:
+        raise ShardingError(
+            f"fully_shard: reshard_after_forward={value} must divide the {num_ranks} ranks of the shard axis"
+        )
+    if value == 1:
+        warnings.warn(
+            "fully_shard: reshard_after_forward=1 keeps whole parameters; write False instead", stacklevel=3
+        )
+        return False
+    return True if value == num_ranks else value
+
+
+def _regather_axis(mesh: DeviceMesh, reshard: bool | int | None) -> MeshAxis:
+    """The axis of neighbouring ranks over which parameters are spread after the forward, if any."""
+    if reshard is None or isinstance(reshard, bool):
+        return NO_AXIS
+    rows = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, reshard))
+    return axis_of(rows, 1, default_label=f"shard/{reshard}")
 
 
 def _check_modules(modules: list[nn.Module]) -> None:
@@ -153,15 +187,38 @@ def _default_mesh() -> DeviceMesh:
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
-def _shard_axis(mesh: DeviceMesh) -> MeshAxis:
-    if mesh.ndim == 1:
-        return axis_of(mesh)
-    shape = tuple(mesh.shape)
-    if mesh.ndim == 2:
-        raise UnsupportedShardingError(
-            f"fully_shard: a 2-D mesh of shape {shape} (hybrid sharding) is not supported yet; pass a 1-D mesh"
-        )
-    raise ShardingError(f"fully_shard: the mesh must be 1-D, got {mesh.ndim} dimensions of shape {shape}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Axes:
+    """The mesh of one call: the axis that cuts parameters and the one that copies them."""
+
+    mesh: DeviceMesh
+    shard: MeshAxis
+    replicate: MeshAxis = NO_AXIS
+
+    @staticmethod
+    def of(mesh: DeviceMesh) -> _Axes:
+        if mesh.ndim == 1:
+            return _Axes(mesh=mesh, shard=axis_of(mesh))
+        shape = tuple(mesh.shape)
+        if mesh.ndim != 2:
+            raise ShardingError(
+                f"fully_shard: the mesh must be 1-D (shard) or 2-D (replicate, shard), "
+                f"got {mesh.ndim} dimensions of shape {shape}"
+            )
+        if mesh.mesh_dim_names is None:
+            raise UnnamedMeshError(
+                f"fully_shard: the 2-D mesh of shape {shape} needs mesh_dim_names, "
+                'such as ("replicate", "shard")'
+            )
+        return _Axes(mesh=mesh, shard=axis_of(mesh, 1), replicate=axis_of(mesh, 0))
+
+    @property
+    def placements(self) -> list[Placement]:
+        return [Shard(0)] if self.mesh.ndim == 1 else [Replicate(), Shard(0)]
+
+    @property
+    def shard_rank(self) -> int:
+        return self.mesh.get_local_rank(self.mesh.ndim - 1)
 
 
 def _owned_parameters(modules: list[nn.Module]) -> Iterable[_Owned]:
@@ -246,37 +303,32 @@ def _mesh_device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _install(entry: _Owned, unit: Unit, mesh: DeviceMesh, axis: MeshAxis) -> None:
+def _install(entry: _Owned, unit: Unit, axes: _Axes) -> None:
     successor = getattr(entry.param, _SUCCESSOR, None)
     if successor is None:
-        slot = _slot_for(entry, unit, axis)
-        successor = (_shard(entry.param, mesh), slot)
+        slot = ParameterSlot(
+            unit=unit,
+            name=entry.path,
+            shape=entry.param.shape,
+            dim=0,
+            axis=axes.shard,
+            replicate=axes.replicate,
+        )
+        unit.slots.append(slot)
+        successor = (_shard(entry.param, axes), slot)
         setattr(entry.param, _SUCCESSOR, successor)
     param, slot = successor
+    slot.owners.append((entry.owner, entry.name))
     entry.owner._parameters[entry.name] = param
     entry.owner.__dict__.setdefault(SLOTS, {})[entry.name] = slot
 
 
-def _slot_for(entry: _Owned, unit: Unit, axis: MeshAxis) -> ParameterSlot:
-    return ParameterSlot(
-        unit=unit,
-        name=entry.path,
-        shape=entry.param.shape,
-        dim=0,
-        axis=axis.label,
-        group_size=axis.size,
-        group_name=axis.group_name,
-        reduce_op="avg",
-        grad_scale=1.0,
-    )
-
-
-def _shard(param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+def _shard(param: nn.Parameter, axes: _Axes) -> nn.Parameter:
     """This rank's rows as a DTensor parameter; the values of the other ranks' rows are dropped."""
-    device = param.device if param.is_meta else _mesh_device(mesh)
-    rank, num_ranks = mesh.get_local_rank(), mesh.size()
+    device = param.device if param.is_meta else _mesh_device(axes.mesh)
+    rank, num_ranks = axes.shard_rank, axes.shard.size
     shape = shard_shape(param.shape, 0, num_ranks, rank)
-    start = min(rank * -(-param.shape[0] // num_ranks), param.shape[0])
+    start = min(rank * padded_rows(param.shape[0], num_ranks), param.shape[0])
     rows = param.detach().narrow(0, start, shape[0])
     # A storage of its own, so that the full one is freed, with room for the padding.
     padded = torch.zeros(padded_shape(param.shape, 0, num_ranks), dtype=param.dtype, device=device)
@@ -284,7 +336,7 @@ def _shard(param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     if not param.is_meta:
         local.copy_(rows)
     sharded = DTensor.from_local(
-        local, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=param.stride()
+        local, axes.mesh, axes.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
     return nn.Parameter(sharded, requires_grad=param.requires_grad)
 

@@ -27,10 +27,12 @@ from .collectives import group_name, is_collective
 from .context import PassContext, context_from_shard_ops
 from .errors import ScheduleOrderError
 from .graph_text import collective_text, graph_text, group_labels
+from .halves import Half, Variant
 from .inductor import (
     CustomGraphPass,
     compile_fx,
     compile_fx_inner,
+    compile_later,
     config_patches,
     emitted_order,
     functorch_patch,
@@ -38,16 +40,16 @@ from .inductor import (
     pin_order,
     planned_order,
 )
-from .ops import UNSHARD
+from .ops import REDUCE_GRAD, UNSHARD
 from .options import BackendOptions
 from .pipeline import PassRecord, Pipeline
 
-JOINT_PIPELINE = Pipeline(passes.MergeUnshards(), passes.TagRecompute(), passes.LowerShards())
+JOINT_PIPELINE = Pipeline(passes.MergeUnshards(), passes.TagRecompute())
 
 
 def half_pipeline(options: BackendOptions) -> Pipeline:
     """The passes that run on the forward and on the backward."""
-    steps: list[Any] = []
+    steps: list[Any] = [passes.LowerShards()]
     if options.bucket == "unit":
         steps.append(passes.BucketCollectives())
     if options.overlap:
@@ -74,7 +76,7 @@ def graphshard(
     parsed = BackendOptions.parse(options)
     patches = config_patches(parsed.inductor)
     _warn_if_never_sharded(gm, example_inputs)
-    compilation = _Compilation(options=parsed, index=_next_index(parsed.dump))
+    compilation = _Compilation(options=parsed, index=_next_index(parsed.dump), patches=patches)
     patches["joint_custom_pre_pass"] = _JointPasses(compilation)
 
     def compile_graph(graph: fx.GraphModule, inputs: list[Any]) -> Any:
@@ -109,6 +111,7 @@ class _Compilation:
 
     options: BackendOptions
     index: int
+    patches: Mapping[str, Any] = field(default_factory=dict)
     context: PassContext = field(default_factory=PassContext)
 
     def run_joint(self, gm: fx.GraphModule) -> None:
@@ -118,11 +121,46 @@ class _Compilation:
         self._dump_records("joint", JOINT_PIPELINE.run(gm, self.context))
 
     def compile_half(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        """The passes on one half, the agreement of the ranks, Inductor, the check of the order."""
+        """Inductor's inner compiler; a half with shard ops becomes a :class:`Half`.
+
+        The forward is compiled now, since the backward is traced with the strides of its results; a
+        backward when it first runs, when the state of its units is known.
+        """
         is_backward = bool(kwargs.get("is_backward"))
         half = "backward" if is_backward else "inference" if kwargs.get("is_inference") else "forward"
-        context = self.context.for_backward() if is_backward else self.context.for_forward()
-        if any(is_collective(node) for node in gm.graph.nodes):
+        if not any(node.target in (UNSHARD, REDUCE_GRAD) for node in gm.graph.nodes):
+            return self._compile(gm, example_inputs, half, frozenset(), kwargs)
+        later = compile_later(self.patches)
+        result = Half(
+            gm=gm,
+            example_inputs=list(example_inputs),
+            is_backward=is_backward,
+            compile_variant=lambda variant: self._compile_variant(variant, half, kwargs, later),
+        )
+        if not is_backward:
+            result.compile()
+        return result
+
+    def _compile_variant(
+        self, variant: Variant, half: str, kwargs: dict[str, Any], later: Callable[[], Any]
+    ) -> Any:
+        with later():
+            return self._compile(
+                variant.gm, variant.example_inputs, half, variant.unreduced_outputs, dict(kwargs)
+            )
+
+    def _compile(
+        self,
+        gm: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        half: str,
+        unreduced: frozenset[int],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """The passes on one half, the agreement of the ranks, Inductor, the check of the order."""
+        context = self.context.for_backward(unreduced) if half == "backward" else self.context.for_forward()
+        nodes = gm.graph.nodes
+        if any(is_collective(node) or node.target in (UNSHARD, REDUCE_GRAD) for node in nodes):
             self._dump(half, "0-partitioned", self._text(gm, context))
             self._dump_records(half, half_pipeline(self.options).run(gm, context))
             if self.options.verify != "off":

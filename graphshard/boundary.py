@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ._compat import detect_fake_mode
 from .ops import UNSHARD
-from .params import padded_shape
+from .params import UnshardCall, padded_shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +77,8 @@ def _padded(locals_: list[fx.Node], example: DTensor) -> tuple[tuple[int, ...], 
     for local in locals_:
         for user in local.users:
             if user.target is UNSHARD:
-                shape, dim, group_size = user.args[3], user.args[4], user.args[6]
-                return tuple(padded_shape(shape, dim, group_size)), dim
+                call = UnshardCall(*user.args)
+                return tuple(padded_shape(call.shape, call.dim, call.group_size)), call.dim
     return tuple(example.to_local().shape), 0
 
 

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from .params import padded_rows, padded_shape
+from .params import ReduceGradCall, UnshardCall, gradient_scaling, padded_rows, padded_shape
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 c10d = torch.ops._c10d_functional
 
 ALL_GATHER = c10d.all_gather_into_tensor.default
@@ -88,47 +89,73 @@ class EagerEmitter:
         return value
 
 
-def emit_unshard(
-    emit: Emitter, shard: Any, *, shape: Sequence[int], dim: int, group_size: int, group_name: str
-) -> Any:
-    """Gather a shard along ``dim`` and drop the padding: a contiguous tensor of ``shape``.
+def emit_unshard(emit: Emitter, call: UnshardCall) -> Any:
+    """Cast a shard, gather it along its dim and drop the padding: a contiguous tensor of ``call.shape``.
 
-    ``shard`` is the padded or the unpadded piece; a piece that lacks rows is padded with zeros.
+    The shard is the padded or the unpadded piece; a piece that lacks rows is padded with zeros.
     """
-    padded = emit_pad(emit, shard, padded_shape(shape, dim, group_size))
-    gathered = emit(WAIT, emit(ALL_GATHER, emit_contiguous(emit, padded), group_size, group_name))
-    if dim != 0:
-        gathered = _ranks_to_dim(emit, gathered, padded_shape(shape, dim, group_size), dim, group_size)
-    if emit.tensor(gathered).shape[dim] != shape[dim]:
-        gathered = emit_contiguous(emit, emit(aten.slice.Tensor, gathered, dim, 0, shape[dim]))
+    piece = padded_shape(call.shape, call.dim, call.group_size)
+    shard = emit_cast(emit, emit_pad(emit, call.shard, piece), call.dtype)
+    if call.group_size == 1:
+        return shard
+    gathered = emit(WAIT, emit(ALL_GATHER, emit_contiguous(emit, shard), call.group_size, call.group_name))
+    if call.dim != 0:
+        gathered = _ranks_to_dim(emit, gathered, piece, call.dim, call.group_size)
+    if emit.tensor(gathered).shape[call.dim] != call.shape[call.dim]:
+        gathered = emit_contiguous(emit, emit(aten.slice.Tensor, gathered, call.dim, 0, call.shape[call.dim]))
     return gathered
 
 
-def emit_reduce_grad(
-    emit: Emitter,
-    grad: Any,
-    *,
-    shard_shape: Sequence[int],
-    dim: int,
-    group_size: int,
-    group_name: str,
-    reduce_op: str,
-    scale: float,
-) -> Any:
-    """Pad a full gradient, reduce-scatter it along ``dim``, scale, and cut to ``shard_shape``."""
-    shape = list(emit.tensor(grad).shape)
-    rows = padded_rows(shape[dim], group_size)
-    shape[dim] = rows * group_size
-    padded = emit_pad(emit, grad, shape)
-    if dim != 0:
-        padded = _dim_to_ranks(emit, padded, shape, dim, group_size)
-    started = emit(REDUCE_SCATTER, emit_contiguous(emit, padded), reduce_op, group_size, group_name)
-    reduced = emit(WAIT, started)
-    if scale != 1.0:
-        reduced = emit(aten.mul.Tensor, reduced, scale)
-    if rows != shard_shape[dim]:
-        reduced = emit_contiguous(emit, emit(aten.slice.Tensor, reduced, dim, 0, shard_shape[dim]))
+def emit_reduce_grad(emit: Emitter, call: ReduceGradCall) -> Any:
+    """Reduce a full gradient over the ranks and keep this rank's piece.
+
+    Cast to the dtype of the reduction, add what earlier micro-batches left, pad, reduce-scatter
+    along the dim, all-reduce over the copies, scale, cast to the shard's dtype and cut to its shape.
+    Without the all-reduce the result is the partial sum: unscaled, padded, in the reduction's dtype.
+    """
+    grad = emit_cast(emit, call.grad, call.reduce_dtype)
+    if call.unreduced is not None:
+        grad = emit(aten.add.Tensor, call.unreduced, grad)
+    num_ranks = call.group_size * call.replicate_size
+    dtype = emit.tensor(grad).dtype
+    scaling = gradient_scaling(dtype, num_ranks, call.divide_factor, call.force_sum)
+    reduced = _emit_reduce_scatter(emit, emit_scale(emit, grad, scaling.before), call, scaling.op)
+    if call.partial is not None:
+        reduced = emit(aten.add.Tensor, call.partial, reduced)
+    if not call.all_reduce:
+        return reduced
+    if call.replicate_size > 1:
+        whole = emit_contiguous(emit, reduced)
+        reduced = emit(WAIT, emit(ALL_REDUCE, whole, scaling.op, call.replicate_group))
+    reduced = emit_cast(emit, emit_scale(emit, reduced, scaling.after), call.dtype)
+    if emit.tensor(reduced).shape[call.dim] != call.shard_shape[call.dim]:
+        cut = emit(aten.slice.Tensor, reduced, call.dim, 0, call.shard_shape[call.dim])
+        reduced = emit_contiguous(emit, cut)
     return reduced
+
+
+def _emit_reduce_scatter(emit: Emitter, grad: Any, call: ReduceGradCall, op: str) -> Any:
+    if call.group_size == 1:
+        return grad
+    shape = list(emit.tensor(grad).shape)
+    shape[call.dim] = padded_rows(shape[call.dim], call.group_size) * call.group_size
+    padded = emit_pad(emit, grad, shape)
+    if call.dim != 0:
+        padded = _dim_to_ranks(emit, padded, shape, call.dim, call.group_size)
+    started = emit(REDUCE_SCATTER, emit_contiguous(emit, padded), op, call.group_size, call.group_name)
+    return emit(WAIT, started)
+
+
+def emit_cast(emit: Emitter, value: Any, dtype: torch.dtype | None) -> Any:
+    """The value in ``dtype``; itself when it has it already, or when ``dtype`` is None."""
+    if dtype is None or emit.tensor(value).dtype == dtype:
+        return value
+    return emit(prims.convert_element_type.default, value, dtype)
+
+
+def emit_scale(emit: Emitter, value: Any, factor: float) -> Any:
+    """The value times a constant; itself when that is 1."""
+    return value if factor == 1.0 else emit(aten.mul.Tensor, value, factor)
 
 
 def emit_pad(emit: Emitter, value: Any, shape: Sequence[int]) -> Any:

@@ -8,7 +8,7 @@ from torch import fx
 
 from .mesh import MeshAxis, MeshLayout
 from .ops import UNSHARD
-from .params import ParameterBinding
+from .params import ParameterBinding, UnshardCall
 from .rewrite import output_values
 
 
@@ -22,12 +22,14 @@ class PassContext:
         first_gradient: index of the output that is the gradient of input 0; None when the graph
             has no gradient outputs (a forward or an inference graph).
         full_checks: recompute every fake value when TYPED is checked.
+        unreduced: parameters, by position, whose gradient leaves this graph unreduced on purpose.
     """
 
     mesh: MeshLayout = field(default_factory=MeshLayout)
     parameters: tuple[ParameterBinding, ...] = ()
     first_gradient: int | None = None
     full_checks: bool = False
+    unreduced: frozenset[int] = frozenset()
 
     def binding(self, placeholder: str) -> ParameterBinding | None:
         """The parameter whose shard enters through the placeholder of this name."""
@@ -37,9 +39,17 @@ class PassContext:
         """The context of the forward (or inference) half."""
         return replace(self, first_gradient=None)
 
-    def for_backward(self) -> PassContext:
+    def for_backward(self, unreduced: frozenset[int] = frozenset()) -> PassContext:
         """The context of the backward half: its outputs are the gradients of the inputs, in order."""
-        return replace(self, first_gradient=0)
+        return replace(self, first_gradient=0, unreduced=unreduced)
+
+    def reduced_bindings(self) -> list[ParameterBinding]:
+        """The parameters whose gradients, if they leave this graph, leave it reduced."""
+        return [
+            binding
+            for binding in self.parameters
+            if binding.num_ranks > 1 and binding.position not in self.unreduced
+        ]
 
 
 def context_from_shard_ops(gm: fx.GraphModule, *, full_checks: bool = False) -> PassContext:
@@ -54,19 +64,27 @@ def context_from_shard_ops(gm: fx.GraphModule, *, full_checks: bool = False) -> 
     axes: list[MeshAxis] = []
     bindings: dict[fx.Node, ParameterBinding] = {}
     for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
-        shard, name, unit, shape, dim, axis, group_size, group_name, reshard, _, _ = node.args
-        axes.append(MeshAxis(label=axis, size=group_size, group_name=group_name))
-        if shard in position and shard not in bindings:
-            bindings[shard] = ParameterBinding(
-                placeholder=shard.name,
-                position=position[shard],
-                name=name,
-                unit=unit,
-                shape=tuple(shape),
-                dim=dim,
-                axis=axis,
-                group_size=group_size,
-                reshard=reshard,
+        call = UnshardCall(*node.args)
+        axes.append(MeshAxis(label=call.axis, size=call.group_size, group_name=call.group_name))
+        if call.replicate_size > 1:
+            label, size, name = call.replicate_axis, call.replicate_size, call.replicate_group
+            axes.append(MeshAxis(label=label, size=size, group_name=name))
+        if call.reshard_group:
+            label = f"{call.axis}/{call.reshard}"
+            axes.append(MeshAxis(label=label, size=call.reshard, group_name=call.reshard_group))
+        if call.shard in position and call.shard not in bindings:
+            bindings[call.shard] = ParameterBinding(
+                placeholder=call.shard.name,
+                position=position[call.shard],
+                name=call.name,
+                unit=call.unit,
+                shape=tuple(call.shape),
+                dim=call.dim,
+                axis=call.axis,
+                group_size=call.group_size,
+                reshard=call.reshard,
+                replicate_axis=call.replicate_axis,
+                replicate_size=call.replicate_size,
             )
     is_joint = len(primals) < len(placeholders)
     return PassContext(

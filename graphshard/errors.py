@@ -25,6 +25,10 @@ class AlreadyShardedError(GraphShardError, AssertionError):
     """A module that is already a unit was given to ``fully_shard`` again, or copied."""
 
 
+class UnnamedMeshError(GraphShardError, AssertionError):
+    """A 2-D mesh whose axes have no names: which one copies and which one cuts is not said."""
+
+
 class ParameterStateError(GraphShardError, RuntimeError):
     """A sharded parameter is not in a state in which the forward could use it."""
 

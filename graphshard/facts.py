@@ -16,7 +16,7 @@ from .collectives import ALL_GATHER, is_collective, is_wait, short_name
 from .context import PassContext
 from .graph_text import value_text
 from .ops import REDUCE_GRAD, UNSHARD
-from .provenance import bucket_keys, is_layout, reduction_of, ungathered_readers
+from .provenance import bucket_keys, is_layout, reductions_of, ungathered_readers
 from .rewrite import fake_result, output_values
 
 
@@ -112,11 +112,11 @@ def check_reduced(gm: fx.GraphModule, ctx: PassContext) -> list[str]:
         return []
     values = output_values(gm.graph)
     problems = []
-    for binding in ctx.parameters:
+    for binding in ctx.reduced_bindings():
         gradient = values[first + binding.position]
         if not isinstance(gradient, fx.Node):
             continue
-        if gradient.target is REDUCE_GRAD or reduction_of(gradient) is not None:
+        if gradient.target is REDUCE_GRAD or reductions_of(gradient):
             continue
         problems.append(f"the gradient of {binding.name} ({gradient.name}) does not come from a reduction")
     return problems

@@ -21,10 +21,22 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .collectives import group_name, is_collective, setting, short_name
 from .mesh import MeshLayout
 from .ops import REDUCE_GRAD, UNSHARD
-from .params import ParameterBinding
+from .params import ParameterBinding, ReduceGradCall, UnshardCall
 
-#: Positions of the group name among the shard ops' arguments; the axis label stands before it.
-_SHARD_OP_GROUP_INDEX: dict[Any, int] = {UNSHARD: 7, REDUCE_GRAD: 7}
+#: The arguments of the shard ops that hold group names; the labels of their axes stand beside them.
+_GROUP_ARGUMENTS = ("group_name", "replicate_group", "reshard_group")
+_CALLS: dict[Any, Any] = {UNSHARD: UnshardCall, REDUCE_GRAD: ReduceGradCall}
+_POSITIONAL = ("shard", "grad", "handle", "name", "shape", "shard_shape")
+_SILENT: dict[str, Any] = {
+    "unreduced": None,
+    "partial": None,
+    "replicate_axis": "",
+    "replicate_size": 1,
+    "reduce_dtype": None,
+    "divide_factor": None,
+    "force_sum": False,
+    "all_reduce": True,
+}
 _INPUT_NAME = re.compile(r"(primals|tangents|arg\d+)_\d+")
 _TAGS = {CheckpointPolicy.MUST_RECOMPUTE: "recompute", CheckpointPolicy.MUST_SAVE: "save"}
 
@@ -145,6 +157,8 @@ class _GraphPrinter:
             placement = (
                 f"Shard({binding.dim}) of {list(binding.shape)} over {binding.axis}={binding.group_size}"
             )
+            if binding.replicate_size > 1:
+                placement += f", copied over {binding.replicate_axis}={binding.replicate_size}"
             return f"shard {binding.name} {placement}, unit {binding.unit}"
         if node.op == "get_attr":
             return f"attribute {node.target}"
@@ -153,11 +167,21 @@ class _GraphPrinter:
         if is_collective(node):
             suffix = f", axis={labels[group_name(node)]}"
             args = [arg for arg in args if arg != group_name(node)]
-        elif node.target in _SHARD_OP_GROUP_INDEX:
-            del args[_SHARD_OP_GROUP_INDEX[node.target]]
         parts = [self._value(arg) for arg in args]
+        if node.target in _CALLS:
+            parts = self._shard_op_arguments(_CALLS[node.target](*args))
         parts += [f"{key}={self._value(value)}" for key, value in node.kwargs.items()]
         return f"{_op_name(node)}({', '.join(parts)}{suffix})"
+
+    def _shard_op_arguments(self, call: UnshardCall | ReduceGradCall) -> list[str]:
+        """Tensors by position, what they are by name; settings only where they say something."""
+        defaults = dict(_SILENT, dtype=None) if isinstance(call, UnshardCall) else _SILENT
+        parts = []
+        for name, value in zip(call._fields, call, strict=True):
+            if name in _GROUP_ARGUMENTS or (name in defaults and value == defaults[name]):
+                continue
+            parts.append(self._value(value) if name in _POSITIONAL else f"{name}={self._value(value)}")
+        return parts
 
     def _value(self, value: Any) -> str:
         if isinstance(value, fx.Node):

@@ -7,22 +7,32 @@ collective and each wait, in order.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
+from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
 from .collectives import is_collective, is_wait, short_name
 from .errors import OptionError
 
-__all__ = ["CustomGraphPass", "compile_fx", "compile_fx_inner", "emitted_order", "order_difference"]
+__all__ = [
+    "CustomGraphPass",
+    "compile_fx",
+    "compile_fx_inner",
+    "compile_later",
+    "emitted_order",
+    "order_difference",
+]
 
 #: Inductor settings that would move or merge collectives after us, checked on 2.13. A name that a
 #: torch version lacks is left out: it cannot move anything there.
@@ -80,6 +90,27 @@ def functorch_patch() -> Any:
     return functorch_config.patch(
         {name: value for name, value in _FUNCTORCH.items() if hasattr(functorch_config, name)}
     )
+
+
+def compile_later(patches: Mapping[str, Any]) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """A context, entered any number of times, in which ``compile_fx_inner`` works as it does now.
+
+    Inductor reads its configuration, the fake mode and AOTAutograd's metadata from the surroundings,
+    which are gone when a variant is compiled at the first step that needs it.
+    """
+    tracing_context = TracingContext.try_get()
+
+    @contextlib.contextmanager
+    def enter() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(tracing(tracing_context))
+            if tracing_context is not None and tracing_context.fake_mode is not None:
+                stack.enter_context(V.set_fake_mode(tracing_context.fake_mode))
+            stack.enter_context(inductor_config.patch(dict(patches)))
+            stack.enter_context(functorch_patch())
+            yield
+
+    return enter
 
 
 def planned_order(gm: fx.GraphModule) -> list[str]:

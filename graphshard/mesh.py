@@ -21,6 +21,10 @@ class MeshAxis:
     group_name: str
 
 
+#: The axis a parameter does not have.
+NO_AXIS = MeshAxis(label="", size=1, group_name="")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshLayout:
     """The axes of a mesh, outermost first; ranks are numbered row-major over them."""

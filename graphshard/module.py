@@ -9,128 +9,28 @@ property to one node.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from .errors import AlreadyShardedError, ParameterStateError, ShardingError
+from .casts import cast_tensors, move_tensors
+from .errors import ShardingError
+from .fsdp_module import FSDPModule
 from .ops import UNSHARD
-
-#: Where a module keeps the slots of its sharded parameters, and a unit root its unit.
-SLOTS = "_graphshard_slots"
-UNIT = "_graphshard_unit"
-
-
-@dataclass(eq=False)
-class Tree:
-    """What all units of one model share: whether a forward is running, and the outermost modules."""
-
-    in_forward: bool = False
-    roots: list[nn.Module] = field(default_factory=list)
-
-
-@dataclass(eq=False)
-class Unit:
-    """The parameters claimed by one ``fully_shard`` call."""
-
-    tree: Tree
-    modules: list[nn.Module]
-    reshard_after_forward: bool | None
-    label: str = "root"
-    is_root: bool = True
-
-    @property
-    def reshards(self) -> bool:
-        """Whether the backward gathers again: what the user said, else all but the root."""
-        return not self.is_root if self.reshard_after_forward is None else self.reshard_after_forward
-
-
-@dataclass(eq=False)
-class ParameterSlot:
-    """One sharded parameter: where it lives and how it is gathered and reduced.
-
-    ``arguments`` are the arguments of ``graphshard::unshard`` after the shard.
-    """
-
-    unit: Unit
-    name: str
-    shape: torch.Size
-    dim: int
-    axis: str
-    group_size: int
-    group_name: str
-    reduce_op: str
-    grad_scale: float
-    arguments: tuple[Any, ...] = ()
-
-    def refresh(self) -> None:
-        """Rebuilds ``arguments`` after the name, the unit's label or its place changed."""
-        self.arguments = (
-            self.name,
-            self.unit.label,
-            list(self.shape),
-            self.dim,
-            self.axis,
-            self.group_size,
-            self.group_name,
-            self.unit.reshards,
-            self.reduce_op,
-            self.grad_scale,
-        )
-
-
-class FSDPModule:
-    """Mixed into the class of each module given to :func:`graphshard.fully_shard`.
-
-    The class of ``module`` becomes ``FSDP<Class>``, a subclass of both; the object stays the same.
-    """
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise AlreadyShardedError(
-            "a sharded module cannot be deep-copied: build the copy from the original class and shard it, "
-            "then load_state_dict()"
-        )
+from .unit import SLOTS, UNIT, ParameterSlot, Unit, local_shard
 
 
 def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
-    """What ``module.<name>`` is: the DTensor outside of a forward, the full tensor inside."""
+    """What ``module.<name>`` is: the parameter outside of a forward, the full tensor inside."""
     param = module._parameters[name]
     slot: ParameterSlot = module.__dict__[SLOTS][name]
-    if param is None or not slot.unit.tree.in_forward:
+    unit = slot.unit
+    if param is None or not unit.tree.in_forward:
         return param
-    if not isinstance(param, DTensor):
-        raise ParameterStateError(
-            f"parameter {slot.name} was replaced by a {type(param).__name__} of shape {tuple(param.shape)}; "
-            f"a sharded parameter must stay a DTensor: use distribute_tensor() on the new value"
-        )
-    local = param.to_local()
-    if local.device.type == "meta":
-        raise_for_meta(slot.unit.tree)
-    if slot.group_size == 1:
-        return local
-    return UNSHARD(local, *slot.arguments)
-
-
-def raise_for_meta(tree: Tree) -> NoReturn:
-    """Lists every parameter of the model that has no storage yet."""
-    names = [name for name, param in _parameters_of(tree) if param.is_meta]
-    raise ParameterStateError(
-        f"{len(names)} parameter(s) are still on the meta device: {', '.join(names)}; "
-        "call model.to_empty(device=...) and initialise them before the first forward"
-    )
-
-
-def _parameters_of(tree: Tree) -> Iterator[tuple[str, nn.Parameter]]:
-    for module in tree.roots:
-        for owner in module.modules():
-            for name, slot in owner.__dict__.get(SLOTS, {}).items():
-                param = owner._parameters[name]
-                if param is not None:
-                    yield slot.name, param
+    local = local_shard(slot)
+    return UNSHARD(local, unit.handle, *slot.arguments) if slot.needs_op else local
 
 
 def _make_property(name: str) -> property:
@@ -195,13 +95,21 @@ def _forward_inside_tree(cls: type[nn.Module]) -> Any:
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        tree = self.__dict__[UNIT].tree
+        unit: Unit = self.__dict__[UNIT]
+        tree, policy = unit.tree, unit.mp_policy
+        if unit.input_device is not None:
+            args, kwargs = move_tensors((args, kwargs), unit.input_device)
+        if policy.cast_forward_inputs and policy.param_dtype is not None:
+            args, kwargs = cast_tensors((args, kwargs), policy.param_dtype)
         was_in_forward = tree.in_forward
         tree.in_forward = True
         try:
-            return original(self, *args, **kwargs)
+            outputs = original(self, *args, **kwargs)
         finally:
             tree.in_forward = was_in_forward
+        if policy.output_dtype is not None:
+            outputs = cast_tensors(outputs, policy.output_dtype)
+        return outputs
 
     return forward
 
@@ -218,7 +126,7 @@ def relabel(roots: Iterable[nn.Module]) -> None:
             unit = module.__dict__.get(UNIT)
             if unit is not None and unit is not outer and id(unit) not in seen:
                 seen.add(id(unit))
-                unit.tree, unit.is_root = outer.tree, False
+                unit.tree, unit.is_root, unit.input_device = outer.tree, False, None
             if unit is not None and unit is not outer:
                 unit.label = _label(unit, path, module)
             for name, slot in module.__dict__.get(SLOTS, {}).items():

@@ -1,9 +1,13 @@
 """Level 1: the shard ops ``graphshard::unshard`` and ``graphshard::reduce_grad``.
 
-They say what must be where, not how. A call carries everything its lowering needs, so a printed
-graph is the whole program and compile caches stay sound. Each op has a fake and an eager
-implementation; ``unshard`` has an autograd formula whose backward is ``reduce_grad``, so a sharded
-model also trains uncompiled.
+They say what must be where, not how. A call carries everything its lowering needs
+(:class:`graphshard.params.UnshardCall` and :class:`~graphshard.params.ReduceGradCall` name the
+arguments), so a printed graph is the whole program and compile caches stay sound. Each op has a fake
+and an eager implementation; ``unshard`` has an autograd formula whose backward is ``reduce_grad``, so
+a sharded model also trains uncompiled.
+
+What a user switches between steps (gradient sync, parameters kept gathered) is state of the unit,
+not of the graph: the argument ``handle`` leads to it (:mod:`graphshard.unit`).
 """
 
 from __future__ import annotations
@@ -15,122 +19,123 @@ import torch
 from torch import Tensor
 
 from .collectives import EagerEmitter, emit_reduce_grad, emit_unshard
+from .params import ReduceGradCall, UnshardCall, gradient_call, padded_shape
+from .unit import unit_of
 
 
 @torch.library.custom_op("graphshard::unshard", mutates_args=())
 def unshard(
     shard: Tensor,
+    handle: Tensor,
     name: str,
     unit: str,
     shape: Sequence[int],
     dim: int,
+    dtype: torch.dtype | None,
+    reshard: int,
+    reshard_group: str,
     axis: str,
     group_size: int,
     group_name: str,
-    reshard: bool,
-    reduce_op: str,
-    grad_scale: float,
+    replicate_axis: str,
+    replicate_size: int,
+    replicate_group: str,
+    reduce_dtype: torch.dtype | None,
+    divide_factor: float | None,
+    force_sum: bool,
 ) -> Tensor:
-    """Gather a parameter's shards along ``dim`` into the full parameter.
-
-    Args:
-        shard: this rank's piece, padded to ``ceil(shape[dim] / group_size)`` rows or not; any dtype.
-        name: fully qualified name of the parameter, for text and errors.
-        unit: label of the unit whose collectives are merged.
-        shape: shape of the full parameter.
-        dim: tensor dimension that is cut.
-        axis: label of the mesh axis.
-        group_size: ranks on that axis.
-        group_name: process group of that axis.
-        reshard: free the full parameter after the forward and gather it again in the backward.
-        reduce_op: reduction of the gradient, ``"sum"`` or ``"avg"``.
-        grad_scale: factor on the reduced gradient.
+    """Gather a parameter's shards into the full parameter; :class:`UnshardCall` names the arguments.
 
     Returns:
-        A contiguous tensor of ``shape`` and of the shard's dtype.
+        A contiguous tensor of ``shape``, of ``dtype`` or the shard's dtype.
     """
-    full = emit_unshard(
-        EagerEmitter(), shard, shape=shape, dim=dim, group_size=group_size, group_name=group_name
-    )
-    return full.clone() if full is shard else full
+    call = UnshardCall(
+        shard, handle, name, unit, shape, dim, dtype, reshard, reshard_group, axis, group_size,
+        group_name, replicate_axis, replicate_size, replicate_group, reduce_dtype, divide_factor, force_sum,
+    )  # fmt: skip
+    owner = unit_of(handle)
+    kept = owner.gathered_value(name, shard) if owner is not None else None
+    if kept is not None:
+        return kept.view(kept.shape)  # a tensor of its own: autograd writes on it
+    full = emit_unshard(EagerEmitter(), call)
+    full = full.clone() if full is shard else full
+    if owner is not None and owner.keeps_from_forward:
+        owner.keep(name, shard, full)
+    return full
 
 
 @unshard.register_fake
 def _(
     shard: Tensor,
+    handle: Tensor,
     name: str,
     unit: str,
     shape: Sequence[int],
     dim: int,
-    axis: str,
-    group_size: int,
-    group_name: str,
-    reshard: bool,
-    reduce_op: str,
-    grad_scale: float,
+    dtype: torch.dtype | None,
+    *_: Any,
 ) -> Tensor:
-    return shard.new_empty(shape)
+    return shard.new_empty(shape, dtype=dtype if dtype is not None else shard.dtype)
 
 
 @torch.library.custom_op("graphshard::reduce_grad", mutates_args=())
 def reduce_grad(
     grad: Tensor,
+    unreduced: Tensor | None,
+    partial: Tensor | None,
+    handle: Tensor,
     name: str,
     unit: str,
     shard_shape: Sequence[int],
     dim: int,
+    dtype: torch.dtype,
     axis: str,
     group_size: int,
     group_name: str,
-    reduce_op: str,
-    scale: float,
+    replicate_axis: str,
+    replicate_size: int,
+    replicate_group: str,
+    reduce_dtype: torch.dtype | None,
+    divide_factor: float | None,
+    force_sum: bool,
+    all_reduce: bool,
 ) -> Tensor:
-    """Reduce a full gradient over the ranks and keep this rank's piece.
-
-    Args:
-        grad: gradient of the full parameter, any layout.
-        shard_shape: shape of the piece to return (the shape the shard had).
-        scale: factor applied after the reduction (1 / ranks for a mean written as a sum).
-        name, unit, dim, axis, group_size, group_name, reduce_op: as in ``unshard``.
+    """Reduce a full gradient over the ranks and keep this rank's piece; see :class:`ReduceGradCall`.
 
     Returns:
-        A contiguous tensor of ``shard_shape`` and of the gradient's dtype.
+        A contiguous tensor of ``shard_shape`` and ``dtype``; without ``all_reduce`` the padded piece
+        in the dtype of the reduction.
     """
-    return emit_reduce_grad(
-        EagerEmitter(),
-        grad,
-        shard_shape=shard_shape,
-        dim=dim,
-        group_size=group_size,
-        group_name=group_name,
-        reduce_op=reduce_op,
-        scale=scale,
-    )
+    call = ReduceGradCall(
+        grad, unreduced, partial, handle, name, unit, shard_shape, dim, dtype, axis, group_size, group_name,
+        replicate_axis, replicate_size, replicate_group, reduce_dtype, divide_factor, force_sum, all_reduce,
+    )  # fmt: skip
+    reduced: Tensor = emit_reduce_grad(EagerEmitter(), call)
+    is_input = any(reduced is given for given in (grad, unreduced, partial))
+    return reduced.clone() if is_input else reduced
 
 
 @reduce_grad.register_fake
-def _(
-    grad: Tensor,
-    name: str,
-    unit: str,
-    shard_shape: Sequence[int],
-    dim: int,
-    axis: str,
-    group_size: int,
-    group_name: str,
-    reduce_op: str,
-    scale: float,
-) -> Tensor:
-    return grad.new_empty(shard_shape)
+def _(*arguments: Any) -> Tensor:
+    call = ReduceGradCall(*arguments)
+    if call.all_reduce:
+        return call.grad.new_empty(call.shard_shape, dtype=call.dtype)
+    shape = padded_shape(call.grad.shape, call.dim, call.group_size)
+    return call.grad.new_empty(shape, dtype=call.reduce_dtype or call.grad.dtype)
 
 
 def _save_for_reduction(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shard, name, unit, _, dim, axis, group_size, group_name, _, reduce_op, scale = inputs
-    ctx.reduction = (name, unit, list(shard.shape), dim, axis, group_size, group_name, reduce_op, scale)
+    call = UnshardCall(*inputs)
+    ctx.save_for_backward(call.handle)
+    ctx.call = gradient_call(call._replace(handle=None), None, call.shard.shape, call.shard.dtype)
 
 
 def _reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (torch.ops.graphshard.reduce_grad(grad, *ctx.reduction),) + (None,) * 10
+    (handle,) = ctx.saved_tensors
+    call = ctx.call._replace(grad=grad, handle=handle)
+    owner = unit_of(handle)
+    reduced = owner.reduce(call) if owner is not None else torch.ops.graphshard.reduce_grad(*call)
+    return (reduced,) + (None,) * (len(UnshardCall._fields) - 1)
 
 
 unshard.register_autograd(_reduce, setup_context=_save_for_reduction)

@@ -10,6 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
 
 
 def padded_rows(num_rows: int, num_ranks: int) -> int:
@@ -33,6 +36,139 @@ def shard_shape(shape: Sequence[int], dim: int, num_ranks: int, rank: int) -> li
     return result
 
 
+class UnshardCall(NamedTuple):
+    """The arguments of ``graphshard::unshard``, in order; ``UnshardCall(*node.args)`` reads a node.
+
+    Attributes:
+        shard: this rank's piece, padded to ``ceil(shape[dim] / group_size)`` rows or not; any dtype.
+        handle: an empty tensor that stands for the unit; it leads from a running graph to the unit's
+            state and holds no data.
+        name: fully qualified name of the parameter, for text and errors.
+        unit: label of the unit whose collectives are merged.
+        shape: shape of the full parameter.
+        dim: tensor dimension that is cut.
+        dtype: dtype in which the parameter travels and computes; None for the shard's own.
+        reshard: ranks over which the full parameter is spread between forward and backward:
+            1 keeps it whole, ``group_size`` frees it.
+        reshard_group: process group of those ranks; "" where ``reshard`` is 1 or ``group_size``.
+        axis: label of the mesh axis that holds the shards.
+        group_size: ranks on that axis.
+        group_name: process group of that axis.
+        replicate_axis, replicate_size, replicate_group: the axis over which shards are copies of
+            each other and gradients are summed as well; size 1 for none.
+        reduce_dtype: dtype in which gradients are summed; None for the gradient's own.
+        divide_factor: what the summed gradient is divided by; None for the number of ranks (a mean).
+        force_sum: sum and divide, even where the process group knows a mean.
+    """
+
+    shard: Any
+    handle: Any
+    name: str
+    unit: str
+    shape: Sequence[int]
+    dim: int
+    dtype: torch.dtype | None
+    reshard: int
+    reshard_group: str
+    axis: str
+    group_size: int
+    group_name: str
+    replicate_axis: str
+    replicate_size: int
+    replicate_group: str
+    reduce_dtype: torch.dtype | None
+    divide_factor: float | None
+    force_sum: bool
+
+
+class ReduceGradCall(NamedTuple):
+    """The arguments of ``graphshard::reduce_grad``, in order; what is not here is as in ``UnshardCall``.
+
+    Attributes:
+        grad: gradient of the full parameter, any layout.
+        unreduced: full gradients of earlier micro-batches, added before the reduction; or None.
+        partial: reduce-scattered gradients of earlier micro-batches, added before the all-reduce; or None.
+        shard_shape: shape of the piece to return (the shape the shard had).
+        dtype: dtype of the result (the shard's).
+        all_reduce: sum over the replicate axis too; False returns the partial sum in ``reduce_dtype``.
+    """
+
+    grad: Any
+    unreduced: Any
+    partial: Any
+    handle: Any
+    name: str
+    unit: str
+    shard_shape: Sequence[int]
+    dim: int
+    dtype: torch.dtype
+    axis: str
+    group_size: int
+    group_name: str
+    replicate_axis: str
+    replicate_size: int
+    replicate_group: str
+    reduce_dtype: torch.dtype | None
+    divide_factor: float | None
+    force_sum: bool
+    all_reduce: bool
+
+
+def gradient_call(
+    call: UnshardCall, grad: Any, shard_shape: Sequence[int], dtype: torch.dtype
+) -> ReduceGradCall:
+    """The reduction that belongs to a gather: its backward."""
+    return ReduceGradCall(
+        grad=grad,
+        unreduced=None,
+        partial=None,
+        handle=call.handle,
+        name=call.name,
+        unit=call.unit,
+        shard_shape=list(shard_shape),
+        dim=call.dim,
+        dtype=dtype,
+        axis=call.axis,
+        group_size=call.group_size,
+        group_name=call.group_name,
+        replicate_axis=call.replicate_axis,
+        replicate_size=call.replicate_size,
+        replicate_group=call.replicate_group,
+        reduce_dtype=call.reduce_dtype,
+        divide_factor=call.divide_factor,
+        force_sum=call.force_sum,
+        all_reduce=True,
+    )
+
+
+class Scaling(NamedTuple):
+    """How a gradient is averaged: factor before the reduction, reduction, factor after it."""
+
+    before: float
+    op: str
+    after: float
+
+
+def gradient_scaling(
+    dtype: torch.dtype, num_ranks: int, divide_factor: float | None, force_sum: bool
+) -> Scaling:
+    """How gradients of ``dtype`` are summed over ``num_ranks`` and divided.
+
+    In float16 a plain sum can overflow and a division up front can underflow, so the division is
+    split in two: the smallest power of two that is at least the other part, then the rest (the split
+    of FSDP1 and FSDP2). Elsewhere the process group's mean serves, or a sum and one division.
+    """
+    factor = float(num_ranks if divide_factor is None else divide_factor)
+    if dtype == torch.float16:
+        before = 1.0
+        while factor % before == 0 and factor / before > before:
+            before *= 2
+        return Scaling(1.0 / before, "sum", before / factor)
+    if factor == num_ranks and not force_sum and num_ranks > 1:
+        return Scaling(1.0, "avg", 1.0)
+    return Scaling(1.0, "sum", 1.0 / factor)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterBinding:
     """One sharded parameter of one captured graph.
@@ -49,7 +185,14 @@ class ParameterBinding:
     dim: int
     axis: str
     group_size: int
-    reshard: bool
+    reshard: int
+    replicate_axis: str = ""
+    replicate_size: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks over which its gradient is summed."""
+        return self.group_size * self.replicate_size
 
     @property
     def numel(self) -> int:

@@ -28,6 +28,9 @@ from .ops import UNSHARD
 from .params import ParameterBinding
 from .rewrite import output_values
 
+#: What a collective is called in bucket keys and counts.
+KINDS = {ALL_GATHER: "gather", REDUCE_SCATTER: "reduction", ALL_REDUCE: "all-reduce"}
+
 _SCALE_OPS = {aten.mul.Tensor, aten.div.Tensor}
 
 #: Ops that may stand between a shard and its gather, or between a reduction and its gradient.
@@ -91,14 +94,30 @@ def ungathered_readers(placeholder: fx.Node) -> list[fx.Node]:
     return found
 
 
-def reduction_of(gradient: fx.Node) -> fx.Node | None:
-    """The reduction whose result a gradient output is, through layout ops alone."""
-    node = gradient
-    while not is_collective(node):
-        if not (is_wait(node) or is_layout(node)) or len(node.all_input_nodes) != 1:
-            return None
-        node = node.all_input_nodes[0]
-    return node if node.target in (REDUCE_SCATTER, ALL_REDUCE) else None
+def reductions_of(gradient: fx.Node) -> list[fx.Node]:
+    """The reductions a gradient output comes out of, last first: layout ops and sums with inputs between.
+
+    An all-reduce of a reduce-scattered gradient gives two; no reduction gives none.
+    """
+    found = []
+    node: fx.Node | None = gradient
+    while node is not None:
+        if is_collective(node):
+            if node.target not in (REDUCE_SCATTER, ALL_REDUCE):
+                break
+            found.append(node)
+        elif not (is_wait(node) or is_layout(node) or _is_accumulation(node)):
+            break
+        sources = [source for source in node.all_input_nodes if source.op != "placeholder"]
+        node = sources[0] if len(sources) == 1 else None
+    return found
+
+
+def _is_accumulation(node: fx.Node) -> bool:
+    """A sum with what earlier micro-batches left, which enters as an input."""
+    return node.target is aten.add.Tensor and any(
+        source.op == "placeholder" for source in node.all_input_nodes
+    )
 
 
 def reduced_parameters(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, list[ParameterBinding]]:
@@ -107,10 +126,9 @@ def reduced_parameters(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, li
         return {}
     values = output_values(gm.graph)
     served: dict[fx.Node, list[ParameterBinding]] = {}
-    for binding in ctx.parameters:
+    for binding in ctx.reduced_bindings():
         gradient = values[ctx.first_gradient + binding.position]
-        source = reduction_of(gradient) if isinstance(gradient, fx.Node) else None
-        if source is not None:
+        for source in reductions_of(gradient) if isinstance(gradient, fx.Node) else ():
             served.setdefault(source, []).append(binding)
     return served
 
@@ -122,12 +140,11 @@ def bucket_keys(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, tuple[str
     for node in filter(is_collective, gm.graph.nodes):
         if node.target is ALL_GATHER:
             bindings = shards_behind(node, ctx)
-        elif node.target is REDUCE_SCATTER:
+        elif node.target in (REDUCE_SCATTER, ALL_REDUCE):
             bindings = reduced.get(node, [])
         else:
             continue
         if len({binding.unit for binding in bindings}) == 1:
-            kind = "gather" if node.target is ALL_GATHER else "reduction"
             dtype = dtype_text(node.meta["val"].dtype)
-            keys[node] = (kind, bindings[0].unit, dtype, group_name(node), setting(node))
+            keys[node] = (KINDS[node.target], bindings[0].unit, dtype, group_name(node), setting(node))
     return keys

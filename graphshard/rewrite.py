@@ -65,6 +65,16 @@ def output_values(graph: fx.Graph) -> list[Any]:
     return list(values) if isinstance(values, (list, tuple)) else [values]
 
 
+def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """A graph module with nodes of its own, in the same order, with the same ``meta`` entries."""
+    copies: dict[fx.Node, fx.Node] = {}
+    graph = fx.Graph()
+    output = graph.graph_copy(gm.graph, copies)
+    graph.output(output)
+    graph.output_node().meta.update(gm.graph.output_node().meta)
+    return fx.GraphModule(gm, graph)
+
+
 def stable_topological_sort(graph: fx.Graph) -> None:
     """Orders nodes after their inputs, otherwise as they stand (Kahn, lowest position first)."""
     nodes = list(graph.nodes)

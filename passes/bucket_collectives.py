@@ -40,7 +40,7 @@ from graphshard.context import PassContext
 from graphshard.errors import OptionError
 from graphshard.facts import Fact
 from graphshard.pipeline import PassReport
-from graphshard.provenance import bucket_keys, is_layout
+from graphshard.provenance import KINDS, bucket_keys, is_layout
 from graphshard.rewrite import GraphEmitter, stable_topological_sort
 
 
@@ -64,7 +64,7 @@ class BucketCollectives:
             raise OptionError(f"bucket_collectives: by={self.by!r} is unknown; known: 'unit'")
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
-        """Counts "gather buckets" and "reduction buckets" made."""
+        """Counts "gather buckets", "reduction buckets" and "all-reduce buckets" made."""
         keys = bucket_keys(gm, ctx)
         groups: dict[tuple[str, ...], list[fx.Node]] = {}
         for node, key in keys.items():
@@ -74,7 +74,7 @@ class BucketCollectives:
             for node in gm.graph.nodes
             if is_collective(node) and node not in keys
         ]
-        counts = {"gather buckets": 0, "reduction buckets": 0}
+        counts = {f"{kind} buckets": 0 for kind in KINDS.values()}
         for (kind, *_), members in groups.items():
             if len(members) == 1:
                 continue
@@ -104,11 +104,15 @@ def _merge_gathers(graph: fx.Graph, members: list[fx.Node]) -> None:
 
 
 def _merge_reductions(graph: fx.Graph, members: list[fx.Node]) -> None:
-    _, reduce_op, group_size, group_name = members[0].args
+    _, *arguments = members[0].args
+    inputs = [_input_of(member) for member in members]
+    target = members[0].target
+    num_rows = arguments[1] if target is REDUCE_SCATTER else 1
     with graph.inserting_before(members[-1]):
         emit = GraphEmitter(graph, origin=members[-1])
-        packed = emit(PACK, [_input_of(member) for member in members], group_size)
-        reduced = emit(WAIT, emit(REDUCE_SCATTER, packed, reduce_op, group_size, group_name))
+        whole = _bucket_of_slices(inputs) if num_rows == 1 else None
+        packed = whole if whole is not None else emit(PACK, inputs, num_rows)
+        reduced = emit(WAIT, emit(target, packed, *arguments))
         results = []
         end = 0
         for member in members:
@@ -121,6 +125,20 @@ def _merge_reductions(graph: fx.Graph, members: list[fx.Node]) -> None:
 def _input_of(member: fx.Node) -> fx.Node:
     (value,) = member.all_input_nodes
     return value
+
+
+def _bucket_of_slices(pieces: list[fx.Node]) -> fx.Node | None:
+    """The 1-D bucket that ``pieces`` are slices of, one after the other, and nothing else; else None."""
+    end = 0
+    buckets = []
+    for piece in pieces:
+        cut = piece.all_input_nodes[0] if piece.target is aten.view.default else piece
+        if cut.target is not aten.slice.Tensor or tuple(cut.args[1:3]) != (0, end):
+            return None
+        buckets.append(cut.args[0])
+        end = cut.args[3]
+    is_whole = len(set(buckets)) == 1 and list(buckets[0].meta["val"].shape) == [end]
+    return buckets[0] if is_whole else None
 
 
 def _view(emit: GraphEmitter, value: fx.Node, shape: list[int]) -> fx.Node:

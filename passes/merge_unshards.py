@@ -32,6 +32,7 @@ from graphshard.collectives import aten
 from graphshard.context import PassContext
 from graphshard.facts import Fact
 from graphshard.ops import REDUCE_GRAD, UNSHARD
+from graphshard.params import ReduceGradCall
 from graphshard.pipeline import PassReport
 from graphshard.rewrite import GraphEmitter
 
@@ -76,12 +77,13 @@ def _merge_reductions(graph: fx.Graph) -> int:
         left, right = node.args[:2]
         if node.kwargs or not (_is_private_reduction(left) and _is_private_reduction(right)):
             continue
-        if left is right or left.args[1:] != right.args[1:]:
+        first, second = ReduceGradCall(*left.args), ReduceGradCall(*right.args)
+        if left is right or first[1:] != second[1:]:
             continue
         with graph.inserting_before(node):
             emit = GraphEmitter(graph, origin=node)
-            total = emit(aten.add.Tensor, left.args[0], right.args[0])
-            reduced = emit(REDUCE_GRAD, total, *left.args[1:])
+            total = emit(aten.add.Tensor, first.grad, second.grad)
+            reduced = emit(REDUCE_GRAD, *first._replace(grad=total))
         node.replace_all_uses_with(reduced)
         for dead in (node, left, right):
             graph.erase_node(dead)

@@ -29,11 +29,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from graphshard.context import PassContext
 from graphshard.facts import Fact
 from graphshard.ops import UNSHARD
+from graphshard.params import UnshardCall
 from graphshard.pipeline import PassReport
 from graphshard.provenance import is_layout
-
-#: Position of ``reshard`` among the arguments of ``unshard``.
-_RESHARD_INDEX = 8
 
 #: Above every checkpointed region's id: the partitioner saves a recomputed node whose reader
 #: belongs to a region with a higher id, which would keep the gathered parameter.
@@ -54,7 +52,7 @@ class TagRecompute:
         counts = {"recomputed": 0, "saved": 0}
         changed = False
         for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
-            reshard = bool(node.args[_RESHARD_INDEX])
+            reshard = UnshardCall(*node.args).reshard > 1
             policy = CheckpointPolicy.MUST_RECOMPUTE if reshard else CheckpointPolicy.MUST_SAVE
             changed |= _tag(node, policy)
             counts["recomputed" if reshard else "saved"] += 1

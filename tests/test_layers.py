@@ -20,7 +20,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # errors, and the words of the mesh and the parameters
     ("graphshard.errors", "graphshard.params", "graphshard.mesh", "graphshard._compat"),
     # ops, collectives, typed edits
-    ("graphshard.collectives", "graphshard.ops", "graphshard.buckets", "graphshard.rewrite"),
+    ("graphshard.collectives", "graphshard.buckets", "graphshard.rewrite", "graphshard.casts"),
+    # a unit and its state; the ops find it
+    ("graphshard.unit",),
+    ("graphshard.ops",),
     # what can be said about a graph
     ("graphshard.graph_text", "graphshard.context", "graphshard.provenance", "graphshard.facts"),
     ("graphshard.pipeline",),
@@ -33,18 +36,24 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("graphshard.passes",),
     # what the backend is made of
-    ("graphshard.options", "graphshard.agreement", "graphshard.boundary", "graphshard.inductor"),
+    (
+        "graphshard.options",
+        "graphshard.agreement",
+        "graphshard.boundary",
+        "graphshard.inductor",
+        "graphshard.halves",
+    ),
     ("graphshard.backend",),
     ("graphshard.testing.capture", "graphshard.testing.golden", "graphshard.testing.ranks"),
     ("graphshard.testing",),
     # the front end: knows the ops, and nothing of the compiler
+    ("graphshard.fsdp_module",),
     ("graphshard.module", "graphshard.api"),
     ("graphshard",),
 )
 
 #: Imports within a layer: importer, imported.
 SAME_LAYER = {
-    ("graphshard.ops", "graphshard.collectives"),
     ("graphshard.provenance", "graphshard.context"),
     ("graphshard.provenance", "graphshard.graph_text"),
     ("graphshard.facts", "graphshard.context"),

@@ -15,6 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 from ..backend import JOINT_PIPELINE
 from ..boundary import cross_boundary
 from ..context import PassContext, context_from_shard_ops
+from ..passes import LowerShards
 from ..pipeline import Pipeline
 
 
@@ -24,9 +25,9 @@ class CapturedGraphs:
 
     Attributes:
         captured: the joint graph at level 1, before any pass (the only graph, under no_grad).
-        joint: the joint graph after the joint passes.
-        forward: the forward half; None under no_grad.
-        backward: the backward half; None under no_grad.
+        joint: the joint graph after the joint passes, at level 1 (the only graph, under no_grad).
+        forward: the forward half, lowered to collectives; None under no_grad.
+        backward: the backward half, lowered to collectives; None under no_grad.
         context: what the passes know; use ``context.for_forward()`` and ``for_backward()`` on halves.
     """
 
@@ -61,10 +62,17 @@ def capture_graphs(
         pipeline.run(gm, context)
         found.append(CapturedGraphs(captured=captured, joint=copy.deepcopy(gm), context=context))
 
+    def lower(half: fx.GraphModule, context: PassContext) -> fx.GraphModule:
+        lowered = copy.deepcopy(half)
+        Pipeline(LowerShards(), given=pipeline.facts_at_end).run(lowered, context)
+        return lowered
+
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         take(joint)
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
-        found[-1].forward, found[-1].backward = copy.deepcopy(forward), copy.deepcopy(backward)
+        context = found[-1].context
+        found[-1].forward = lower(forward, context.for_forward())
+        found[-1].backward = lower(backward, context.for_backward())
         return forward, backward
 
     def infer(gm: fx.GraphModule, _: Sequence[Any]) -> Any:

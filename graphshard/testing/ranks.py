@@ -20,6 +20,7 @@ from ..collectives import (
     ALL_REDUCE,
     ALL_TO_ALL,
     REDUCE_SCATTER,
+    WAIT,
     EagerEmitter,
     emit_reduce_grad,
     emit_unshard,
@@ -29,6 +30,7 @@ from ..errors import GraphShardError
 from ..graph_text import value_text
 from ..mesh import MeshAxis, MeshLayout
 from ..ops import REDUCE_GRAD, UNSHARD
+from ..params import ReduceGradCall, UnshardCall
 
 
 class CollectiveMismatchError(GraphShardError, RuntimeError):
@@ -178,43 +180,42 @@ def _reduce(values: list[Tensor], op: str) -> Tensor:
     return total
 
 
-class _StoppingEmitter(EagerEmitter):
-    """Collects the one collective of a shard op's lowering, then replays with its result."""
+class _ReplayingEmitter(EagerEmitter):
+    """Runs a shard op's lowering up to its first collective that has no answer yet."""
 
-    def __init__(self, answer: Tensor | None = None) -> None:
-        self.answer = answer
+    def __init__(self, answers: Sequence[Tensor]) -> None:
+        self._answers = iter(answers)
         self.request: _Request | None = None
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        if target in (ALL_GATHER, REDUCE_SCATTER):
-            if self.answer is None:
+        if target in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE):
+            answer = next(self._answers, None)
+            if answer is None:
                 self.request = _Request(target, args)
                 raise _Stopped
-            return self.answer
-        return (
-            args[0] if target is torch.ops._c10d_functional.wait_tensor.default else target(*args, **kwargs)
-        )
+            return answer
+        return args[0] if target is WAIT else target(*args, **kwargs)
 
 
 class _Stopped(Exception):  # noqa: N818 - control flow, not an error
     pass
 
 
-def _lower(node: fx.Node, args: tuple[Any, ...], emit: _StoppingEmitter) -> Tensor:
+def _lower(node: fx.Node, args: tuple[Any, ...], emit: _ReplayingEmitter) -> Tensor:
     if node.target is UNSHARD:
-        shard, _, _, shape, dim, _, group_size, group_name, _, _, _ = args
-        return emit_unshard(emit, shard, shape=shape, dim=dim, group_size=group_size, group_name=group_name)
-    grad, _, _, shard_shape, dim, _, group_size, group_name, reduce_op, scale = args
-    return emit_reduce_grad(
-        emit,
-        grad,
-        shard_shape=shard_shape,
-        dim=dim,
-        group_size=group_size,
-        group_name=group_name,
-        reduce_op=reduce_op,
-        scale=scale,
-    )
+        return emit_unshard(emit, UnshardCall(*args))
+    return emit_reduce_grad(emit, ReduceGradCall(*args))
+
+
+def _run_shard_op(node: fx.Node, args: tuple[Any, ...]) -> _Rank:
+    answers: list[Tensor] = []
+    while True:
+        emit = _ReplayingEmitter(answers)
+        try:
+            return _lower(node, args, emit)
+        except _Stopped:
+            assert emit.request is not None
+            answers.append((yield emit.request))
 
 
 def _run_rank(gm: fx.GraphModule, values: Sequence[Any]) -> _Rank:
@@ -230,12 +231,7 @@ def _run_rank(gm: fx.GraphModule, values: Sequence[Any]) -> _Rank:
         if node.op == "output":
             return args[0]
         if node.target in (UNSHARD, REDUCE_GRAD):
-            emit = _StoppingEmitter()
-            try:
-                _lower(node, args, emit)
-            except _Stopped:
-                assert emit.request is not None
-                environment[node] = _lower(node, args, _StoppingEmitter((yield emit.request)))
+            environment[node] = yield from _run_shard_op(node, args)
         elif is_collective(node):
             environment[node] = yield _Request(node.target, args)
         else:

@@ -1,0 +1,296 @@
+"""One half of a captured graph, compiled once for each state its units are met in.
+
+Whether gradients are reduced, and which parameters are gathered already, is the units' state when
+the half runs (:mod:`graphshard.unit`). Dynamo and AOTAutograd never see it: the half is kept at
+level 1, and :func:`specialise` rewrites a copy for the state at hand before the passes lower it. A
+training that never flips a flag meets one state and compiles each half once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .collectives import emit_cast
+from .errors import UnsupportedShardingError
+from .ops import REDUCE_GRAD, UNSHARD
+from .params import ReduceGradCall, UnshardCall, padded_shape
+from .rewrite import GraphEmitter, copy_graph, output_values
+from .unit import Unit, unit_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What one variant of a half does differently; indices count its gathers or its reductions.
+
+    Attributes:
+        supplied: gathers that are left out; the full parameter is an input.
+        kept: gathers whose result is an output too.
+        unreduced: reductions that are left out; the full gradient leaves in the reduction's dtype.
+        scattered: reductions without their all-reduce; the partial sum leaves.
+        with_unreduced: reductions that add full gradients of earlier micro-batches, an input.
+        with_partial: reductions that add partial sums of earlier micro-batches, an input.
+    """
+
+    supplied: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+    unreduced: tuple[int, ...] = ()
+    scattered: tuple[int, ...] = ()
+    with_unreduced: tuple[int, ...] = ()
+    with_partial: tuple[int, ...] = ()
+
+
+PLAIN = Selection()
+
+
+@dataclass(frozen=True, slots=True)
+class _Gather:
+    """One ``unshard`` of a half: positions of its inputs, and the parameter's name."""
+
+    name: str
+    handle: int
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """One ``reduce_grad`` of a half: positions of its handle and of its output."""
+
+    name: str
+    handle: int
+    output: int
+    has_replicas: bool
+
+
+@dataclass
+class Variant:
+    """A specialised copy of a half, ready for the passes.
+
+    Attributes:
+        unreduced_outputs: outputs that are gradients and are not reduced.
+    """
+
+    gm: fx.GraphModule
+    example_inputs: list[Any]
+    unreduced_outputs: frozenset[int] = frozenset()
+
+
+@dataclass
+class Half:
+    """A callable in AOTAutograd's boxed convention that picks the variant for its units' state.
+
+    Attributes:
+        compile_variant: compiles a specialised graph on example inputs.
+    """
+
+    gm: fx.GraphModule
+    example_inputs: list[Any]
+    is_backward: bool
+    compile_variant: Callable[[Variant], Callable[[list[Any]], Any]]
+    _compiled: dict[Selection, Callable[[list[Any]], Any]] = field(default_factory=dict)
+    _boxed_call: bool = True
+
+    def __post_init__(self) -> None:
+        self._gathers, self._reductions = _shard_ops(self.gm)
+        handles = {gather.handle for gather in self._gathers}
+        self._handles = sorted(handles | {reduction.handle for reduction in self._reductions})
+        self.source_code = None
+
+    def compile(self, selection: Selection = PLAIN) -> None:
+        """Compiles the variant for a state, unless that was done."""
+        if selection not in self._compiled:
+            self._compiled[selection] = self.compile_variant(self._specialise(selection))
+
+    def __call__(self, args: list[Any]) -> Any:
+        found = {position: unit_of(args[position]) for position in self._handles}
+        units = {position: unit for position, unit in found.items() if unit is not None}
+        if all(map(self._is_plain, units.values())):
+            self.compile()
+            return self._compiled[PLAIN](args)
+        selection = self._select(units, args)
+        values = [*args, *self._extra_inputs(selection, units, args)]
+        self._release(units)
+        self.compile(selection)
+        kept_shards = [args[self._gathers[index].shard] for index in selection.kept]
+        args.clear()
+        outputs = list(self._compiled[selection](values))
+        return self._distribute(selection, units, kept_shards, outputs)
+
+    def _is_plain(self, unit: Unit) -> bool:
+        if unit.is_gathered or unit.tree.waiting:
+            return False
+        if self.is_backward:
+            return unit.reduce_grads and unit.all_reduce_grads
+        return not unit.keeps_from_forward
+
+    def _select(self, units: dict[int, Unit], args: Sequence[Any]) -> Selection:
+        chosen: dict[str, list[int]] = {name: [] for name in Selection.__slots__}
+        for index, gather in enumerate(self._gathers):
+            unit = units.get(gather.handle)
+            if unit is None or gather.shard < 0:
+                continue
+            if unit.gathered_value(gather.name, args[gather.shard]) is not None:
+                chosen["supplied"].append(index)
+            elif not self.is_backward and unit.keeps_from_forward:
+                chosen["kept"].append(index)
+        for index, reduction in enumerate(self._reductions):
+            unit = units.get(reduction.handle)
+            if unit is None:
+                continue
+            if reduction.output < 0:
+                raise UnsupportedShardingError(
+                    f"parameter {reduction.name} is read in several ways whose gradients are added after their "
+                    "reductions, so they cannot be accumulated unreduced; read it in one way only"
+                )
+            if not unit.reduce_grads:
+                chosen["unreduced"].append(index)
+                continue
+            all_reduce = unit.all_reduce_grads or not reduction.has_replicas
+            if reduction.name in unit.unreduced:
+                chosen["with_unreduced"].append(index)
+            if not all_reduce:
+                chosen["scattered"].append(index)
+            elif reduction.name in unit.partial:
+                chosen["with_partial"].append(index)
+        return Selection(**{name: tuple(indices) for name, indices in chosen.items()})
+
+    def _extra_inputs(
+        self, selection: Selection, units: dict[int, Unit], args: Sequence[Any]
+    ) -> list[Tensor]:
+        extra = []
+        for index in selection.supplied:
+            gather = self._gathers[index]
+            extra.append(units[gather.handle].gathered_value(gather.name, args[gather.shard]))
+        for index in selection.with_unreduced:
+            reduction = self._reductions[index]
+            extra.append(units[reduction.handle].unreduced.pop(reduction.name))
+        for index in selection.with_partial:
+            reduction = self._reductions[index]
+            extra.append(units[reduction.handle].partial.pop(reduction.name))
+        return extra
+
+    def _release(self, units: dict[int, Unit]) -> None:
+        """Frees what the units need no longer once this half holds it."""
+        for unit in units.values():
+            if self.is_backward:
+                unit.tree.queue_end_of_backward()
+                if unit.reshard_after_backward:
+                    unit.reshard()
+            elif unit.reshards and unit.is_gathered:
+                unit.reshard()
+
+    def _distribute(
+        self,
+        selection: Selection,
+        units: dict[int, Unit],
+        kept_shards: list[Tensor],
+        outputs: list[Any],
+    ) -> list[Any]:
+        """Hands the variant's additional results to the units; returns what AOTAutograd expects."""
+        if selection.kept:
+            kept = outputs[-len(selection.kept) :]
+            del outputs[-len(selection.kept) :]
+            for index, shard, full in zip(selection.kept, kept_shards, kept, strict=True):
+                gather = self._gathers[index]
+                units[gather.handle].keep(gather.name, shard, full)
+        for index in selection.unreduced:
+            reduction = self._reductions[index]
+            units[reduction.handle].add_unreduced(reduction.name, outputs[reduction.output])
+            outputs[reduction.output] = None
+        for index in selection.scattered:
+            reduction = self._reductions[index]
+            units[reduction.handle].add_partial(reduction.name, outputs[reduction.output])
+            outputs[reduction.output] = None
+        return outputs
+
+    def _specialise(self, selection: Selection) -> Variant:
+        gm = copy_graph(self.gm)
+        example_inputs = list(self.example_inputs)
+        gathers = list(gm.graph.find_nodes(op="call_function", target=UNSHARD))
+        reductions = list(gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD))
+        last_input = [node for node in gm.graph.nodes if node.op == "placeholder"][-1]
+
+        def add_input(name: str, like: Tensor, shape: Sequence[Any], dtype: torch.dtype) -> fx.Node:
+            nonlocal last_input
+            with gm.graph.inserting_after(last_input):
+                last_input = gm.graph.placeholder(name)
+            last_input.meta["val"] = like.new_empty(shape, dtype=dtype)
+            example_inputs.append(last_input.meta["val"])
+            return last_input
+
+        supplied = {
+            index: add_input(f"gathered_{index}", *_full_of(gathers[index])) for index in selection.supplied
+        }
+        unreduced = {
+            index: add_input(f"unreduced_{index}", *_unreduced_of(reductions[index]))
+            for index in selection.with_unreduced
+        }
+        partial = {
+            index: add_input(f"partial_{index}", *_partial_of(reductions[index]))
+            for index in selection.with_partial
+        }
+        outputs = list(output_values(gm.graph))
+        outputs += [gathers[index] for index in selection.kept]
+        gm.graph.output_node().args = (tuple(outputs),)
+        for index, full in supplied.items():
+            gathers[index].replace_all_uses_with(full)
+            gm.graph.erase_node(gathers[index])
+        for index, node in enumerate(reductions):
+            call = ReduceGradCall(*node.args)
+            with gm.graph.inserting_before(node):
+                emit = GraphEmitter(gm.graph, origin=node)
+                if index in selection.unreduced:
+                    replacement = emit_cast(emit, call.grad, call.reduce_dtype)
+                else:
+                    replacement = emit(
+                        REDUCE_GRAD,
+                        *call._replace(
+                            unreduced=unreduced.get(index),
+                            partial=partial.get(index),
+                            all_reduce=index not in selection.scattered,
+                        ),
+                    )
+            node.replace_all_uses_with(replacement)
+            gm.graph.erase_node(node)
+        gm.recompile()
+        unreduced_outputs = frozenset(self._reductions[index].output for index in selection.unreduced)
+        return Variant(gm, example_inputs, unreduced_outputs)
+
+
+def _shard_ops(gm: fx.GraphModule) -> tuple[list[_Gather], list[_Reduction]]:
+    position = {node: index for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    outputs = {
+        value: index for index, value in enumerate(output_values(gm.graph)) if isinstance(value, fx.Node)
+    }
+    gathers = []
+    for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
+        call = UnshardCall(*node.args)
+        gathers.append(_Gather(call.name, position[call.handle], position.get(call.shard, -1)))
+    reductions = []
+    for node in gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD):
+        reduction = ReduceGradCall(*node.args)
+        output = outputs[node] if node in outputs and len(node.users) == 1 else -1
+        has_replicas = reduction.replicate_size > 1
+        reductions.append(_Reduction(reduction.name, position[reduction.handle], output, has_replicas))
+    return gathers, reductions
+
+
+def _full_of(gather: fx.Node) -> tuple[Tensor, Sequence[Any], torch.dtype]:
+    full = gather.meta["val"]
+    return full, full.shape, full.dtype
+
+
+def _unreduced_of(reduction: fx.Node) -> tuple[Tensor, Sequence[Any], torch.dtype]:
+    call = ReduceGradCall(*reduction.args)
+    grad = call.grad.meta["val"]
+    return grad, grad.shape, call.reduce_dtype or grad.dtype
+
+
+def _partial_of(reduction: fx.Node) -> tuple[Tensor, Sequence[Any], torch.dtype]:
+    grad, shape, dtype = _unreduced_of(reduction)
+    call = ReduceGradCall(*reduction.args)
+    return grad, padded_shape(shape, call.dim, call.group_size), dtype
