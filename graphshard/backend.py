@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from ._compat import group_by_name, group_store, group_timeout_seconds
 from .agreement import Agreement
 from .boundary import cross_boundary
 from .collectives import group_name, is_collective
-from .context import PassContext, context_from_shard_ops
+from .context import PassContext, context_from_shard_ops, pieces_of
 from .errors import ScheduleOrderError
 from .graph_text import collective_text, graph_text, group_labels
 from .halves import Half, Variant
@@ -44,7 +44,7 @@ from .ops import REDUCE_GRAD, UNSHARD
 from .options import BackendOptions
 from .pipeline import PassRecord, Pipeline
 
-JOINT_PIPELINE = Pipeline(passes.MergeUnshards(), passes.TagRecompute())
+JOINT_PIPELINE = Pipeline(passes.MergeUnshards(), passes.SpreadParameters(), passes.TagRecompute())
 
 
 def half_pipeline(options: BackendOptions) -> Pipeline:
@@ -119,6 +119,7 @@ class _Compilation:
         self.context = context_from_shard_ops(gm, full_checks=self.options.verify == "full")
         self._dump("joint", "0-captured", self._text(gm, self.context))
         self._dump_records("joint", JOINT_PIPELINE.run(gm, self.context))
+        self.context = replace(self.context, pieces=pieces_of(gm))
 
     def compile_half(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Inductor's inner compiler; a half with shard ops becomes a :class:`Half`.
@@ -135,6 +136,7 @@ class _Compilation:
             gm=gm,
             example_inputs=list(example_inputs),
             is_backward=is_backward,
+            pieces=frozenset(piece.placeholder for piece in self.context.pieces),
             compile_variant=lambda variant: self._compile_variant(variant, half, kwargs, later),
         )
         if not is_backward:

@@ -10,6 +10,7 @@ from .mesh import MeshAxis, MeshLayout
 from .ops import UNSHARD
 from .params import ParameterBinding, UnshardCall
 from .rewrite import output_values
+from .spread import SPREAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,7 @@ class PassContext:
         first_gradient: index of the output that is the gradient of input 0; None when the graph
             has no gradient outputs (a forward or an inference graph).
         full_checks: recompute every fake value when TYPED is checked.
+        pieces: parameters of which a backward half takes a piece kept from the forward.
         unreduced: parameters, by position, whose gradient leaves this graph unreduced on purpose.
     """
 
@@ -30,10 +32,12 @@ class PassContext:
     first_gradient: int | None = None
     full_checks: bool = False
     unreduced: frozenset[int] = frozenset()
+    pieces: tuple[ParameterBinding, ...] = ()
 
     def binding(self, placeholder: str) -> ParameterBinding | None:
-        """The parameter whose shard enters through the placeholder of this name."""
-        return next((binding for binding in self.parameters if binding.placeholder == placeholder), None)
+        """The parameter whose shard, or kept piece, enters through the placeholder of this name."""
+        known = (*self.parameters, *self.pieces)
+        return next((binding for binding in known if binding.placeholder == placeholder), None)
 
     def for_forward(self) -> PassContext:
         """The context of the forward (or inference) half."""
@@ -73,23 +77,33 @@ def context_from_shard_ops(gm: fx.GraphModule, *, full_checks: bool = False) -> 
             label = f"{call.axis}/{call.reshard}"
             axes.append(MeshAxis(label=label, size=call.reshard, group_name=call.reshard_group))
         if call.shard in position and call.shard not in bindings:
-            bindings[call.shard] = ParameterBinding(
-                placeholder=call.shard.name,
-                position=position[call.shard],
-                name=call.name,
-                unit=call.unit,
-                shape=tuple(call.shape),
-                dim=call.dim,
-                axis=call.axis,
-                group_size=call.group_size,
-                reshard=call.reshard,
-                replicate_axis=call.replicate_axis,
-                replicate_size=call.replicate_size,
-            )
+            bindings[call.shard] = _binding(call, position[call.shard])
     is_joint = len(primals) < len(placeholders)
     return PassContext(
         mesh=MeshLayout.of_axes(axes),
         parameters=tuple(sorted(bindings.values(), key=lambda binding: binding.position)),
         first_gradient=len(output_values(gm.graph)) - len(primals) if is_joint else None,
         full_checks=full_checks,
+    )
+
+
+def pieces_of(gm: fx.GraphModule) -> tuple[ParameterBinding, ...]:
+    """The pieces a joint graph keeps for its backward, whose input takes the name of the node here."""
+    calls = [UnshardCall(*node.args) for node in gm.graph.find_nodes(op="call_function", target=UNSHARD)]
+    return tuple(_binding(call, -1) for call in calls if call.shard.target is SPREAD)
+
+
+def _binding(call: UnshardCall, position: int) -> ParameterBinding:
+    return ParameterBinding(
+        placeholder=call.shard.name,
+        position=position,
+        name=call.name,
+        unit=call.unit,
+        shape=tuple(call.shape),
+        dim=call.dim,
+        axis=call.axis,
+        group_size=call.group_size,
+        reshard=call.reshard,
+        replicate_axis=call.replicate_axis,
+        replicate_size=call.replicate_size,
     )

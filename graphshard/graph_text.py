@@ -22,6 +22,7 @@ from .collectives import group_name, is_collective, setting, short_name
 from .mesh import MeshLayout
 from .ops import REDUCE_GRAD, UNSHARD
 from .params import ParameterBinding, ReduceGradCall, UnshardCall
+from .spread import SPREAD
 
 #: The arguments of the shard ops that hold group names; the labels of their axes stand beside them.
 _GROUP_ARGUMENTS = ("group_name", "replicate_group", "reshard_group")
@@ -167,11 +168,17 @@ class _GraphPrinter:
         if is_collective(node):
             suffix = f", axis={labels[group_name(node)]}"
             args = [arg for arg in args if arg != group_name(node)]
+        elif node.target is SPREAD:
+            suffix = f", axis={self._axis_label(args.pop())}"
         parts = [self._value(arg) for arg in args]
         if node.target in _CALLS:
             parts = self._shard_op_arguments(_CALLS[node.target](*args))
         parts += [f"{key}={self._value(value)}" for key, value in node.kwargs.items()]
         return f"{_op_name(node)}({', '.join(parts)}{suffix})"
+
+    def _axis_label(self, group: str) -> str:
+        axis = self._mesh.find(group)
+        return axis.label if axis is not None else "group"
 
     def _shard_op_arguments(self, call: UnshardCall | ReduceGradCall) -> list[str]:
         """Tensors by position, what they are by name; settings only where they say something."""

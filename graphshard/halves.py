@@ -49,7 +49,7 @@ PLAIN = Selection()
 
 @dataclass(frozen=True, slots=True)
 class _Gather:
-    """One ``unshard`` of a half: positions of its inputs, and the parameter's name."""
+    """One ``unshard`` of a half: positions of its inputs (-1: not an input), the parameter's name."""
 
     name: str
     handle: int
@@ -85,17 +85,19 @@ class Half:
 
     Attributes:
         compile_variant: compiles a specialised graph on example inputs.
+        pieces: inputs that are pieces of full parameters as they were in the forward, not shards.
     """
 
     gm: fx.GraphModule
     example_inputs: list[Any]
     is_backward: bool
     compile_variant: Callable[[Variant], Callable[[list[Any]], Any]]
+    pieces: frozenset[str] = frozenset()
     _compiled: dict[Selection, Callable[[list[Any]], Any]] = field(default_factory=dict)
     _boxed_call: bool = True
 
     def __post_init__(self) -> None:
-        self._gathers, self._reductions = _shard_ops(self.gm)
+        self._gathers, self._reductions = _shard_ops(self.gm, self.pieces)
         handles = {gather.handle for gather in self._gathers}
         self._handles = sorted(handles | {reduction.handle for reduction in self._reductions})
         self.source_code = None
@@ -261,7 +263,7 @@ class Half:
         return Variant(gm, example_inputs, unreduced_outputs)
 
 
-def _shard_ops(gm: fx.GraphModule) -> tuple[list[_Gather], list[_Reduction]]:
+def _shard_ops(gm: fx.GraphModule, pieces: frozenset[str]) -> tuple[list[_Gather], list[_Reduction]]:
     position = {node: index for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     outputs = {
         value: index for index, value in enumerate(output_values(gm.graph)) if isinstance(value, fx.Node)
@@ -269,7 +271,8 @@ def _shard_ops(gm: fx.GraphModule) -> tuple[list[_Gather], list[_Reduction]]:
     gathers = []
     for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
         call = UnshardCall(*node.args)
-        gathers.append(_Gather(call.name, position[call.handle], position.get(call.shard, -1)))
+        shard = -1 if call.shard.name in pieces else position.get(call.shard, -1)
+        gathers.append(_Gather(call.name, position[call.handle], shard))
     reductions = []
     for node in gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD):
         reduction = ReduceGradCall(*node.args)

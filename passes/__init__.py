@@ -10,11 +10,19 @@ from .bucket_collectives import BucketCollectives
 from .lower_shards import LowerShards
 from .merge_unshards import MergeUnshards
 from .schedule_collectives import ScheduleCollectives
+from .spread_parameters import SpreadParameters
 from .tag_recompute import TagRecompute
 
 KNOWN = {
     step.name: step
-    for step in (MergeUnshards, TagRecompute, LowerShards, BucketCollectives, ScheduleCollectives)
+    for step in (
+        MergeUnshards,
+        SpreadParameters,
+        TagRecompute,
+        LowerShards,
+        BucketCollectives,
+        ScheduleCollectives,
+    )
 }
 
 __all__ = [
@@ -23,5 +31,6 @@ __all__ = [
     "LowerShards",
     "MergeUnshards",
     "ScheduleCollectives",
+    "SpreadParameters",
     "TagRecompute",
 ]

@@ -3,7 +3,7 @@
 A unit that reshards after the forward has its ``unshard`` nodes tagged for recomputation, together
 with everything computed from full parameters alone by views and casts: otherwise the partitioner
 would save a transpose of the full parameter and nothing would be freed. A unit that does not
-reshard has them tagged to be saved.
+reshard has them tagged to be saved; pieces kept by ``spread_parameters`` are saved too.
 
 Before::
 
@@ -32,6 +32,7 @@ from graphshard.ops import UNSHARD
 from graphshard.params import UnshardCall
 from graphshard.pipeline import PassReport
 from graphshard.provenance import is_layout
+from graphshard.spread import SPREAD
 
 #: Above every checkpointed region's id: the partitioner saves a recomputed node whose reader
 #: belongs to a region with a higher id, which would keep the gathered parameter.
@@ -56,6 +57,8 @@ class TagRecompute:
             policy = CheckpointPolicy.MUST_RECOMPUTE if reshard else CheckpointPolicy.MUST_SAVE
             changed |= _tag(node, policy)
             counts["recomputed" if reshard else "saved"] += 1
+        for node in gm.graph.find_nodes(op="call_function", target=SPREAD):
+            changed |= _tag(node, CheckpointPolicy.MUST_SAVE)
         for node in gm.graph.nodes:
             if _is_view_of_recomputed(node):
                 changed |= _tag(node, CheckpointPolicy.MUST_RECOMPUTE)

@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # errors, and the words of the mesh and the parameters
     ("graphshard.errors", "graphshard.params", "graphshard.mesh", "graphshard._compat"),
     # ops, collectives, typed edits
-    ("graphshard.collectives", "graphshard.buckets", "graphshard.rewrite", "graphshard.casts"),
+    ("graphshard.collectives", "graphshard.buckets", "graphshard.rewrite", "graphshard.casts", "graphshard.spread"),
     # a unit and its state; the ops find it
     ("graphshard.unit",),
     ("graphshard.ops",),
@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.passes.lower_shards",
         "graphshard.passes.merge_unshards",
         "graphshard.passes.schedule_collectives",
+        "graphshard.passes.spread_parameters",
         "graphshard.passes.tag_recompute",
     ),
     ("graphshard.passes",),
