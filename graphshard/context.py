@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -10,7 +11,7 @@ from .mesh import MeshAxis, MeshLayout
 from .ops import UNSHARD
 from .params import ParameterBinding, UnshardCall
 from .rewrite import output_values
-from .spread import SPREAD
+from .spread import KEEP_PIECE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,11 @@ def context_from_shard_ops(gm: fx.GraphModule, *, full_checks: bool = False) -> 
 def pieces_of(gm: fx.GraphModule) -> tuple[ParameterBinding, ...]:
     """The pieces a joint graph keeps for its backward, whose input takes the name of the node here."""
     calls = [UnshardCall(*node.args) for node in gm.graph.find_nodes(op="call_function", target=UNSHARD)]
-    return tuple(_binding(call, -1) for call in calls if call.shard.target is SPREAD)
+    return tuple(_binding(call, -1) for call in calls if _is_piece(call.shard))
+
+
+def _is_piece(value: fx.Node) -> bool:
+    return value.target is operator.getitem and value.all_input_nodes[0].target is KEEP_PIECE
 
 
 def _binding(call: UnshardCall, position: int) -> ParameterBinding:

@@ -18,6 +18,7 @@ from .graph_text import value_text
 from .ops import REDUCE_GRAD, UNSHARD
 from .provenance import bucket_keys, is_layout, reductions_of, ungathered_readers
 from .rewrite import fake_result, output_values
+from .spread import KEEP_PIECE
 
 
 class Fact(Enum):
@@ -146,7 +147,7 @@ def check_lowered(gm: fx.GraphModule, ctx: PassContext) -> list[str]:
     return [
         f"{node.name} is still {node.target}"
         for node in gm.graph.nodes
-        if node.target in (UNSHARD, REDUCE_GRAD)
+        if node.target in (UNSHARD, REDUCE_GRAD, KEEP_PIECE)
     ]
 
 

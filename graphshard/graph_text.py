@@ -22,7 +22,7 @@ from .collectives import group_name, is_collective, setting, short_name
 from .mesh import MeshLayout
 from .ops import REDUCE_GRAD, UNSHARD
 from .params import ParameterBinding, ReduceGradCall, UnshardCall
-from .spread import SPREAD
+from .spread import KEEP_PIECE, SPREAD
 
 #: The arguments of the shard ops that hold group names; the labels of their axes stand beside them.
 _GROUP_ARGUMENTS = ("group_name", "replicate_group", "reshard_group")
@@ -168,7 +168,7 @@ class _GraphPrinter:
         if is_collective(node):
             suffix = f", axis={labels[group_name(node)]}"
             args = [arg for arg in args if arg != group_name(node)]
-        elif node.target is SPREAD:
+        elif node.target in (SPREAD, KEEP_PIECE):
             suffix = f", axis={self._axis_label(args.pop())}"
         parts = [self._value(arg) for arg in args]
         if node.target in _CALLS:

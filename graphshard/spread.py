@@ -1,6 +1,8 @@
-"""One rank's part of a full tensor, as an op that asks for the rank only when it runs.
+"""One rank's part of a full tensor, as ops that ask for the rank only when they run.
 
-A slice at the rank's offset would make the graph differ from rank to rank.
+A slice at the rank's offset would make the graph differ from rank to rank. At level 1 the op is
+``keep_piece``, which also passes the full tensor on: what the forward computes with it then depends
+on the op, so a partitioner sees it as part of the forward.
 """
 
 from __future__ import annotations
@@ -42,4 +44,21 @@ def _(full: Tensor, dim: int, group_size: int, group_name: str) -> Tensor:
     return full.new_empty(padded_shape(full.shape, dim, group_size))
 
 
+torch.library.define(
+    "graphshard::keep_piece", "(Tensor full, int dim, int group_size, str group_name) -> (Tensor, Tensor)"
+)
+
+
+@torch.library.impl("graphshard::keep_piece", "CompositeExplicitAutograd")
+def keep_piece(full: Tensor, dim: int, group_size: int, group_name: str) -> tuple[Tensor, Tensor]:
+    """A copy of ``full``, and this rank's piece of it as :func:`spread` returns it."""
+    return full.clone(), spread(full, dim, group_size, group_name)
+
+
+@torch.library.register_fake("graphshard::keep_piece")
+def _(full: Tensor, dim: int, group_size: int, group_name: str) -> tuple[Tensor, Tensor]:
+    return full.new_empty(full.shape), full.new_empty(padded_shape(full.shape, dim, group_size))
+
+
+KEEP_PIECE = torch.ops.graphshard.keep_piece.default
 SPREAD = torch.ops.graphshard.spread.default

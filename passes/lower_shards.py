@@ -27,6 +27,7 @@ from graphshard.ops import REDUCE_GRAD, UNSHARD
 from graphshard.params import ReduceGradCall, UnshardCall
 from graphshard.pipeline import PassReport
 from graphshard.rewrite import GraphEmitter
+from graphshard.spread import KEEP_PIECE, SPREAD
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +40,12 @@ class LowerShards:
     breaks: ClassVar[frozenset[Fact]] = frozenset()
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
-        """Counts "gathers" and "reductions" written."""
-        counts = {"gathers": 0, "reductions": 0}
+        """Counts "gathers", "reductions" and kept "pieces" written."""
+        counts = {"gathers": 0, "reductions": 0, "pieces": 0}
         for node in list(gm.graph.nodes):
+            if node.target is KEEP_PIECE:
+                _lower_keep_piece(gm.graph, node)
+                counts["pieces"] += 1
             if node.target not in (UNSHARD, REDUCE_GRAD):
                 continue
             node.replace_all_uses_with(_lower(gm.graph, node))
@@ -56,3 +60,14 @@ def _lower(graph: fx.Graph, node: fx.Node) -> fx.Node:
         if node.target is UNSHARD:
             return emit_unshard(emit, UnshardCall(*node.args))
         return emit_reduce_grad(emit, ReduceGradCall(*node.args))
+
+
+def _lower_keep_piece(graph: fx.Graph, node: fx.Node) -> None:
+    with graph.inserting_before(node):
+        piece = GraphEmitter(graph, origin=node)(SPREAD, *node.args)
+    for item in list(node.users):
+        item.replace_all_uses_with(piece if item.args[1] == 1 else node.args[0])
+        graph.erase_node(item)
+    graph.erase_node(node)
+    if not piece.users:
+        graph.erase_node(piece)

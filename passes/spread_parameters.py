@@ -14,10 +14,12 @@ Before (reshard=2 of 4 ranks)::
 After::
 
     %unshard_0: f32[8, 4] = unshard(%primals_1, ..., reshard=2, axis='shard', group_size=4)
-    %spread_0: f32[4, 4] = spread(%unshard_0, 0, 2, axis=shard/2)
-    %permute_0: f32[4, 8]@(1,4) = permute(%unshard_0, [1, 0])
+    %keep_piece_0: (f32[8, 4], f32[4, 4]) = keep_piece(%unshard_0, 0, 2, axis=shard/2)
+    %getitem_0: f32[8, 4] = getitem(%keep_piece_0, 0)
+    %getitem_1: f32[4, 4] = getitem(%keep_piece_0, 1)
+    %permute_0: f32[4, 8]@(1,4) = permute(%getitem_0, [1, 0])
     %mm_0: f32[2, 8] = mm(%primals_3, %permute_0)
-    %unshard_1: f32[8, 4] = unshard(%spread_0, ..., reshard=2, axis='shard/2', group_size=2)
+    %unshard_1: f32[8, 4] = unshard(%getitem_1, ..., reshard=2, axis='shard/2', group_size=2)
     %mm_1: f32[2, 4] = mm(%tangents_1, %unshard_1)
 
 Numerics: bitwise exact.
@@ -25,6 +27,7 @@ Numerics: bitwise exact.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -37,7 +40,7 @@ from graphshard.params import UnshardCall
 from graphshard.pipeline import PassReport
 from graphshard.provenance import is_layout
 from graphshard.rewrite import GraphEmitter
-from graphshard.spread import SPREAD
+from graphshard.spread import KEEP_PIECE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +86,10 @@ def _regather(graph: fx.Graph, first: fx.Node, call: UnshardCall, backward: set[
     if not readers:
         return False
     earliest = min(readers, key=lambda pair: _position(graph, pair[1]))[1]
-    with graph.inserting_after(first):
-        piece = GraphEmitter(graph, origin=first)(SPREAD, first, call.dim, call.reshard, call.reshard_group)
-    piece.meta.pop("partitioner_tag", None)
+    with graph.inserting_before(first.next):
+        emit = GraphEmitter(graph, origin=first)
+        kept = emit(KEEP_PIECE, first, call.dim, call.reshard, call.reshard_group)
+        full, piece = emit(operator.getitem, kept, 0), emit(operator.getitem, kept, 1)
     with graph.inserting_before(earliest):
         emit = GraphEmitter(graph, origin=earliest)
         regathered = call._replace(
@@ -103,6 +107,7 @@ def _regather(graph: fx.Graph, first: fx.Node, call: UnshardCall, backward: set[
             )
     for view, user in readers:
         user.replace_input_with(view, copies[view])
+    first.replace_all_uses_with(full, delete_user_cb=lambda user: user is not kept)
     for view in reversed(views):
         for unused in (copies[view], view):
             if not unused.users and unused is not first:

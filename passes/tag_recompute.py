@@ -32,7 +32,7 @@ from graphshard.ops import UNSHARD
 from graphshard.params import UnshardCall
 from graphshard.pipeline import PassReport
 from graphshard.provenance import is_layout
-from graphshard.spread import SPREAD
+from graphshard.spread import KEEP_PIECE
 
 #: Above every checkpointed region's id: the partitioner saves a recomputed node whose reader
 #: belongs to a region with a higher id, which would keep the gathered parameter.
@@ -57,8 +57,9 @@ class TagRecompute:
             policy = CheckpointPolicy.MUST_RECOMPUTE if reshard else CheckpointPolicy.MUST_SAVE
             changed |= _tag(node, policy)
             counts["recomputed" if reshard else "saved"] += 1
-        for node in gm.graph.find_nodes(op="call_function", target=SPREAD):
-            changed |= _tag(node, CheckpointPolicy.MUST_SAVE)
+        for node in gm.graph.find_nodes(op="call_function", target=KEEP_PIECE):
+            for kept in (node, *node.users):
+                changed |= _tag(kept, CheckpointPolicy.MUST_SAVE)
         for node in gm.graph.nodes:
             if _is_view_of_recomputed(node):
                 changed |= _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
