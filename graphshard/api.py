@@ -103,6 +103,9 @@ def fully_shard(
             _install(entry, unit, axes)
     _swap_classes(modules, unit)
     relabel(modules)
+    for each in modules:
+        each.register_state_dict_pre_hook(_show_shards)
+        each.register_load_state_dict_pre_hook(_show_shards)
     return module
 
 
@@ -350,6 +353,11 @@ def _swap_classes(modules: list[nn.Module], unit: Unit) -> None:
                 owner.__dict__[UNIT] = unit
             if is_unit or (names and UNIT not in owner.__dict__):
                 owner.__class__ = sharded_class(_plain_class(owner), names, is_unit)
+
+
+def _show_shards(module: nn.Module, *_: Any) -> None:
+    """State dicts hold shards, whether or not the parameters are gathered."""
+    module.__dict__[UNIT].reshard()
 
 
 def _plain_class(owner: nn.Module) -> Any:

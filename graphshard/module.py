@@ -107,6 +107,8 @@ def _forward_inside_tree(cls: type[nn.Module]) -> Any:
             outputs = original(self, *args, **kwargs)
         finally:
             tree.in_forward = was_in_forward
+            if unit.is_gathered and unit.reshards and not torch.compiler.is_compiling():
+                unit.reshard()
         if policy.output_dtype is not None:
             outputs = cast_tensors(outputs, policy.output_dtype)
         return outputs
