@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
-from small_graphs import copy_graph
 from small_models import MODELS, example_batch, shard_units
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from graphshard.rewrite import copy_graph
 from graphshard.testing import CapturedGraphs, capture_graphs, check_golden
 
 # The same examples in every run and nothing written to disk; captures and fake tensors are slow at first.
