@@ -45,7 +45,7 @@ def fake_group() -> Iterator[Callable[..., DeviceMesh]]:
 def captured() -> Callable[..., CapturedGraphs]:
     """`captured(model, num_ranks, rank=0, ...)`: the graphs of one of `small_models.MODELS`, captured once.
 
-    Each call returns copies, because passes edit graphs in place.
+    In float64, as `all_ranks` runs them. Each call returns copies, because passes edit graphs in place.
     """
     cache: dict[object, CapturedGraphs] = {}
 
@@ -56,9 +56,9 @@ def captured() -> Callable[..., CapturedGraphs]:
         if key not in cache:
             mesh = _start(num_ranks, rank)
             try:
-                model = shard_units(MODELS[name](), mesh, reshard_after_forward=reshard)
+                model = shard_units(MODELS[name]().double(), mesh, reshard_after_forward=reshard)
                 with torch.set_grad_enabled(grad):
-                    cache[key] = capture_graphs(model, example_batch(name))
+                    cache[key] = capture_graphs(model, example_batch(name, dtype=torch.float64))
             finally:
                 _stop()
         return _copied(cache[key])

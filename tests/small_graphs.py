@@ -59,7 +59,7 @@ class GraphBuilder:
         if unit not in self._handles:
             inputs = self.graph.find_nodes(op="placeholder")
             with self.graph.inserting_after(inputs[-1]):
-                self._handles[unit] = self.input(f"handle_{unit}", 0, dtype=torch.int8)
+                self._handles[unit] = self.input(f"handle_{unit.replace('.', '_')}", 0, dtype=torch.int8)
         return self._handles[unit]
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

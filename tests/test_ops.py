@@ -11,7 +11,10 @@ from torch import nn
 
 import graphshard
 from graphshard.ops import REDUCE_GRAD, UNSHARD
-from graphshard.params import padded_shape, shard_shape
+from graphshard.params import ReduceGradCall, gradient_call, padded_shape, shard_shape
+
+#: In place of a unit's handle: it leads nowhere.
+HANDLE = torch.empty(0, dtype=torch.int8)
 
 SHAPES = [
     ((4, 6), 0),
@@ -28,14 +31,19 @@ UNEVEN = pytest.mark.parametrize(
 )
 
 
-def _unshard_arguments(shard, shape, dim, num_ranks, *, reduce_op="sum", scale=None):
-    scale = 1.0 / num_ranks if scale is None else scale
-    group = dist.group.WORLD.group_name
-    return (shard, "w", "root", list(shape), dim, "shard", num_ranks, group, True, reduce_op, scale)
+def _call(shard, shape, dim, num_ranks, **changes):
+    """A gather over the default group, whose gradient is averaged by a sum and a division."""
+    call = ParameterSpec(tuple(shape), dim, force_sum=True).call(shard, HANDLE, "w", num_ranks)
+    return call._replace(group_name=dist.group.WORLD.group_name, **changes)
 
 
-def _reduce_arguments(grad, piece, dim, num_ranks):
-    return (grad, "w", "root", list(piece), dim, "shard", num_ranks, dist.group.WORLD.group_name, "sum", 0.5)
+def _unshard_arguments(shard, shape, dim, num_ranks, **changes):
+    return tuple(_call(shard, shape, dim, num_ranks, **changes))
+
+
+def _reduce_arguments(grad, piece, dim, num_ranks, **changes):
+    call = gradient_call(_call(None, grad.shape, dim, num_ranks), grad, piece, grad.dtype)
+    return tuple(call._replace(**changes))
 
 
 @UNEVEN
@@ -102,7 +110,7 @@ def test_backward_of_unshard_is_reduce_grad(fake_group, shape, dim):
     fake_group(2, rank=1)
     shard = torch.randn(shard_shape(shape, dim, 2, 1), requires_grad=True)
     weight = torch.randn(shape)
-    full = UNSHARD(*_unshard_arguments(shard, shape, dim, 2, scale=0.25))
+    full = UNSHARD(*_unshard_arguments(shard, shape, dim, 2, divide_factor=4.0))
     (full * weight).sum().backward()
     expected = pieces(weight, dim, 2, padding=0.0)[1].narrow(dim, 0, shard.shape[dim]) * 0.25
     torch.testing.assert_close(shard.grad, expected, rtol=0.0, atol=0.0)
@@ -131,7 +139,8 @@ def test_all_ranks_unpadded(rows, columns, dim, num_ranks):
     for rank in range(num_ranks):
         mine, _ = parameter_graph([ParameterSpec(shape, dim)], num_ranks)
         (node,) = mine.graph.find_nodes(op="call_function", target=REDUCE_GRAD)
-        node.update_arg(3, shard_shape(shape, dim, num_ranks, rank))
+        piece = shard_shape(shape, dim, num_ranks, rank)
+        node.args = tuple(ReduceGradCall(*node.args)._replace(shard_shape=piece))
         mine.recompile()
         graphs.append(mine)
     full = torch.randn(shape, dtype=torch.float64)

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_graphs import (
     GROUP,
+    LOWERING,
     GraphBuilder,
     ParameterSpec,
     aten,
-    copy_graph,
     num_targets,
     parameter_graph,
     run_pass,
@@ -18,12 +18,12 @@ from small_graphs import (
     text_of,
 )
 
-from graphshard.backend import JOINT_PIPELINE
 from graphshard.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from graphshard.context import PassContext
 from graphshard.errors import OptionError
 from graphshard.facts import Fact, check_bucketed
 from graphshard.passes import BucketCollectives
+from graphshard.rewrite import copy_graph
 
 HELD = (Fact.TYPED, Fact.WAITED, Fact.GATHERED, Fact.REDUCED, Fact.LOWERED)
 
@@ -41,7 +41,7 @@ def test_a_bucket_of_one_is_left_alone(captured):
     graphs = captured("tied_embedding", 2)
     record = run_pass(BucketCollectives(), graphs.forward, graphs.context.for_forward(), *HELD)
     assert not record.report.changed
-    assert record.report.counts == {"gather buckets": 0, "reduction buckets": 0}
+    assert record.report.counts == {"gather buckets": 0, "reduction buckets": 0, "all-reduce buckets": 0}
 
 
 @pytest.mark.parametrize("half", ["forward", "backward"])
@@ -60,7 +60,7 @@ def test_refuses_an_unknown_rule():
 def _with_foreign_all_reduce(specs):
     """A lowered parameter graph whose last output is all-reduced on another group first."""
     gm, ctx = parameter_graph(specs, 2)
-    JOINT_PIPELINE.run(gm, ctx)
+    LOWERING.run(gm, ctx)
     full = gm.graph.output_node().args[0][0]
     with gm.graph.inserting_before(gm.graph.output_node()):
         build = GraphBuilder()
@@ -117,7 +117,7 @@ SPECS = st.integers(1, 3).flatmap(
 @given(specs=st.lists(SPECS, min_size=1, max_size=5), num_ranks=st.integers(2, 4))
 def test_any_mix_of_units_shapes_dims_and_dtypes(specs, num_ranks):
     gm, ctx = parameter_graph(specs, num_ranks)
-    JOINT_PIPELINE.run(gm, ctx)
+    LOWERING.run(gm, ctx)
     bucketed = copy_graph(gm)
     run_pass(BucketCollectives(), bucketed, ctx, *HELD)
     num_buckets = len({(spec.unit, spec.dtype) for spec in specs})
@@ -137,11 +137,11 @@ def test_any_mix_of_units_shapes_dims_and_dtypes(specs, num_ranks):
 def test_gathers_of_different_groups_stay_apart():
     """Two shards of one unit on two process groups: same unit and dtype, two buckets."""
     gm, ctx = parameter_graph([ParameterSpec((4, 2))] * 2, 2)
-    JOINT_PIPELINE.run(gm, ctx)
+    LOWERING.run(gm, ctx)
     second = gm.graph.find_nodes(op="call_function", target=ALL_GATHER)[1]
     second.args = (*second.args[:2], "another_group")
     record = run_pass(BucketCollectives(), gm, ctx, *HELD)
-    assert record.report.counts == {"gather buckets": 0, "reduction buckets": 1}
+    assert record.report.counts == {"gather buckets": 0, "reduction buckets": 1, "all-reduce buckets": 0}
     assert second.args[2] != GROUP
 
 
