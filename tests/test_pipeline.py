@@ -21,7 +21,6 @@ from graphshard.passes import (
     LowerShards,
     MergeUnshards,
     ScheduleCollectives,
-    SpreadParameters,
     TagRecompute,
 )
 from graphshard.pipeline import Pass, PassReport, Pipeline
@@ -65,8 +64,9 @@ def _insert(gm, target, *more, **options):
     return node
 
 
-@pytest.mark.parametrize("step", [MergeUnshards(), TagRecompute(), LowerShards(), BucketCollectives(),
-                                  ScheduleCollectives(), SpreadParameters(), Scripted()], ids=lambda step: step.name)  # fmt: skip
+@pytest.mark.parametrize(
+    "step", [*(make() for make in KNOWN.values()), Scripted()], ids=lambda step: step.name
+)
 def test_passes_fit_the_protocol(step):
     assert isinstance(step, Pass)
 

@@ -13,15 +13,18 @@ from small_graphs import (
     aten,
     num_targets,
     parameter_graph,
+    reduce_grad,
     run_pass,
     run_twice,
     text_of,
 )
 
+from graphshard.buckets import PACK
 from graphshard.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from graphshard.context import PassContext
 from graphshard.errors import OptionError
 from graphshard.facts import Fact, check_bucketed
+from graphshard.params import padded_shape
 from graphshard.passes import BucketCollectives
 from graphshard.rewrite import copy_graph
 
@@ -156,3 +159,56 @@ def test_a_gather_of_computed_values_is_not_moved():
     assert not record.report.changed
     assert len(record.report.skipped) == 2
     assert not check_bucketed(gm, PassContext())
+
+
+COPIED = [ParameterSpec((5, 2), num_replicas=2), ParameterSpec((3,), num_replicas=2)]
+
+
+def test_all_reduces_of_a_unit_are_merged_without_a_copy():
+    """The reduce-scattered bucket is what is summed over the copies."""
+    gm, ctx = parameter_graph(COPIED, 2)
+    LOWERING.run(gm, ctx)
+    bucketed = copy_graph(gm)
+    record, second = run_twice(BucketCollectives(), bucketed, ctx, *HELD)
+    assert record.report.counts == {"gather buckets": 1, "reduction buckets": 1, "all-reduce buckets": 1}
+    assert not second.report.changed and check_bucketed(bucketed, ctx) == []
+    assert num_targets(bucketed, PACK) == 2  # into the gather and into the reduce-scatter
+    (total,) = bucketed.graph.find_nodes(op="call_function", target=ALL_REDUCE)
+    scattered = total.args[0].args[0]
+    assert total.args[0].target is WAIT and scattered.target is REDUCE_SCATTER
+
+    full = [torch.randn(spec.shape, dtype=torch.float64) for spec in COPIED]
+    shards = [pieces(value, 0, 2) * 2 for value in full]
+    inputs = [
+        [*(shard[rank] for shard in shards), *(torch.randn_like(value) for value in full)]
+        for rank in range(4)
+    ]
+    before, after = (run_values(graph, inputs, ctx.mesh) for graph in (gm, bucketed))
+    torch.testing.assert_close(after, before, rtol=0.0, atol=0.0)
+
+
+def test_all_reduces_of_pending_sums_are_merged_with_a_copy():
+    """Partial sums of earlier micro-batches are added to each piece, so the bucket is packed again."""
+    build = GraphBuilder()
+    grads = [build.input(f"primals_{i}", *spec.shape) for i, spec in enumerate(COPIED)]
+    pending = [build.input(f"arg{i}_1", *padded_shape(spec.shape, 0, 2)) for i, spec in enumerate(COPIED)]
+    tangent = build.input("tangents_1", 1)
+    reduced = [
+        reduce_grad(build, grad, f"p{i}", spec, 2, partial=partial)
+        for i, (grad, partial, spec) in enumerate(zip(grads, pending, COPIED, strict=True))
+    ]
+    gm = build.finish(*reduced, *([None] * len(pending)))
+    assert tangent.users == {}
+    _, joint = parameter_graph(COPIED, 2)
+    ctx = joint.for_backward()
+    LOWERING.run(gm, ctx)
+    bucketed = copy_graph(gm)
+    record = run_pass(BucketCollectives(), bucketed, ctx, *HELD)
+    assert record.report.counts == {"gather buckets": 0, "reduction buckets": 1, "all-reduce buckets": 1}
+    assert num_targets(bucketed, PACK) == 2
+    inputs = [
+        [torch.randn(node.meta["val"].shape, dtype=torch.float64) for node in [*grads, *pending, tangent]]
+        for _ in range(4)
+    ]
+    before, after = (run_values(graph, inputs, ctx.mesh) for graph in (gm, bucketed))
+    torch.testing.assert_close(after, before, rtol=0.0, atol=0.0)

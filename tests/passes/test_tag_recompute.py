@@ -80,5 +80,9 @@ def test_every_gather_of_a_real_graph_is_tagged(captured):
     graphs = captured("blocks_2", 2)
     Pipeline(MergeUnshards(), TagRecompute()).run(graphs.captured, graphs.context)
     gathers = graphs.captured.graph.find_nodes(op="call_function", target=UNSHARD)
-    kept = {UnshardCall(*node.args).name for node in gathers if node.meta["recompute"] == CheckpointPolicy.MUST_SAVE}
+    kept = {
+        UnshardCall(*node.args).name
+        for node in gathers
+        if node.meta["recompute"] == CheckpointPolicy.MUST_SAVE
+    }
     assert kept == {"enter.weight", "enter.bias", "leave.weight", "leave.bias"}
