@@ -70,10 +70,10 @@ def context_from_shard_ops(gm: fx.GraphModule, *, full_checks: bool = False) -> 
     bindings: dict[fx.Node, ParameterBinding] = {}
     for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
         call = UnshardCall(*node.args)
-        axes.append(MeshAxis(label=call.axis, size=call.group_size, group_name=call.group_name))
-        if call.replicate_size > 1:
+        if call.replicate_size > 1:  # the outer axis of a mesh
             label, size, name = call.replicate_axis, call.replicate_size, call.replicate_group
             axes.append(MeshAxis(label=label, size=size, group_name=name))
+        axes.append(MeshAxis(label=call.axis, size=call.group_size, group_name=call.group_name))
         if call.reshard_group:
             label = f"{call.axis}/{call.reshard}"
             axes.append(MeshAxis(label=label, size=call.reshard, group_name=call.reshard_group))

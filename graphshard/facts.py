@@ -16,6 +16,7 @@ from .collectives import ALL_GATHER, is_collective, is_wait, short_name
 from .context import PassContext
 from .graph_text import value_text
 from .ops import REDUCE_GRAD, UNSHARD
+from .params import UnshardCall
 from .provenance import bucket_keys, is_layout, reductions_of, ungathered_readers
 from .rewrite import fake_result, output_values
 from .spread import KEEP_PIECE
@@ -130,7 +131,8 @@ def check_merged(gm: fx.GraphModule, ctx: PassContext) -> list[str]:
     for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
         first = seen.setdefault(node.args[0], node)
         if first is not node:
-            problems.append(f"{node.args[1]} is unsharded by {first.name} and again by {node.name}")
+            name = UnshardCall(*node.args).name
+            problems.append(f"{name} is unsharded by {first.name} and again by {node.name}")
     return problems
 
 
@@ -138,7 +140,9 @@ def check_tagged(gm: fx.GraphModule, ctx: PassContext) -> list[str]:
     """TAGGED."""
     nodes = gm.graph.find_nodes(op="call_function", target=UNSHARD)
     return [
-        f"{node.name} ({node.args[1]}) has no recompute tag" for node in nodes if "recompute" not in node.meta
+        f"{node.name} ({UnshardCall(*node.args).name}) has no recompute tag"
+        for node in nodes
+        if "recompute" not in node.meta
     ]
 
 

@@ -368,7 +368,9 @@ def local_shard(slot: ParameterSlot) -> Tensor:
         )
     local = param.to_local()
     if local.device.type == "meta":
-        names = [each.name for unit in slot.unit.tree.units() for each in unit.slots if each.param.is_meta]
+        modules = [module for root in slot.unit.tree.roots for module in root.modules()]
+        slots = [each for module in modules for _, each in slots_of(module)]
+        names = list(dict.fromkeys(each.name for each in slots if each.param.is_meta))
         raise ParameterStateError(
             f"{len(names)} parameter(s) are still on the meta device: {', '.join(names)}; "
             "call model.to_empty(device=...) and initialise them before the first forward"

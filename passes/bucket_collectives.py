@@ -1,7 +1,8 @@
 """bucket_collectives: one gather and one reduction per unit, dtype and group in each graph.
 
 Gathers of a unit are merged where the first of them stands; reductions where the last gradient of
-the unit is ready. A bucket of one is left alone: its collective reads and writes the parameter's
+the unit is ready. All-reduces over copies of the shards are merged on the reduce-scattered bucket
+itself. A bucket of one is left alone: its collective reads and writes the parameter's
 own layout, with no copy. In a larger bucket the copies are ops of their own: ``pack`` into the
 bucket and, after a gather, ``unpack`` out of it. After a reduction the pieces are views of the bucket.
 

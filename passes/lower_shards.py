@@ -1,8 +1,11 @@
 """lower_shards: shard ops become collectives with the pads, views and scales around them.
 
+The first pass on a half: until then it stays at level 1, where the state of its units is read off
+(:mod:`graphshard.halves`). The recompute tags of the shard ops end here; the partitioner has used them.
+
 Before::
 
-    %unshard_0: f32[5, 4] = unshard(%primals_1, 'w', 'root', [5, 4], 0, 'shard', 2, ...)
+    %unshard_0: f32[5, 4] = unshard(%primals_1, %primals_2, 'w', unit='root', [5, 4], dim=0, ...)
 
 After::
 

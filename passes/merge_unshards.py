@@ -5,17 +5,17 @@ in the backward, two ``reduce_grad`` nodes whose results are added.
 
 Before::
 
-    %unshard_0: f32[8, 4] = unshard(%primals_1, 'w', ...)
-    %unshard_1: f32[8, 4] = unshard(%primals_1, 'w', ...)
-    %reduce_grad_0: f32[4, 4] = reduce_grad(%mm_2, 'w', ...)
-    %reduce_grad_1: f32[4, 4] = reduce_grad(%mm_3, 'w', ...)
+    %unshard_0: f32[8, 4] = unshard(%primals_1, %primals_2, 'w', ...)
+    %unshard_1: f32[8, 4] = unshard(%primals_1, %primals_2, 'w', ...)
+    %reduce_grad_0: f32[4, 4] = reduce_grad(%mm_2, %primals_2, 'w', ...)
+    %reduce_grad_1: f32[4, 4] = reduce_grad(%mm_3, %primals_2, 'w', ...)
     %add_0: f32[4, 4] = add(%reduce_grad_0, %reduce_grad_1)
 
 After::
 
-    %unshard_0: f32[8, 4] = unshard(%primals_1, 'w', ...)
+    %unshard_0: f32[8, 4] = unshard(%primals_1, %primals_2, 'w', ...)
     %add_0: f32[8, 4] = add(%mm_2, %mm_3)
-    %reduce_grad_0: f32[4, 4] = reduce_grad(%add_0, 'w', ...)
+    %reduce_grad_0: f32[4, 4] = reduce_grad(%add_0, %primals_2, 'w', ...)
 
 Numerics: merging gathers is bitwise exact. Adding gradients before instead of after the reduction
 changes the order of the sums: equal up to rounding in the dtype of the reduction.

@@ -7,12 +7,12 @@ reshard has them tagged to be saved; pieces kept by ``spread_parameters`` are sa
 
 Before::
 
-    %unshard_0: f32[8, 4] = unshard(%primals_1, 'w', ..., True, ...)
+    %unshard_0: f32[8, 4] = unshard(%primals_1, %primals_2, 'w', ..., reshard=2, ...)
     %permute_0: f32[4, 8]@(1,4) = permute(%unshard_0, [1, 0])
 
 After::
 
-    %unshard_0: f32[8, 4] = unshard(%primals_1, 'w', ..., True, ...)  !recompute
+    %unshard_0: f32[8, 4] = unshard(%primals_1, %primals_2, 'w', ..., reshard=2, ...)  !recompute
     %permute_0: f32[4, 8]@(1,4) = permute(%unshard_0, [1, 0])  !recompute
 
 Numerics: bitwise exact.

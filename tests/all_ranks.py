@@ -67,12 +67,23 @@ def step_inputs(name: str, num_ranks: int, seed: int = 0) -> tuple[StepInputs, S
     return StepInputs({key: param.detach() for key, param in named.items()}, batches, tangents), expected
 
 
+#: In place of a unit's handle: it leads nowhere.
+NO_UNITS = [torch.empty(0, dtype=torch.int8)]
+
+
+def is_handle(node: fx.Node) -> bool:
+    """True for the input that stands for a unit."""
+    return node.op == "placeholder" and node.meta["val"].dtype is torch.int8
+
+
 def placeholder_values(gm: fx.GraphModule, ctx: PassContext, inputs: StepInputs) -> list[list[Tensor]]:
     """The values of a joint or forward graph's placeholders, for each rank."""
     columns = []
     for node in gm.graph.find_nodes(op="placeholder"):
         binding = ctx.binding(node.name)
-        if binding is not None:
+        if is_handle(node):
+            columns.append(NO_UNITS * len(inputs.batches))
+        elif binding is not None:
             columns.append(pieces(inputs.parameters[binding.name], binding.dim, binding.group_size))
         else:
             columns.append(inputs.tangents if node.name.startswith("tangents_") else inputs.batches)
@@ -123,7 +134,14 @@ def assert_all_gradients(actual: StepResult, ctx: PassContext, trainable: int) -
 
 
 def run_values(
-    gm: fx.GraphModule, inputs: Sequence[Sequence[Tensor]], mesh: MeshLayout
+    graphs: fx.GraphModule | Sequence[fx.GraphModule], inputs: Sequence[Sequence[Tensor]], mesh: MeshLayout
 ) -> list[list[Tensor]]:
-    """Outputs of each rank as lists of tensors."""
-    return [list(result) for result in run_on_all_ranks(gm, inputs, mesh)]
+    """Outputs of each rank as lists of tensors; inputs and outputs without those of the handles."""
+    per_rank = [graphs] * len(inputs) if isinstance(graphs, fx.GraphModule) else graphs
+    rows = []
+    for gm, values in zip(per_rank, inputs, strict=True):
+        given = iter(values)
+        nodes = gm.graph.find_nodes(op="placeholder")
+        rows.append([NO_UNITS[0] if is_handle(node) else next(given) for node in nodes])
+    results = run_on_all_ranks(per_rank, rows, mesh)
+    return [[value for value in result if value is not None] for result in results]

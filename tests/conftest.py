@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
-from small_graphs import copy_graph
 from small_models import MODELS, example_batch, shard_units
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from graphshard.rewrite import copy_graph
 from graphshard.testing import CapturedGraphs, capture_graphs, check_golden
 
 # The same examples in every run and nothing written to disk; captures and fake tensors are slow at first.
@@ -45,7 +45,7 @@ def fake_group() -> Iterator[Callable[..., DeviceMesh]]:
 def captured() -> Callable[..., CapturedGraphs]:
     """`captured(model, num_ranks, rank=0, ...)`: the graphs of one of `small_models.MODELS`, captured once.
 
-    Each call returns copies, because passes edit graphs in place.
+    In float64, as `all_ranks` runs them. Each call returns copies, because passes edit graphs in place.
     """
     cache: dict[object, CapturedGraphs] = {}
 
@@ -56,9 +56,9 @@ def captured() -> Callable[..., CapturedGraphs]:
         if key not in cache:
             mesh = _start(num_ranks, rank)
             try:
-                model = shard_units(MODELS[name](), mesh, reshard_after_forward=reshard)
+                model = shard_units(MODELS[name]().double(), mesh, reshard_after_forward=reshard)
                 with torch.set_grad_enabled(grad):
-                    cache[key] = capture_graphs(model, example_batch(name))
+                    cache[key] = capture_graphs(model, example_batch(name, dtype=torch.float64))
             finally:
                 _stop()
         return _copied(cache[key])

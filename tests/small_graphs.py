@@ -16,17 +16,28 @@ from graphshard.facts import Fact
 from graphshard.graph_text import graph_text
 from graphshard.mesh import MeshAxis, MeshLayout
 from graphshard.ops import REDUCE_GRAD, UNSHARD
-from graphshard.params import padded_shape
+from graphshard.params import UnshardCall, gradient_call, padded_shape
+from graphshard.passes import LowerShards, MergeUnshards
 from graphshard.pipeline import PassRecord, Pipeline
 from graphshard.rewrite import GraphEmitter
 
 aten = torch.ops.aten
 GROUP = "shard_group"
+REPLICATE_GROUP = "replicate_group"
+
+#: Brings a joint graph to level 2, as a half is before it is bucketed.
+LOWERING = Pipeline(MergeUnshards(), LowerShards())
 
 
 def one_axis(num_ranks: int) -> MeshLayout:
     """A mesh with the one axis that the graphs below use."""
     return MeshLayout(axes=(MeshAxis(label="shard", size=num_ranks, group_name=GROUP),))
+
+
+def two_axes(num_replicas: int, num_shards: int) -> MeshLayout:
+    """A mesh of ``num_replicas`` copies of ``num_shards`` shards."""
+    replicate = MeshAxis(label="replicate", size=num_replicas, group_name=REPLICATE_GROUP)
+    return MeshLayout(axes=(replicate, *one_axis(num_shards).axes))
 
 
 class GraphBuilder:
@@ -35,12 +46,21 @@ class GraphBuilder:
     def __init__(self) -> None:
         self.graph = fx.Graph()
         self._mode = FakeTensorMode()
+        self._handles: dict[str, fx.Node] = {}
 
     def input(self, name: str, *shape: int, dtype: torch.dtype = torch.float64) -> fx.Node:
         node = self.graph.placeholder(name)
         with self._mode:
             node.meta["val"] = torch.empty(shape, dtype=dtype)
         return node
+
+    def handle(self, unit: str = "root") -> fx.Node:
+        """The input that stands for a unit: made at the first call, after the inputs there are."""
+        if unit not in self._handles:
+            inputs = self.graph.find_nodes(op="placeholder")
+            with self.graph.inserting_after(inputs[-1]):
+                self._handles[unit] = self.input(f"handle_{unit.replace('.', '_')}", 0, dtype=torch.int8)
+        return self._handles[unit]
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return GraphEmitter(self.graph)(target, *args, **kwargs)
@@ -54,34 +74,64 @@ class GraphBuilder:
         return self(WAIT, self(REDUCE_SCATTER, value, "sum", num_ranks, group))
 
     def finish(self, *outputs: fx.Node | None) -> fx.GraphModule:
-        self.graph.output(list(outputs))
+        """The graph; one with tangents ends with the gradients of its handles, which are None."""
+        inputs = self.graph.find_nodes(op="placeholder")
+        has_gradients = any(node.name.startswith("tangents_") for node in inputs)
+        self.graph.output([*outputs, *([None] * len(self._handles) if has_gradients else [])])
         return fx.GraphModule(torch.nn.Module(), self.graph)
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """A sharded parameter of a hand-made graph."""
+    """A sharded parameter of a hand-made graph; ``dtype`` is the shard's, ``param_dtype`` that of compute."""
 
     shape: tuple[int, ...]
     dim: int = 0
     unit: str = "root"
     dtype: torch.dtype = torch.float64
     reshard: bool = True
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    num_replicas: int = 1
+    divide_factor: float | None = None
+    force_sum: bool = False
+
+    def call(self, shard: Any, handle: Any, name: str, num_ranks: int) -> UnshardCall:
+        """The gather over ``num_ranks`` ranks of the axis "shard"."""
+        return UnshardCall(
+            shard=shard,
+            handle=handle,
+            name=name,
+            unit=self.unit,
+            shape=list(self.shape),
+            dim=self.dim,
+            dtype=self.param_dtype,
+            reshard=num_ranks if self.reshard else 1,
+            reshard_group="",
+            axis="shard",
+            group_size=num_ranks,
+            group_name=GROUP,
+            replicate_axis="replicate" if self.num_replicas > 1 else "",
+            replicate_size=self.num_replicas,
+            replicate_group=REPLICATE_GROUP if self.num_replicas > 1 else "",
+            reduce_dtype=self.reduce_dtype,
+            divide_factor=self.divide_factor,
+            force_sum=self.force_sum,
+        )
 
 
 def unshard(build: GraphBuilder, shard: fx.Node, name: str, spec: ParameterSpec, num_ranks: int) -> fx.Node:
     """One `unshard` node."""
-    tail = ("shard", num_ranks, GROUP, spec.reshard, "sum", 1.0 / num_ranks)
-    return build(UNSHARD, shard, name, spec.unit, list(spec.shape), spec.dim, *tail)
+    return build(UNSHARD, *spec.call(shard, build.handle(spec.unit), name, num_ranks))
 
 
 def reduce_grad(
-    build: GraphBuilder, grad: fx.Node, name: str, spec: ParameterSpec, num_ranks: int
+    build: GraphBuilder, grad: fx.Node, name: str, spec: ParameterSpec, num_ranks: int, **changes: Any
 ) -> fx.Node:
-    """One `reduce_grad` node that returns a padded shard."""
+    """One `reduce_grad` node that returns a padded shard; ``changes`` to its arguments by name."""
+    call = spec.call(None, build.handle(spec.unit), name, num_ranks)
     piece = padded_shape(spec.shape, spec.dim, num_ranks)
-    tail = ("shard", num_ranks, GROUP, "sum", 1.0 / num_ranks)
-    return build(REDUCE_GRAD, grad, name, spec.unit, piece, spec.dim, *tail)
+    return build(REDUCE_GRAD, *gradient_call(call, grad, piece, spec.dtype)._replace(**changes))
 
 
 def parameter_graph(specs: Sequence[ParameterSpec], num_ranks: int) -> tuple[fx.GraphModule, PassContext]:
@@ -91,7 +141,10 @@ def parameter_graph(specs: Sequence[ParameterSpec], num_ranks: int) -> tuple[fx.
         build.input(f"primals_{i}", *padded_shape(spec.shape, spec.dim, num_ranks), dtype=spec.dtype)
         for i, spec in enumerate(specs)
     ]
-    grads = [build.input(f"tangents_{i}", *spec.shape, dtype=spec.dtype) for i, spec in enumerate(specs)]
+    grads = [
+        build.input(f"tangents_{i}", *spec.shape, dtype=spec.param_dtype or spec.dtype)
+        for i, spec in enumerate(specs)
+    ]
     full = [
         unshard(build, shard, f"p{i}", spec, num_ranks)
         for i, (shard, spec) in enumerate(zip(shards, specs, strict=True))
@@ -102,13 +155,6 @@ def parameter_graph(specs: Sequence[ParameterSpec], num_ranks: int) -> tuple[fx.
     ]
     gm = build.finish(*full, *reduced)
     return gm, context_from_shard_ops(gm, full_checks=True)
-
-
-def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """A graph module with nodes of its own."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    return fx.GraphModule(gm, graph)
 
 
 def text_of(gm: fx.GraphModule, ctx: PassContext) -> str:

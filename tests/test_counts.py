@@ -11,7 +11,8 @@ from torch import fx
 from graphshard.collectives import ALL_GATHER, REDUCE_SCATTER, is_collective
 from graphshard.facts import Fact
 from graphshard.graph_text import collective_sequence
-from graphshard.passes import BucketCollectives
+from graphshard.ops import UNSHARD
+from graphshard.passes import BucketCollectives, LowerShards
 from graphshard.rewrite import output_values
 from graphshard.testing import capture_graphs
 
@@ -89,6 +90,8 @@ def test_one_rank_communicates_nothing(fake_group):
 def test_inference_gathers_every_unit_once(captured):
     graphs = captured("blocks_2", 2, grad=False)
     assert graphs.forward is None and graphs.backward is None
+    assert num_targets(graphs.joint, UNSHARD) == len(graphs.context.parameters)  # still at level 1
+    run_pass(LowerShards(), graphs.joint, graphs.context.for_forward())
     run_pass(BucketCollectives(), graphs.joint, graphs.context.for_forward(), *HELD)
     assert num_targets(graphs.joint, ALL_GATHER) == 3
     assert num_targets(graphs.joint, REDUCE_SCATTER) == 0

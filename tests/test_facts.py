@@ -5,6 +5,7 @@ import operator
 import pytest
 import torch
 from small_graphs import (
+    LOWERING,
     GraphBuilder,
     ParameterSpec,
     aten,
@@ -13,7 +14,6 @@ from small_graphs import (
     unshard,
 )
 
-from graphshard.backend import JOINT_PIPELINE
 from graphshard.collectives import ALL_GATHER, ALL_REDUCE, WAIT, c10d
 from graphshard.context import PassContext, context_from_shard_ops
 from graphshard.facts import (
@@ -37,7 +37,7 @@ FULL = PassContext(full_checks=True)
 
 def _lowered(*specs):
     gm, ctx = parameter_graph(specs or (ParameterSpec((4, 2)), ParameterSpec((3,))), 2)
-    JOINT_PIPELINE.run(gm, ctx)
+    LOWERING.run(gm, ctx)
     return gm, ctx
 
 
@@ -55,7 +55,7 @@ def test_a_finished_half_holds_every_fact(captured, fact, name):
     graphs = captured(name, 2)
     for half in ("forward", "backward"):
         gm, ctx = getattr(graphs, half), getattr(graphs.context, f"for_{half}")()
-        Pipeline(BucketCollectives(), ScheduleCollectives(), given=JOINT_PIPELINE.facts_at_end).run(gm, ctx)
+        Pipeline(BucketCollectives(), ScheduleCollectives(), given=LOWERING.facts_at_end).run(gm, ctx)
         assert CHECKERS[fact](gm, ctx) == []
 
 
@@ -232,7 +232,7 @@ def test_lowered_finds_shard_ops():
         "unshard_default is still graphshard.unshard.default",
         "reduce_grad_default is still graphshard.reduce_grad.default",
     ]
-    JOINT_PIPELINE.run(gm, ctx)
+    LOWERING.run(gm, ctx)
     assert check_lowered(gm, ctx) == []
 
 

@@ -2,11 +2,19 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphshard.params import ParameterBinding, padded_rows, padded_shape, shard_shape
+from graphshard.params import (
+    ParameterBinding,
+    Scaling,
+    gradient_scaling,
+    padded_rows,
+    padded_shape,
+    shard_shape,
+)
 
 SHAPES = st.lists(st.integers(0, 20), min_size=1, max_size=3)
 
@@ -50,3 +58,44 @@ def test_numel_counts_the_full_parameter():
         group_size=4, reshard=True,
     )  # fmt: skip
     assert binding.numel == math.prod(binding.shape) == 30
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "before", "after"),
+    [(2, 2, 1), (3, 2, 1.5), (4, 2, 2), (6, 4, 1.5), (8, 4, 2), (128, 16, 8)],
+)
+def test_float16_is_divided_in_two_steps(num_ranks, before, after):
+    """The divisors of FSDP2: a sum overflows early, a division up front underflows early."""
+    scaling = gradient_scaling(torch.float16, num_ranks, None, False)
+    assert scaling.op == "sum"
+    assert (1 / scaling.before, 1 / scaling.after) == pytest.approx((before, after))
+
+
+@given(num_ranks=st.integers(1, 4096))
+def test_the_two_steps_divide_by_the_number_of_ranks(num_ranks):
+    scaling = gradient_scaling(torch.float16, num_ranks, None, False)
+    assert scaling.before * scaling.after == pytest.approx(1 / num_ranks)
+    assert math.log2(scaling.before).is_integer()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(
+    ("num_ranks", "divide_factor", "force_sum", "expected"),
+    [
+        (4, None, False, Scaling(1.0, "avg", 1.0)),
+        (4, 4.0, False, Scaling(1.0, "avg", 1.0)),
+        (4, None, True, Scaling(1.0, "sum", 0.25)),
+        (4, 5.0, False, Scaling(1.0, "sum", 0.2)),
+        (4, 1.0, True, Scaling(1.0, "sum", 1.0)),
+        (1, None, False, Scaling(1.0, "sum", 1.0)),
+        (1, 2.0, False, Scaling(1.0, "sum", 0.5)),
+    ],
+    ids=["mean", "same factor", "forced sum", "factor", "plain sum", "one rank", "one rank, factor"],
+)
+def test_other_dtypes_are_averaged_or_divided_once(dtype, num_ranks, divide_factor, force_sum, expected):
+    assert gradient_scaling(dtype, num_ranks, divide_factor, force_sum) == expected
+
+
+def test_a_factor_of_float16_is_split_too():
+    scaling = gradient_scaling(torch.float16, 2, 8.0, True)
+    assert scaling == Scaling(0.25, "sum", 0.5)

@@ -9,11 +9,12 @@ import pytest
 import torch
 from small_graphs import GraphBuilder, ParameterSpec, aten, parameter_graph
 
-from graphshard.backend import JOINT_PIPELINE
+from graphshard.backend import JOINT_PIPELINE, half_pipeline
 from graphshard.collectives import ALL_GATHER
 from graphshard.context import PassContext
 from graphshard.errors import GraphShardError, PassError, PipelineError
 from graphshard.facts import Fact
+from graphshard.options import BackendOptions
 from graphshard.passes import (
     KNOWN,
     BucketCollectives,
@@ -63,8 +64,9 @@ def _insert(gm, target, *more, **options):
     return node
 
 
-@pytest.mark.parametrize("step", [MergeUnshards(), TagRecompute(), LowerShards(), BucketCollectives(),
-                                  ScheduleCollectives(), Scripted()], ids=lambda step: step.name)  # fmt: skip
+@pytest.mark.parametrize(
+    "step", [*(make() for make in KNOWN.values()), Scripted()], ids=lambda step: step.name
+)
 def test_passes_fit_the_protocol(step):
     assert isinstance(step, Pass)
 
@@ -75,7 +77,7 @@ def test_passes_fit_the_protocol(step):
         ((TagRecompute(),), "tag_recompute requires MERGED, provided by no earlier pass"),
         (
             (LowerShards(), MergeUnshards()),
-            "lower_shards requires MERGED, TAGGED, provided by no earlier pass",
+            "lower_shards requires MERGED, provided by no earlier pass",
         ),
         ((ScheduleCollectives(),), "schedule_collectives requires WAITED, provided by no earlier pass"),
     ],
@@ -263,15 +265,23 @@ def test_an_invalid_graph_is_caught():
 
 def test_records():
     gm, ctx = parameter_graph([ParameterSpec((5, 2)), ParameterSpec((3,), dtype=torch.float32)], 2)
-    records = JOINT_PIPELINE.run(gm, ctx)
+    pipeline = Pipeline(MergeUnshards(), TagRecompute(), LowerShards())
+    records = pipeline.run(gm, ctx)
     assert [record.name for record in records] == ["merge_unshards", "tag_recompute", "lower_shards"]
     assert [record.num_collectives for record in records] == [0, 0, 4]
     # Shards of 3x2 f64 and 2 f32 go out to the gathers, gradients of 6x2 f64 and 4 f32 to the reductions.
     assert records[-1].collective_bytes == (6 + 12) * 8 + (2 + 4) * 4
     assert records[-1].num_nodes == len(gm.graph.nodes)
-    assert records[-1].report.counts == {"gathers": 2, "reductions": 2}
+    assert records[-1].report.counts == {"gathers": 2, "reductions": 2, "pieces": 0}
     assert all(record.seconds >= 0 for record in records)
     assert "reduce_scatter_tensor" in records[-1].text and "unshard" in records[0].text
+
+
+def test_the_backend_tags_at_level_1_and_lowers_each_half_first():
+    joint = [step.name for step in JOINT_PIPELINE.passes]
+    assert joint == ["merge_unshards", "spread_parameters", "tag_recompute"]
+    half = [step.name for step in half_pipeline(BackendOptions()).passes]
+    assert half == ["lower_shards", "bucket_collectives", "schedule_collectives"]
 
 
 def test_the_module_runs_what_the_graph_says():

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import Shard
 
 from .implementations import UNCOMPILED, pick_fully_shard, world_mesh
@@ -79,26 +79,25 @@ def reshard_as_float(fully_shard: FullyShard) -> None:
     fully_shard(nn.Linear(4, 4), mesh=world_mesh(), reshard_after_forward=2.0)
 
 
-def reshard_over_smaller_group(fully_shard: FullyShard) -> None:
-    fully_shard(nn.Linear(4, 4), mesh=world_mesh(), reshard_after_forward=2)
+def reshard_over_no_divisor(fully_shard: FullyShard) -> None:
+    fully_shard(nn.Linear(4, 4), mesh=world_mesh(), reshard_after_forward=3)
+
+
+def unnamed_two_dim_mesh(fully_shard: FullyShard) -> None:
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()))
+    fully_shard(nn.Linear(4, 4), mesh=mesh)
+
+
+def flag_that_is_a_number(fully_shard: FullyShard) -> None:
+    fully_shard(nn.Linear(4, 4), mesh=world_mesh()).set_reshard_after_forward(2)
 
 
 def placement_function(fully_shard: FullyShard) -> None:
     fully_shard(nn.Linear(4, 4), mesh=world_mesh(), shard_placement_fn=lambda parameter: Shard(1))
 
 
-def mixed_precision(fully_shard: FullyShard) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    fully_shard(nn.Linear(4, 4), mesh=world_mesh(), mp_policy=policy)
-
-
 def cpu_offload(fully_shard: FullyShard) -> None:
     fully_shard(nn.Linear(4, 4), mesh=world_mesh(), offload_policy=CPUOffloadPolicy())
-
-
-def two_dim_mesh(fully_shard: FullyShard) -> None:
-    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
-    fully_shard(nn.Linear(4, 4), mesh=mesh)
 
 
 def forward_on_meta(fully_shard: FullyShard) -> None:
@@ -127,15 +126,15 @@ REFUSALS = [
     Refusal(channels_last, NotImplementedError, r"0\.weight.*contiguous"),
     Refusal(reshard_as_text, ValueError, r"reshard_after_forward.*yes"),
     Refusal(reshard_as_float, ValueError, r"reshard_after_forward.*2\.0"),
+    Refusal(reshard_over_no_divisor, ValueError, r"reshard_after_forward.*3"),
+    Refusal(unnamed_two_dim_mesh, AssertionError, r"name"),
+    Refusal(flag_that_is_a_number, ValueError, r"reshard_after_forward=2"),
     Refusal(forward_on_meta, RuntimeError, r"0\.weight.*0\.bias.*2\.weight.*2\.bias.*to_empty"),
 ]
 UNSUPPORTED = [
     # What FSDP2 does and graphshard does not yet: refused, never ignored.
-    Refusal(reshard_over_smaller_group, NotImplementedError, r"reshard_after_forward=2"),
     Refusal(placement_function, NotImplementedError, r"shard_placement_fn"),
-    Refusal(mixed_precision, NotImplementedError, r"mp_policy"),
     Refusal(cpu_offload, NotImplementedError, r"offload_policy"),
-    Refusal(two_dim_mesh, NotImplementedError, r"2-D mesh"),
 ]
 REFUSAL_BY_NAME = {refusal.mistake.__name__: refusal for refusal in REFUSALS + UNSUPPORTED}
 

@@ -7,23 +7,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_graphs import (
     GROUP,
+    LOWERING,
     GraphBuilder,
     ParameterSpec,
     aten,
-    copy_graph,
     num_targets,
     parameter_graph,
+    reduce_grad,
     run_pass,
     run_twice,
     text_of,
 )
 
-from graphshard.backend import JOINT_PIPELINE
+from graphshard.buckets import PACK
 from graphshard.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from graphshard.context import PassContext
 from graphshard.errors import OptionError
 from graphshard.facts import Fact, check_bucketed
+from graphshard.params import padded_shape
 from graphshard.passes import BucketCollectives
+from graphshard.rewrite import copy_graph
 
 HELD = (Fact.TYPED, Fact.WAITED, Fact.GATHERED, Fact.REDUCED, Fact.LOWERED)
 
@@ -41,7 +44,7 @@ def test_a_bucket_of_one_is_left_alone(captured):
     graphs = captured("tied_embedding", 2)
     record = run_pass(BucketCollectives(), graphs.forward, graphs.context.for_forward(), *HELD)
     assert not record.report.changed
-    assert record.report.counts == {"gather buckets": 0, "reduction buckets": 0}
+    assert record.report.counts == {"gather buckets": 0, "reduction buckets": 0, "all-reduce buckets": 0}
 
 
 @pytest.mark.parametrize("half", ["forward", "backward"])
@@ -60,7 +63,7 @@ def test_refuses_an_unknown_rule():
 def _with_foreign_all_reduce(specs):
     """A lowered parameter graph whose last output is all-reduced on another group first."""
     gm, ctx = parameter_graph(specs, 2)
-    JOINT_PIPELINE.run(gm, ctx)
+    LOWERING.run(gm, ctx)
     full = gm.graph.output_node().args[0][0]
     with gm.graph.inserting_before(gm.graph.output_node()):
         build = GraphBuilder()
@@ -117,7 +120,7 @@ SPECS = st.integers(1, 3).flatmap(
 @given(specs=st.lists(SPECS, min_size=1, max_size=5), num_ranks=st.integers(2, 4))
 def test_any_mix_of_units_shapes_dims_and_dtypes(specs, num_ranks):
     gm, ctx = parameter_graph(specs, num_ranks)
-    JOINT_PIPELINE.run(gm, ctx)
+    LOWERING.run(gm, ctx)
     bucketed = copy_graph(gm)
     run_pass(BucketCollectives(), bucketed, ctx, *HELD)
     num_buckets = len({(spec.unit, spec.dtype) for spec in specs})
@@ -137,11 +140,11 @@ def test_any_mix_of_units_shapes_dims_and_dtypes(specs, num_ranks):
 def test_gathers_of_different_groups_stay_apart():
     """Two shards of one unit on two process groups: same unit and dtype, two buckets."""
     gm, ctx = parameter_graph([ParameterSpec((4, 2))] * 2, 2)
-    JOINT_PIPELINE.run(gm, ctx)
+    LOWERING.run(gm, ctx)
     second = gm.graph.find_nodes(op="call_function", target=ALL_GATHER)[1]
     second.args = (*second.args[:2], "another_group")
     record = run_pass(BucketCollectives(), gm, ctx, *HELD)
-    assert record.report.counts == {"gather buckets": 0, "reduction buckets": 1}
+    assert record.report.counts == {"gather buckets": 0, "reduction buckets": 1, "all-reduce buckets": 0}
     assert second.args[2] != GROUP
 
 
@@ -156,3 +159,56 @@ def test_a_gather_of_computed_values_is_not_moved():
     assert not record.report.changed
     assert len(record.report.skipped) == 2
     assert not check_bucketed(gm, PassContext())
+
+
+COPIED = [ParameterSpec((5, 2), num_replicas=2), ParameterSpec((3,), num_replicas=2)]
+
+
+def test_all_reduces_of_a_unit_are_merged_without_a_copy():
+    """The reduce-scattered bucket is what is summed over the copies."""
+    gm, ctx = parameter_graph(COPIED, 2)
+    LOWERING.run(gm, ctx)
+    bucketed = copy_graph(gm)
+    record, second = run_twice(BucketCollectives(), bucketed, ctx, *HELD)
+    assert record.report.counts == {"gather buckets": 1, "reduction buckets": 1, "all-reduce buckets": 1}
+    assert not second.report.changed and check_bucketed(bucketed, ctx) == []
+    assert num_targets(bucketed, PACK) == 2  # into the gather and into the reduce-scatter
+    (total,) = bucketed.graph.find_nodes(op="call_function", target=ALL_REDUCE)
+    scattered = total.args[0].args[0]
+    assert total.args[0].target is WAIT and scattered.target is REDUCE_SCATTER
+
+    full = [torch.randn(spec.shape, dtype=torch.float64) for spec in COPIED]
+    shards = [pieces(value, 0, 2) * 2 for value in full]
+    inputs = [
+        [*(shard[rank] for shard in shards), *(torch.randn_like(value) for value in full)]
+        for rank in range(4)
+    ]
+    before, after = (run_values(graph, inputs, ctx.mesh) for graph in (gm, bucketed))
+    torch.testing.assert_close(after, before, rtol=0.0, atol=0.0)
+
+
+def test_all_reduces_of_pending_sums_are_merged_with_a_copy():
+    """Partial sums of earlier micro-batches are added to each piece, so the bucket is packed again."""
+    build = GraphBuilder()
+    grads = [build.input(f"primals_{i}", *spec.shape) for i, spec in enumerate(COPIED)]
+    pending = [build.input(f"arg{i}_1", *padded_shape(spec.shape, 0, 2)) for i, spec in enumerate(COPIED)]
+    tangent = build.input("tangents_1", 1)
+    reduced = [
+        reduce_grad(build, grad, f"p{i}", spec, 2, partial=partial)
+        for i, (grad, partial, spec) in enumerate(zip(grads, pending, COPIED, strict=True))
+    ]
+    gm = build.finish(*reduced, *([None] * len(pending)))
+    assert tangent.users == {}
+    _, joint = parameter_graph(COPIED, 2)
+    ctx = joint.for_backward()
+    LOWERING.run(gm, ctx)
+    bucketed = copy_graph(gm)
+    record = run_pass(BucketCollectives(), bucketed, ctx, *HELD)
+    assert record.report.counts == {"gather buckets": 0, "reduction buckets": 1, "all-reduce buckets": 1}
+    assert num_targets(bucketed, PACK) == 2
+    inputs = [
+        [torch.randn(node.meta["val"].shape, dtype=torch.float64) for node in [*grads, *pending, tangent]]
+        for _ in range(4)
+    ]
+    before, after = (run_values(graph, inputs, ctx.mesh) for graph in (gm, bucketed))
+    torch.testing.assert_close(after, before, rtol=0.0, atol=0.0)

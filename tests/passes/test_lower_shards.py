@@ -9,20 +9,20 @@ from small_graphs import (
     GraphBuilder,
     ParameterSpec,
     aten,
-    copy_graph,
     num_targets,
     parameter_graph,
     run_pass,
     text_of,
 )
 
-from graphshard.collectives import ALL_GATHER, REDUCE_SCATTER
+from graphshard.collectives import ALL_GATHER, REDUCE_SCATTER, short_name
 from graphshard.context import context_from_shard_ops
 from graphshard.errors import PipelineError
 from graphshard.facts import Fact
 from graphshard.ops import REDUCE_GRAD, UNSHARD
 from graphshard.passes import LowerShards, MergeUnshards, TagRecompute
 from graphshard.pipeline import Pipeline
+from graphshard.rewrite import copy_graph
 
 BEFORE = Pipeline(MergeUnshards(), TagRecompute())
 READY = BEFORE.facts_at_end
@@ -47,7 +47,7 @@ def test_nothing_to_lower():
     gm = build.finish(build(aten.relu.default, build.input("primals_1", 2, 2)))
     record = run_pass(LowerShards(), gm, context_from_shard_ops(gm))
     assert not record.report.changed
-    assert record.report.counts == {"gathers": 0, "reductions": 0}
+    assert record.report.counts == {"gathers": 0, "reductions": 0, "pieces": 0}
 
 
 @pytest.mark.parametrize("name", ["two_linears", "tied_embedding"])
@@ -58,9 +58,9 @@ def test_second_run_changes_nothing(captured, name):
     assert not second.report.changed
 
 
-def test_refuses_untagged_gathers():
-    with pytest.raises(PipelineError, match="lower_shards requires TAGGED, provided by no earlier pass"):
-        Pipeline(MergeUnshards(), LowerShards())
+def test_refuses_parameters_that_are_gathered_twice():
+    with pytest.raises(PipelineError, match="lower_shards requires MERGED, provided by no earlier pass"):
+        Pipeline(LowerShards())
 
 
 @pytest.mark.parametrize(
@@ -112,28 +112,35 @@ def test_any_shape_on_any_dim(specs, num_ranks):
     torch.testing.assert_close(after, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_kept_parameter_is_tagged_at_its_last_step_only():
-    gm, ctx = parameter_graph([ParameterSpec((5, 2), reshard=False)], 2)
-    _lower(gm, ctx)
-    lines = text_of(gm, ctx).splitlines()
-    assert [line.split(" ")[0] for line in lines if line.endswith("!save")] == ["%slice_0:"]
-
-
-def test_a_resharded_parameter_is_tagged_at_every_step():
+def test_the_lowered_chain_of_a_parameter():
+    """Every step of a gather that is cut along dim 1 and has padding."""
     gm, ctx = parameter_graph([ParameterSpec((3, 5), dim=1)], 2)
     _lower(gm, ctx)
-    tagged = [line.split(":")[0] for line in text_of(gm, ctx).splitlines() if line.endswith("!recompute")]
+    gathered = gm.graph.output_node().args[0][0]
+    chain = []
+    while gathered.op != "placeholder":
+        chain.insert(0, gathered)
+        (gathered,) = gathered.all_input_nodes
     ops = [
-        "all_gather_into_tensor_0",
-        "wait_tensor_0",
-        "view_0",
-        "permute_0",
-        "clone_0",
-        "view_1",
-        "slice_0",
-        "clone_1",
+        "all_gather_into_tensor",
+        "wait_tensor",
+        "view",
+        "permute",
+        "clone",
+        "view",
+        "slice",
+        "clone",
     ]
-    assert tagged == [f"%{op}" for op in ops]
+    assert [short_name(node) for node in chain] == ops
+
+
+def test_tags_stay_behind():
+    """The partitioner has read them: it saved nothing of the chain, or the full parameter alone."""
+    gm, ctx = parameter_graph([ParameterSpec((5, 2)), ParameterSpec((5, 2), reshard=False)], 2)
+    BEFORE.run(gm, ctx)
+    assert text_of(gm, ctx).count("!recompute") == text_of(gm, ctx).count("!save") == 1
+    run_pass(LowerShards(), gm, ctx)
+    assert "!" not in text_of(gm, ctx)
 
 
 def test_provides_waited_gathered_and_lowered():

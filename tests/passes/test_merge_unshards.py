@@ -7,7 +7,6 @@ from small_graphs import (
     GraphBuilder,
     ParameterSpec,
     aten,
-    copy_graph,
     num_targets,
     parameter_graph,
     reduce_grad,
@@ -22,6 +21,7 @@ from graphshard.facts import Fact
 from graphshard.ops import REDUCE_GRAD, UNSHARD
 from graphshard.passes import MergeUnshards
 from graphshard.pipeline import Pipeline
+from graphshard.rewrite import copy_graph
 
 SHARED = [("tied_embedding", 2), ("tied_embedding", 4), ("called_thrice", 3)]
 

@@ -8,10 +8,10 @@ from all_ranks import assert_same, pieces, run_halves, run_values, step_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_graphs import (
+    LOWERING,
     GraphBuilder,
     ParameterSpec,
     aten,
-    copy_graph,
     reduce_grad,
     run_pass,
     run_twice,
@@ -19,7 +19,6 @@ from small_graphs import (
     unshard,
 )
 
-from graphshard.backend import JOINT_PIPELINE
 from graphshard.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -34,6 +33,7 @@ from graphshard.errors import OptionError
 from graphshard.facts import Fact
 from graphshard.passes import BucketCollectives, ScheduleCollectives
 from graphshard.provenance import is_layout
+from graphshard.rewrite import copy_graph
 
 HELD = (Fact.TYPED, Fact.WAITED, Fact.GATHERED, Fact.REDUCED, Fact.LOWERED)
 
@@ -165,7 +165,7 @@ def test_gathers_follow_the_order_of_need():
     late, early = (unshard(build, shard, f"p{i}", spec, 2) for i, shard in enumerate(shards))
     gm = build.finish(build(aten.mm.default, build(aten.mm.default, x, early), late))
     ctx = context_from_shard_ops(gm)
-    JOINT_PIPELINE.run(gm, ctx)
+    LOWERING.run(gm, ctx)
     run_pass(ScheduleCollectives(), gm, ctx, *HELD)
     gathers = gm.graph.find_nodes(op="call_function", target=ALL_GATHER)
     assert [node.args[0].name for node in gathers] == ["primals_2", "primals_1"]
@@ -191,7 +191,7 @@ def _random_program(steps, gathers_first):
         value = build(aten.mm.default, value, build(aten.t.default, used[step]))
     gm = build.finish(value, *results)
     ctx = context_from_shard_ops(gm, full_checks=True)
-    JOINT_PIPELINE.run(gm, ctx)
+    LOWERING.run(gm, ctx)
     return gm, ctx
 
 
