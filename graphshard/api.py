@@ -298,6 +298,8 @@ def _swap_classes(modules: list[nn.Module], unit: Unit) -> None:
                 owner.__dict__[UNIT] = unit
             if is_unit or (names and UNIT not in owner.__dict__):
                 owner.__class__ = sharded_class(_plain_class(owner), names, is_unit)
+            if names:
+                owner.__dict__.pop("_flat_weights", None)  # an RNN's list would keep the full weights alive
 
 
 def _plain_class(owner: nn.Module) -> Any:

@@ -8,9 +8,10 @@ property to one node.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from .errors import AlreadyShardedError, ParameterStateError, ShardingError
 from .ops import UNSHARD
+from .params import padded_shape
 
 #: Where a module keeps the slots of its sharded parameters, and a unit root its unit.
 SLOTS = "_graphshard_slots"
@@ -42,6 +44,10 @@ class Unit:
     reshard_after_forward: bool | None
     label: str = "root"
     is_root: bool = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        """A unit of the copied modules, which enter themselves; a root until a copied root claims it."""
+        return replace(self, tree=Tree(), modules=[], label="root", is_root=True)
 
     @property
     def reshards(self) -> bool:
@@ -89,11 +95,69 @@ class FSDPModule:
     The class of ``module`` becomes ``FSDP<Class>``, a subclass of both; the object stays the same.
     """
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise AlreadyShardedError(
-            "a sharded module cannot be deep-copied: build the copy from the original class and shard it, "
-            "then load_state_dict()"
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A model of its own: own shards, units and forward; as with any module, without gradients.
+
+        A copied unit whose outer module is not copied along becomes a root.
+        """
+        if hasattr(super(), "__deepcopy__"):
+            raise AlreadyShardedError(
+                f"a sharded {type(self).__name__} cannot be deep-copied: its class has a __deepcopy__ of its own; "
+                "build a second model, shard it like the first and load_state_dict()"
+            )
+        for owner in self.modules():  # type: ignore[attr-defined]  # mixed into an nn.Module
+            for name, slot in owner.__dict__.get(SLOTS, {}).items():
+                param = owner._parameters[name]
+                if isinstance(param, DTensor) and id(param) not in memo:
+                    memo[id(param)] = _copy_parameter(param, slot)
+        copied: Any = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        _regroup_copies(copied)
+        return copied
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """nn.Module's, on the way through which every ``load_state_dict`` passes; wants shards."""
+        _refuse_unsharded_state(self, state_dict, prefix)  # type: ignore[arg-type]
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+
+def _refuse_unsharded_state(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """A plain tensor cannot be copied into a shard, and assigned it would silently stay unsharded."""
+    plain = []
+    for path, owner in module.named_modules(prefix=prefix.removesuffix(".")):
+        for name in owner.__dict__.get(SLOTS, {}):
+            key = f"{path}.{name}" if path else name
+            value = state_dict.get(key)
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                plain.append(f"{key} {tuple(value.shape)}")
+    if plain:
+        shown = ", ".join(plain[:5]) + (f" and {len(plain) - 5} more" if len(plain) > 5 else "")
+        raise ParameterStateError(
+            f"load_state_dict: {len(plain)} value(s) of an unsharded model: {shown}; load them with "
+            "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state, "
+            "options=StateDictOptions(full_state_dict=True)), or cut each with distribute_tensor() first"
         )
+
+
+def _copy_parameter(param: DTensor, slot: ParameterSlot) -> nn.Parameter:
+    """The same values in a storage of their own, with room for the padding."""
+    local = param.to_local().detach()
+    padded = local.new_zeros(padded_shape(slot.shape, slot.dim, slot.group_size))
+    copied = padded.narrow(slot.dim, 0, local.shape[slot.dim])
+    copied.copy_(local)
+    return nn.Parameter(DTensor(copied, param._spec, requires_grad=False), requires_grad=param.requires_grad)
+
+
+def _regroup_copies(copied: nn.Module) -> None:
+    """What ``fully_shard`` does at the end: inner modules are copied first, so the outermost decides."""
+    unit: Unit = copied.__dict__[UNIT]
+    unit.modules.append(copied)
+    for owner in copied.modules():
+        for slot in owner.__dict__.get(SLOTS, {}).values():
+            if not slot.unit.modules:  # tied to a parameter that a unit outside of the copy owns
+                slot.unit.tree = unit.tree
+    relabel(unit.modules)
 
 
 def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
