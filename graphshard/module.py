@@ -118,7 +118,7 @@ class FSDPModule:
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """nn.Module's, on the way through which every ``load_state_dict`` passes; wants shards."""
-        _refuse_unsharded_state(self, state_dict, prefix)  # type: ignore[arg-type]
+        _refuse_unsharded_state(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
 

@@ -170,16 +170,24 @@ def save_then_train_on(implementation: str, folder: str) -> tuple[dict[str, Tens
 
 
 def save_while_training(implementation: str, folder: str) -> tuple[dict[str, Tensor], list[float]]:
-    """As `save_then_train_on`, but the two steps after saving run while a thread still writes."""
+    """As `save_then_train_on`, but the two steps after saving run while a thread still writes.
+
+    The thread talks to the other ranks on a group of its own: on the training's group its messages would mix
+    with the training's.
+    """
+    group = dist.new_group(backend="gloo")
     model = build_sharded(implementation)
     optimizer = make_adam(model.parameters())
     for step in range(2):
         train_global_batch(model, optimizer, step)
     model_state, optimizer_state = get_state_dict(model, optimizer)
     values = {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
-    written = dcp.async_save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    written = dcp.async_save(
+        {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder, process_group=group
+    )
     losses = [train_global_batch(model, optimizer, step) for step in (2, 3)]
     written.result()
+    dist.destroy_process_group(group)
     return values, losses
 
 

@@ -184,6 +184,31 @@ def fill_meta_model(implementation: str, from_rank_0: bool) -> None:
     ).train(2)
 
 
+def fill_tied_meta_model(implementation: str, retie: bool) -> None:
+    """As in an unsharded model, assigned tensors end a tie, until the script ties them again."""
+    workload = WORKLOADS["transformer"]
+    torch.manual_seed(42)
+    state = workload.build().state_dict()
+    with torch.device("meta"):
+        reference, model = workload.build(), workload.build()
+    shard_units(implementation, model, workload.list_units(model))
+    # Clones, as values that share storage would be assigned as views of one storage.
+    states = [{name: value.clone() for name, value in state.items()} for _ in range(2)]
+    reference.load_state_dict(states[0], assign=True)
+    set_model_state_dict(model, states[1], options=StateDictOptions(full_state_dict=True))
+    for one in (reference, model):
+        assert one.output.weight is not one.tokens.weight
+        if retie:
+            one.output.weight = one.tokens.weight
+    Lockstep(
+        workload=workload,
+        reference=reference,
+        model=model,
+        forward=compile_if_asked(implementation, model),
+        optimizers=[make_adam(reference.parameters()), make_adam(model.parameters())],
+    ).train(2)
+
+
 def load_clones_in_place(implementation: str) -> None:
     """Dims 2 to 5, uneven or smaller than the number of ranks: shards alias, clones are copied into them."""
     for dim in (2, 3, 4, 5):
@@ -261,6 +286,14 @@ def test_frozen_parameters_left_out(run_on_gloo_ranks, implementation):
 )
 def test_whole_state_fills_meta_model(run_on_gloo_ranks, implementation, world_size, from_rank_0):
     run_on_gloo_ranks(world_size, fill_meta_model, implementation, from_rank_0)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "retie"),
+    [("fsdp2", False), ("sharded", False), ("sharded", True), ("compiled", False)],
+)
+def test_whole_state_fills_tied_meta_model(run_on_gloo_ranks, implementation, retie):
+    run_on_gloo_ranks(2, fill_tied_meta_model, implementation, retie)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
