@@ -185,7 +185,10 @@ def fill_meta_model(implementation: str, from_rank_0: bool) -> None:
 
 
 def fill_tied_meta_model(implementation: str, retie: bool) -> None:
-    """As in an unsharded model, assigned tensors end a tie, until the script ties them again."""
+    """As in an unsharded model, assigned tensors end a tie, until the script ties them again.
+
+    FSDP2 restores the tie in its first forward, after the optimizer was made.
+    """
     workload = WORKLOADS["transformer"]
     torch.manual_seed(42)
     state = workload.build().state_dict()
