@@ -16,13 +16,13 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-import gpt
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import gpt
 import graphshard
 
 WEIGHT_SEED = 0

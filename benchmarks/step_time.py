@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+
 from contenders import CONTENDERS
 from gpt import GptConfig
 from shaped_link import LinkEnd, ShapedLinkError, check_rate, find_obstacle, shaped_link

@@ -18,12 +18,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from contenders import CONTENDERS, Trainer, build_trainer
-from gpt import GptConfig, random_batch
-from step_memory import local_bytes, measure_step_memory, optimizer_bytes
 from torch import Tensor
 from torch._inductor.utils import clear_caches
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from contenders import CONTENDERS, Trainer, build_trainer
+from gpt import GptConfig, random_batch
+from step_memory import local_bytes, measure_step_memory, optimizer_bytes
 
 NUM_RANKS = 2
 NUM_WARM_STEPS = 3

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from distributed_setup import Ranks, UsageError
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
+
+from distributed_setup import Ranks, UsageError
 
 RUN_FILE = "run.json"
 

@@ -17,6 +17,13 @@ from torch.optim import Optimizer
 Batch = tuple[Tensor, ...]
 LossFunction = Callable[..., Tensor]
 
+# float32 sums run in another order when a batch is split over ranks and Inductor fuses kernels: 1e-7 a step.
+# Adam divides by the gradient's size, so that can grow wherever a gradient is near zero. Wrong data, a missed
+# reduction or a stale parameter shows as 1e-2 or more within a few steps.
+LOSS_TOLERANCE = 1e-3
+# A norm moves more from step to step than a loss; a sum in place of a mean is off by the number of ranks.
+GRAD_NORM_TOLERANCE = 1e-2
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -62,13 +69,17 @@ def train_steps(
     return results
 
 
-def largest_differences(sharded: list[StepResult], unsharded: list[StepResult]) -> StepResult:
-    """Largest relative difference over the steps, of the losses and of the gradient norms."""
-    pairs = list(zip(sharded, unsharded, strict=True))
-    return StepResult(
-        max(_relative(a.loss, b.loss) for a, b in pairs),
-        max(_relative(a.grad_norm, b.grad_norm) for a, b in pairs),
+def compare_steps(sharded: list[StepResult], unsharded: list[StepResult]) -> tuple[bool, str]:
+    """Whether the first sharded steps were the unsharded ones, and the largest differences as text."""
+    pairs = list(zip(sharded[: len(unsharded)], unsharded, strict=True))
+    loss = max(_relative(a.loss, b.loss) for a, b in pairs)
+    grad_norm = max(_relative(a.grad_norm, b.grad_norm) for a, b in pairs)
+    text = (
+        f"largest relative difference to the unsharded model in {len(unsharded)} steps "
+        f"{loss:.1e} (loss, must be under {LOSS_TOLERANCE:.0e}), "
+        f"{grad_norm:.1e} (gradient norm, must be under {GRAD_NORM_TOLERANCE:.0e})"
     )
+    return loss < LOSS_TOLERANCE and grad_norm < GRAD_NORM_TOLERANCE, text
 
 
 def _relative(value: float, expected: float) -> float:

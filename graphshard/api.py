@@ -30,7 +30,8 @@ from .errors import (
 )
 from .fsdp_module import FSDPModule
 from .mesh import NO_AXIS, MeshAxis, axis_of
-from .module import relabel, sharded_class
+from .module import sharded_class
+from .naming import relabel
 from .params import padded_rows, padded_shape, shard_shape
 from .unit import SLOTS, UNIT, ParameterSlot, Tree, Unit
 
@@ -353,6 +354,8 @@ def _swap_classes(modules: list[nn.Module], unit: Unit) -> None:
                 owner.__dict__[UNIT] = unit
             if is_unit or (names and UNIT not in owner.__dict__):
                 owner.__class__ = sharded_class(_plain_class(owner), names, is_unit)
+            if names:
+                owner.__dict__.pop("_flat_weights", None)  # an RNN's list would keep the full weights alive
 
 
 def _show_shards(module: nn.Module, *_: Any) -> None:

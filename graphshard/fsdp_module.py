@@ -7,12 +7,15 @@ effect at once: between a forward and its backward, and between two micro-batche
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from .errors import AlreadyShardedError, OptionError
-from .unit import UNIT, PendingGather, Unit
+from .copying import copy_sharded
+from .errors import OptionError, ParameterStateError
+from .unit import UNIT, PendingGather, Unit, slots_of
 
 
 class UnshardHandle:
@@ -32,11 +35,14 @@ class FSDPModule:
     The class of ``module`` becomes ``FSDP<Class>``, a subclass of both; the object stays the same.
     """
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise AlreadyShardedError(
-            "a sharded module cannot be deep-copied: build the copy from the original class and shard it, "
-            "then load_state_dict()"
-        )
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A model of its own: own shards, units and forward; as with any module, without gradients."""
+        return copy_sharded(self, memo, has_own=hasattr(super(), "__deepcopy__"))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """nn.Module's, on the way through which every ``load_state_dict`` passes; wants shards."""
+        _refuse_unsharded_state(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this unit's parameters (not those of units below) and keeps them until :meth:`reshard`.
@@ -104,6 +110,24 @@ class FSDPModule:
         unit = _unit(self)
         unit.force_sum = _flag(enable, "enable")
         unit.refresh()
+
+
+def _refuse_unsharded_state(module: Any, state_dict: dict[str, Any], prefix: str) -> None:
+    """A plain tensor cannot be copied into a shard, and assigned it would silently stay unsharded."""
+    plain = []
+    for path, owner in module.named_modules(prefix=prefix.removesuffix(".")):
+        for name, _ in slots_of(owner):
+            key = f"{path}.{name}" if path else name
+            value = state_dict.get(key)
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                plain.append(f"{key} {tuple(value.shape)}")
+    if plain:
+        shown = ", ".join(plain[:5]) + (f" and {len(plain) - 5} more" if len(plain) > 5 else "")
+        raise ParameterStateError(
+            f"load_state_dict: {len(plain)} value(s) of an unsharded model: {shown}; load them with "
+            "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state, "
+            "options=StateDictOptions(full_state_dict=True)), or cut each with distribute_tensor() first"
+        )
 
 
 def _unit(module: Any) -> Unit:

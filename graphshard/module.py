@@ -9,7 +9,6 @@ property to one node.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ def _register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) 
             f"parameter {slot.name} has shape {tuple(slot.shape)}; it cannot be replaced by one of "
             f"shape {tuple(param.shape)} after fully_shard"
         )
-    self._parameters[name] = param
+    slot.replace(self, name, param)
 
 
 def _flat_weights(self: nn.RNNBase) -> list[torch.Tensor | None]:
@@ -114,33 +113,3 @@ def _forward_inside_tree(cls: type[nn.Module]) -> Any:
         return outputs
 
     return forward
-
-
-def relabel(roots: Iterable[nn.Module]) -> None:
-    """Names parameters and units as seen from ``roots`` and puts all units below into one tree."""
-    roots = list(roots)
-    outer: Unit = roots[0].__dict__[UNIT]
-    outer.tree.roots = roots
-    seen: set[int] = set()
-    for index, root in enumerate(roots):
-        prefix = f"{index}." if len(roots) > 1 else ""
-        for path, module in root.named_modules():
-            unit = module.__dict__.get(UNIT)
-            if unit is not None and unit is not outer and id(unit) not in seen:
-                seen.add(id(unit))
-                unit.tree, unit.is_root, unit.input_device = outer.tree, False, None
-            if unit is not None and unit is not outer:
-                unit.label = _label(unit, path, module)
-            for name, slot in module.__dict__.get(SLOTS, {}).items():
-                slot.name = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
-    for root in roots:
-        for module in root.modules():
-            for slot in module.__dict__.get(SLOTS, {}).values():
-                slot.refresh()
-
-
-def _label(unit: Unit, path: str, module: nn.Module) -> str:
-    """The path of the unit's module; the paths of all its modules, joined, for a list unit."""
-    if len(unit.modules) == 1 or module is unit.modules[0]:
-        return path
-    return unit.label if path in unit.label.split("+") else f"{unit.label}+{path}"

@@ -9,8 +9,9 @@ read when a graph runs, so flipping a flag between a forward and its backward co
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -101,6 +102,10 @@ class ParameterSlot:
         owner, name = self.owners[0]
         return self.hidden if self.hidden is not None else owner._parameters[name]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterSlot:
+        """The slot of a copied parameter; its copied owners enter themselves."""
+        return replace(self, unit=copy.deepcopy(self.unit, memo), owners=[], hidden=None)
+
     def refresh(self) -> None:
         """Rebuilds ``arguments`` after the name, the unit's label or a setting changed."""
         policy = self.unit.mp_policy
@@ -131,6 +136,12 @@ class ParameterSlot:
         self.needs_op = not is_alone or any(
             setting is not None for setting in (call.dtype, call.reduce_dtype, call.divide_factor)
         )
+
+    def replace(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        """Puts another parameter in place of this one, in every module that shares it."""
+        self.unit.reshard()
+        for owner, each in self.owners if param is not None else [(module, name)]:
+            owner._parameters[each] = param
 
     def show(self, full: Tensor) -> None:
         """Makes the owners show the gathered parameter instead of the shard."""
@@ -196,6 +207,11 @@ class Unit:
     def __post_init__(self) -> None:
         self.handle = torch.empty(0, dtype=torch.int8)
         setattr(self.handle, UNIT, self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        """A unit of the copied modules, which enter themselves; a root until a copied root claims it."""
+        fresh: dict[str, Any] = {"slots": [], "unreduced": {}, "partial": {}, "_gathered": {}}
+        return replace(self, tree=Tree(), modules=[], label="root", is_root=True, **fresh)
 
     # -- parameters -------------------------------------------------------------------------------
 

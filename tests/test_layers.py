@@ -48,7 +48,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("graphshard.testing.capture", "graphshard.testing.golden", "graphshard.testing.ranks"),
     ("graphshard.testing",),
     # the front end: knows the ops, and nothing of the compiler
-    ("graphshard.fsdp_module",),
+    ("graphshard.naming", "graphshard.copying", "graphshard.fsdp_module"),
     ("graphshard.module", "graphshard.api"),
     ("graphshard",),
 )
@@ -60,6 +60,8 @@ SAME_LAYER = {
     ("graphshard.facts", "graphshard.context"),
     ("graphshard.facts", "graphshard.graph_text"),
     ("graphshard.facts", "graphshard.provenance"),
+    ("graphshard.copying", "graphshard.naming"),
+    ("graphshard.fsdp_module", "graphshard.copying"),
     ("graphshard.api", "graphshard.module"),
 }
 

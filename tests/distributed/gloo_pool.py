@@ -63,6 +63,9 @@ TOLERATED_WARNINGS = [
     # torch warns about its own internals; nothing a user of graphshard wrote is at fault.
     (DeprecationWarning, r".*"),
     (UserWarning, r"The \.grad attribute of a Tensor that is not a leaf"),  # Dynamo, after a graph break
+    # set_model_state_dict of a model on meta looks for a device
+    (UserWarning, r"`_get_pg_default_device` will be deprecated"),
+    (UserWarning, r"Multiple backends are registered with this ProcessGroup"),
     (UserWarning, r"DTensor random operators may not have complete support on cpu"),
 ]
 """(category, message pattern) of the warnings that are not errors on a rank."""

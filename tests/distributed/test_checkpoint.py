@@ -1,5 +1,6 @@
 """State dicts and torch.distributed.checkpoint: what is saved on some ranks is loaded on others."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,56 @@ def save_then_train_on(implementation: str, folder: str) -> tuple[dict[str, Tens
     return values, [train_global_batch(forward, optimizer, step) for step in (2, 3)]
 
 
+def save_while_training(implementation: str, folder: str) -> tuple[dict[str, Tensor], list[float]]:
+    """As `save_then_train_on`, but the two steps after saving run while a thread still writes.
+
+    The thread talks to the other ranks on a group of its own: on the training's group its messages would mix
+    with the training's.
+    """
+    group = dist.new_group(backend="gloo")
+    model = build_sharded(implementation)
+    optimizer = make_adam(model.parameters())
+    for step in range(2):
+        train_global_batch(model, optimizer, step)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    values = {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
+    written = dcp.async_save(
+        {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder, process_group=group
+    )
+    losses = [train_global_batch(model, optimizer, step) for step in (2, 3)]
+    written.result()
+    dist.destroy_process_group(group)
+    return values, losses
+
+
+def build_unsharded(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return WORKLOADS[WORKLOAD].build()
+
+
+def save_unsharded_then_train_on(folder: str) -> tuple[dict[str, Tensor], list[float]]:
+    """What `save_then_train_on` does, on one rank and unsharded."""
+    model = build_unsharded(42)
+    optimizer = make_adam(model.parameters())
+    for step in range(2):
+        train_global_batch(model, optimizer, step)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    values = copy.deepcopy(model.state_dict())
+    return values, [train_global_batch(model, optimizer, step) for step in (2, 3)]
+
+
+def load_unsharded_then_train_on(folder: str) -> tuple[dict[str, Tensor], list[float]]:
+    """What `load_then_train_on` does, on one rank and unsharded."""
+    model = build_unsharded(7)
+    optimizer = make_adam(model.parameters())
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    values = copy.deepcopy(model.state_dict())
+    return values, [train_global_batch(model, optimizer, step) for step in (2, 3)]
+
+
 def load_then_train_on(implementation: str, folder: str) -> tuple[dict[str, Tensor], list[float]]:
     """Load into a model of other weights; the loaded values and the losses of the steps after loading."""
     model = build_sharded(implementation, seed=7)
@@ -224,9 +275,38 @@ def test_checkpoint_of_two_ranks_continues_on_others(
 ):
     saved = run_on_gloo_ranks(2, save_then_train_on, implementation, str(tmp_path))
     loaded = run_on_gloo_ranks(num_loading_ranks, load_then_train_on, implementation, str(tmp_path))
+    check_continued(saved, loaded)
+
+
+def check_continued(saved: list, loaded: list) -> None:
+    """Every rank loaded what was saved, bit for bit, and went on with the losses of the run that saved."""
     for values, losses in loaded:
         assert_close(values, saved[0][0], rtol=0, atol=0)
         assert losses == pytest.approx(saved[0][1], rel=1e-5)
+
+
+@pytest.mark.parametrize("implementation", UNCOMPILED)
+def test_checkpoint_of_four_ranks_continues_on_two(run_on_gloo_ranks, tmp_path: Path, implementation):
+    saved = run_on_gloo_ranks(4, save_then_train_on, implementation, str(tmp_path))
+    check_continued(saved, run_on_gloo_ranks(2, load_then_train_on, implementation, str(tmp_path)))
+
+
+@pytest.mark.parametrize("implementation", UNCOMPILED)
+def test_checkpoint_continues_unsharded(run_on_gloo_ranks, tmp_path: Path, implementation):
+    saved = run_on_gloo_ranks(2, save_then_train_on, implementation, str(tmp_path))
+    check_continued(saved, run_on_gloo_ranks(1, load_unsharded_then_train_on, str(tmp_path)))
+
+
+@pytest.mark.parametrize("implementation", UNCOMPILED)
+def test_unsharded_checkpoint_continues_sharded(run_on_gloo_ranks, tmp_path: Path, implementation):
+    saved = run_on_gloo_ranks(1, save_unsharded_then_train_on, str(tmp_path))
+    check_continued(saved, run_on_gloo_ranks(2, load_then_train_on, implementation, str(tmp_path)))
+
+
+@pytest.mark.parametrize("implementation", UNCOMPILED)
+def test_checkpoint_is_written_while_training_goes_on(run_on_gloo_ranks, tmp_path: Path, implementation):
+    saved = run_on_gloo_ranks(2, save_while_training, implementation, str(tmp_path))
+    check_continued(saved, run_on_gloo_ranks(2, load_then_train_on, implementation, str(tmp_path)))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Parameters that are frozen, ignored, tied or unused, and buffers."""
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -41,6 +43,17 @@ class PartlyUsed(nn.Module):
         return hidden, self.unseen(hidden)
 
 
+class Recurrent(nn.Module):
+    """Keeps a list of its weights beside the attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0]
+
+
 class TiedTwice(nn.Module):
     """One uneven weight under three names, used twice in the same forward."""
 
@@ -55,6 +68,12 @@ class TiedTwice(nn.Module):
         return self.second(torch.relu(self.first(x)))
 
 
+RECURRENT = Workload(
+    build=Recurrent,
+    list_units=lambda model: [],
+    draw_batch=lambda generator, size: (torch.randn(size, 3, 4, generator=generator),),
+    loss=lambda forward, batch: (forward(*batch) - 1.0).square().mean(),
+)
 PARTLY_USED = Workload(
     build=PartlyUsed,
     list_units=lambda model: [model.unseen],
@@ -195,6 +214,17 @@ def keep_meta_buffers(implementation: str) -> None:
     assert all(buffer.device.type == "cpu" for buffer in model.buffers())
 
 
+def train_recurrent(as_unit: bool) -> None:
+    """An LSTM trains, and its list of weights does not keep the unsharded ones alive."""
+    model = Recurrent()
+    unsharded = weakref.ref(model.lstm.weight_ih_l0)
+    shard_units("sharded", model, [model.lstm] if as_unit else [])
+    gc.collect()
+    assert unsharded() is None
+    workload = dataclasses.replace(RECURRENT, list_units=lambda model: [model.lstm] if as_unit else [])
+    start_lockstep(workload, "sharded").train(3)
+
+
 @pytest.mark.parametrize("implementation", EVERY)
 def test_frozen_layers_that_thaw(run_on_gloo_ranks, implementation):
     run_on_gloo_ranks(2, train_frozen, implementation)
@@ -244,3 +274,8 @@ def test_buffers_follow_the_local_batches(run_on_gloo_ranks, implementation):
 @pytest.mark.parametrize("implementation", UNCOMPILED)
 def test_meta_buffers_wait_for_to_empty(run_on_gloo_ranks, implementation):
     run_on_gloo_ranks(2, keep_meta_buffers, implementation)
+
+
+@pytest.mark.parametrize("as_unit", [False, True], ids=["in_root", "as_unit"])
+def test_recurrent_layer(run_on_gloo_ranks, as_unit):
+    run_on_gloo_ranks(2, train_recurrent, as_unit)

@@ -1,0 +1,39 @@
+"""Names of parameters and units, as seen from the outermost module of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from .unit import SLOTS, UNIT, Unit
+
+
+def relabel(roots: Iterable[nn.Module]) -> None:
+    """Names parameters and units as seen from ``roots`` and puts all units below into one tree."""
+    roots = list(roots)
+    outer: Unit = roots[0].__dict__[UNIT]
+    outer.tree.roots = roots
+    seen: set[int] = set()
+    for index, root in enumerate(roots):
+        prefix = f"{index}." if len(roots) > 1 else ""
+        for path, module in root.named_modules():
+            unit = module.__dict__.get(UNIT)
+            if unit is not None and unit is not outer and id(unit) not in seen:
+                seen.add(id(unit))
+                unit.tree, unit.is_root, unit.input_device = outer.tree, False, None
+            if unit is not None and unit is not outer:
+                unit.label = _label(unit, path, module)
+            for name, slot in module.__dict__.get(SLOTS, {}).items():
+                slot.name = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
+    for root in roots:
+        for module in root.modules():
+            for slot in module.__dict__.get(SLOTS, {}).values():
+                slot.refresh()
+
+
+def _label(unit: Unit, path: str, module: nn.Module) -> str:
+    """The path of the unit's module; the paths of all its modules, joined, for a list unit."""
+    if len(unit.modules) == 1 or module is unit.modules[0]:
+        return path
+    return unit.label if path in unit.label.split("+") else f"{unit.label}+{path}"
