@@ -21,6 +21,9 @@ from ._compat import detect_fake_mode
 from .ops import UNSHARD
 from .params import padded_shape
 
+#: How Dynamo writes ``torch.utils.checkpoint``: (body, *operands), the body a graph of its own.
+CHECKPOINTED_REGION = torch.ops.higher_order.tag_activation_checkpoint
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
@@ -38,32 +41,66 @@ def cross_boundary(
 ) -> Callable[..., Any]:
     """Compiles ``gm`` on padded local tensors, and returns a function of the original inputs.
 
-    A DTensor that the graph uses in any other way than through ``to_local()`` stays a DTensor.
+    A DTensor that the graph uses in any other way than through ``to_local()``, in it or in a
+    checkpointed region, stays a DTensor.
     """
     inputs = list(example_inputs)
     crossings = []
+    touched = {gm}
     for position, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
         example = inputs[position]
-        locals_ = list(placeholder.users)
-        if not isinstance(example, DTensor) or not _can_cross(locals_):
+        placeholders = _followed(placeholder) if isinstance(example, DTensor) else None
+        if placeholders is None or not _can_cross(locals_ := _locals_of(placeholders)):
             continue
         shape, dim = _padded(locals_, example)
         inputs[position] = _fake_shard(example, shape)
-        placeholder.meta["example_value"] = inputs[position]
-        placeholder.type = Tensor
+        for entrance in placeholders:
+            entrance.meta["example_value"] = inputs[position]
+            entrance.type = Tensor
+            touched.add(entrance.graph.owning_module)
         for local in locals_:
-            local.replace_all_uses_with(placeholder)
-            gm.graph.erase_node(local)
+            local.replace_all_uses_with(local.args[0])
+            local.graph.erase_node(local)
         crossings.append(Crossing(position=position, shape=shape, dim=dim))
-    gm.recompile()
+    for module in touched:
+        module.recompile()
     compiled = compile_graph(gm, inputs)
     return _at_runtime(compiled, crossings) if crossings else compiled
 
 
+def _followed(placeholder: fx.Node) -> list[fx.Node] | None:
+    """``placeholder``, then those it is handed to in checkpointed regions; None if it goes elsewhere."""
+    found = [placeholder]
+    for entrance in found:  # grows on the way
+        for user in entrance.users:
+            if _is_plain_to_local(user):
+                continue
+            inner = _entrances(user, entrance)
+            if inner is None:
+                return None
+            found += inner
+    return found
+
+
+def _entrances(call: fx.Node, value: fx.Node) -> list[fx.Node] | None:
+    """The placeholders of a checkpointed region that ``value`` becomes; None if ``call`` runs no such region."""
+    if call.target is not CHECKPOINTED_REGION or not isinstance(call.args[0], fx.Node):
+        return None
+    body, *operands = call.args
+    assert call.graph.owning_module is not None
+    region = getattr(call.graph.owning_module, str(body.target))
+    if len(body.users) != 1 or len(call.graph.find_nodes(op="get_attr", target=body.target)) != 1:
+        return None  # run twice, perhaps on different values
+    placeholders = region.graph.find_nodes(op="placeholder")
+    return [inner for inner, operand in zip(placeholders, operands, strict=True) if operand is value]
+
+
+def _locals_of(placeholders: list[fx.Node]) -> list[fx.Node]:
+    return [user for entrance in placeholders for user in entrance.users if _is_plain_to_local(user)]
+
+
 def _can_cross(uses: list[fx.Node]) -> bool:
     """True when only gathers read the shard, or (at one rank) nothing gathers it."""
-    if not all(map(_is_plain_to_local, uses)):
-        return False
     readers = [reader for use in uses for reader in use.users]
     return len({reader.target is UNSHARD for reader in readers}) <= 1
 
