@@ -6,11 +6,20 @@ project may import a private torch name.
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch._guards import detect_fake_mode  # checked: 2.13
 from torch.distributed.constants import default_pg_timeout
 
-__all__ = ["detect_fake_mode", "group_by_name", "group_store", "group_timeout_seconds"]
+__all__ = ["detect_fake_mode", "group_by_name", "group_store", "group_timeout_seconds", "in_recomputation"]
+
+
+def in_recomputation() -> bool:
+    """True where a checkpointed region runs again: in a backward, with gradients enabled (checked: 2.13).
+
+    A hook in a backward with ``create_graph=True`` looks the same.
+    """
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:

@@ -17,12 +17,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ._compat import in_recomputation
 from .errors import AlreadyShardedError, ParameterStateError, ShardingError
 from .ops import UNSHARD
 
 #: Where a module keeps the slots of its sharded parameters, and a unit root its unit.
 SLOTS = "_graphshard_slots"
 UNIT = "_graphshard_unit"
+
+#: Attributes under which ``checkpoint_wrapper`` and ``torch.compile`` keep the module they wrap.
+_WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
 
 
 @dataclass(eq=False)
@@ -53,7 +57,8 @@ class Unit:
 class ParameterSlot:
     """One sharded parameter: where it lives and how it is gathered and reduced.
 
-    ``arguments`` are the arguments of ``graphshard::unshard`` after the shard.
+    ``arguments`` are the arguments of ``graphshard::unshard`` after the shard; ``version`` is the
+    shard's version counter when an uncompiled forward last read it.
     """
 
     unit: Unit
@@ -66,6 +71,7 @@ class ParameterSlot:
     reduce_op: str
     grad_scale: float
     arguments: tuple[Any, ...] = ()
+    version: int | None = None
 
     def refresh(self) -> None:
         """Rebuilds ``arguments`` after the name, the unit's label or its place changed."""
@@ -97,10 +103,14 @@ class FSDPModule:
 
 
 def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
-    """What ``module.<name>`` is: the DTensor outside of a forward, the full tensor inside."""
+    """What ``module.<name>`` is: the DTensor outside of a forward, the full tensor inside.
+
+    A checkpointed region that runs again in a backward counts as inside, whether it is entered
+    through a unit's forward or not.
+    """
     param = module._parameters[name]
     slot: ParameterSlot = module.__dict__[SLOTS][name]
-    if param is None or not slot.unit.tree.in_forward:
+    if param is None or not (slot.unit.tree.in_forward or _in_recomputation()):
         return param
     if not isinstance(param, DTensor):
         raise ParameterStateError(
@@ -110,9 +120,31 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     local = param.to_local()
     if local.device.type == "meta":
         raise_for_meta(slot.unit.tree)
+    if not torch.compiler.is_compiling():
+        _check_version(slot, param)
     if slot.group_size == 1:
         return local
     return UNSHARD(local, *slot.arguments)
+
+
+def _in_recomputation() -> bool:
+    # Dynamo cannot trace the question; what it traces is entered through a unit's forward.
+    return not torch.compiler.is_compiling() and in_recomputation()
+
+
+def _check_version(slot: ParameterSlot, param: DTensor) -> None:
+    """A recomputation must gather what the forward gathered."""
+    if not torch.is_grad_enabled():
+        return
+    version = param._local_tensor._version
+    if not in_recomputation():
+        slot.version = version
+    elif slot.version not in (None, version):
+        raise ParameterStateError(
+            f"parameter {slot.name} changed in place after the forward that a checkpointed region now runs "
+            "again, so old activations would meet new weights: run backward() before optimizer.step() "
+            "or load_state_dict()"
+        )
 
 
 def raise_for_meta(tree: Tree) -> NoReturn:
@@ -214,7 +246,8 @@ def relabel(roots: Iterable[nn.Module]) -> None:
     seen: set[int] = set()
     for index, root in enumerate(roots):
         prefix = f"{index}." if len(roots) > 1 else ""
-        for path, module in root.named_modules():
+        for wrapped_path, module in root.named_modules():
+            path = _without_wrappers(wrapped_path)
             unit = module.__dict__.get(UNIT)
             if unit is not None and unit is not outer and id(unit) not in seen:
                 seen.add(id(unit))
@@ -227,6 +260,11 @@ def relabel(roots: Iterable[nn.Module]) -> None:
         for module in root.modules():
             for slot in module.__dict__.get(SLOTS, {}).values():
                 slot.refresh()
+
+
+def _without_wrappers(path: str) -> str:
+    """The path in the state dict: wrappers that checkpoint or compile a module are no part of it."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 def _label(unit: Unit, path: str, module: nn.Module) -> str:
