@@ -24,6 +24,7 @@ from .errors import AlreadyShardedError, ShardingError, StaleOptimizerError, Uns
 from .mesh import MeshAxis, axis_of
 from .module import SLOTS, UNIT, FSDPModule, ParameterSlot, Tree, Unit, relabel, sharded_class
 from .params import padded_shape, shard_shape
+from .versions import watch_optimizers
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound="nn.Module | list[nn.Module]")
 
@@ -78,6 +79,7 @@ def fully_shard(
     fresh = [entry for entry in owned if not _is_sharded(entry) and not hasattr(entry.param, _SUCCESSOR)]
     _check_parameters(fresh, mesh)
     _refuse_stale_optimizers(fresh)
+    watch_optimizers()
     unit = Unit(tree=Tree(), modules=modules, reshard_after_forward=reshard_after_forward)
     _move_buffers(modules, mesh)
     for entry in owned:

@@ -21,6 +21,7 @@ from ._compat import detect_fake_mode
 from .errors import ParameterStateError
 from .ops import UNSHARD
 from .params import padded_shape
+from .versions import Version, version_of
 
 #: How Dynamo writes ``torch.utils.checkpoint``: (body, *operands), the body a graph of its own.
 CHECKPOINTED_REGION = torch.ops.higher_order.tag_activation_checkpoint
@@ -60,7 +61,7 @@ def cross_boundary(
         placeholders = _followed(placeholder) if isinstance(example, DTensor) else None
         if placeholders is None or not _can_cross(locals_ := _locals_of(placeholders)):
             continue
-        shape, dim = _padded(locals_, example)
+        (shape, dim), names = _padded(locals_, example), _names(locals_)
         inputs[position] = _fake_shard(example, shape)
         for entrance in placeholders:
             entrance.meta["example_value"] = inputs[position]
@@ -69,7 +70,7 @@ def cross_boundary(
         for local in locals_:
             local.replace_all_uses_with(local.args[0])
             local.graph.erase_node(local)
-        crossings.append(Crossing(position=position, shape=shape, dim=dim, names=_names(locals_)))
+        crossings.append(Crossing(position=position, shape=shape, dim=dim, names=names))
     for module in touched:
         module.recompile()
     compiled = compile_graph(gm, inputs)
@@ -160,7 +161,7 @@ def _at_runtime(
         for crossing, shard in zip(differentiable, shards, strict=True):
             values[crossing.position] = shard
         read = [
-            _ReadShard(crossing.names[0], param._local_tensor, param._local_tensor._version)
+            _ReadShard(crossing.names[0], param, version_of(param))
             for crossing, param in ((crossing, args[crossing.position]) for crossing in crossings)
             if not regathered.isdisjoint(crossing.names)
         ]
@@ -173,25 +174,25 @@ def _at_runtime(
 
 
 class _ReadShard(NamedTuple):
-    """A shard that a backward will gather again, and its version counter in the forward."""
+    """A parameter that a backward will gather again, and its version in the forward."""
 
     name: str
-    local: Tensor
-    version: int
+    param: DTensor
+    version: Version
 
 
 def _refuse_changed(outputs: Any, entrance: Any, read: list[_ReadShard]) -> None:
     """Makes the backward of ``outputs`` raise, on every rank alike, if a shard has changed by then.
 
-    Autograd's own check of saved tensors does not know the parameter, and misses a shard that was
-    copied to be padded: some ranks would raise and the others wait for them.
+    Autograd's own check of saved tensors does not know the parameter, and misses in-place ops on
+    the DTensor, and shards that were copied to be padded: some ranks would raise and others wait.
     """
     compiled = _reader_of(entrance, outputs)
     if compiled is None:
         return
 
     def check(_: Any) -> None:
-        changed = [shard.name for shard in read if shard.local._version != shard.version]
+        changed = [shard.name for shard in read if version_of(shard.param) != shard.version]
         if changed:
             raise ParameterStateError(
                 f"parameter(s) {', '.join(changed)} changed in place after the forward whose backward now "

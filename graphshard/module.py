@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from ._compat import in_recomputation
 from .errors import AlreadyShardedError, ParameterStateError, ShardingError
 from .ops import UNSHARD
+from .versions import Version, version_of
 
 #: Where a module keeps the slots of its sharded parameters, and a unit root its unit.
 SLOTS = "_graphshard_slots"
@@ -58,7 +59,7 @@ class ParameterSlot:
     """One sharded parameter: where it lives and how it is gathered and reduced.
 
     ``arguments`` are the arguments of ``graphshard::unshard`` after the shard; ``version`` is the
-    shard's version counter when an uncompiled forward last read it.
+    its version when an uncompiled forward last read it.
     """
 
     unit: Unit
@@ -71,7 +72,7 @@ class ParameterSlot:
     reduce_op: str
     grad_scale: float
     arguments: tuple[Any, ...] = ()
-    version: int | None = None
+    version: Version | None = None
 
     def refresh(self) -> None:
         """Rebuilds ``arguments`` after the name, the unit's label or its place changed."""
@@ -136,7 +137,7 @@ def _check_version(slot: ParameterSlot, param: DTensor) -> None:
     """A recomputation must gather what the forward gathered."""
     if not torch.is_grad_enabled():
         return
-    version = param._local_tensor._version
+    version = version_of(param)
     if not in_recomputation():
         slot.version = version
     elif slot.version not in (None, version):

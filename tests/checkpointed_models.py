@@ -21,7 +21,7 @@ class Block(nn.Module):
         self.region = region
         self.norm = nn.LayerNorm(width)
         drop = nn.Dropout(dropout) if dropout else nn.Identity()
-        self.feed_forward = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), drop, nn.Linear(hidden, width))
+        self.feed_forward = nn.Sequential(nn.Linear(width, hidden), nn.Tanh(), drop, nn.Linear(hidden, width))
 
     def body(self, x: Tensor) -> Tensor:
         return x + self.feed_forward(self.norm(x))
