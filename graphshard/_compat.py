@@ -18,8 +18,17 @@ __all__ = [
     "group_by_name",
     "group_store",
     "group_timeout_seconds",
+    "in_recomputation",
     "queue_after_backward",
 ]
+
+
+def in_recomputation() -> bool:
+    """True where a checkpointed region runs again: in a backward, with gradients enabled (checked: 2.13).
+
+    A hook in a backward with ``create_graph=True`` looks the same.
+    """
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:

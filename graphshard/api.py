@@ -34,6 +34,7 @@ from .module import sharded_class
 from .naming import relabel
 from .params import padded_rows, padded_shape, shard_shape
 from .unit import SLOTS, UNIT, ParameterSlot, Tree, Unit
+from .versions import watch_optimizers
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound="nn.Module | list[nn.Module]")
 
@@ -92,6 +93,7 @@ def fully_shard(
     fresh = [entry for entry in owned if not _is_sharded(entry) and not hasattr(entry.param, _SUCCESSOR)]
     _check_parameters(fresh, mesh)
     _refuse_stale_optimizers(fresh)
+    watch_optimizers()
     unit = Unit(
         tree=Tree(), modules=modules, reshard_after_forward=reshard_after_forward, mp_policy=mp_policy
     )

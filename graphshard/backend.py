@@ -43,6 +43,7 @@ from .inductor import (
 from .ops import REDUCE_GRAD, UNSHARD
 from .options import BackendOptions
 from .pipeline import PassRecord, Pipeline
+from .rewrite import output_values
 
 JOINT_PIPELINE = Pipeline(passes.MergeUnshards(), passes.SpreadParameters(), passes.TagRecompute())
 
@@ -83,7 +84,7 @@ def graphshard(
         with functorch_patch():
             return compile_fx(graph, inputs, inner_compile=compilation.compile_half, config_patches=patches)
 
-    return cross_boundary(gm, example_inputs, compile_graph)
+    return cross_boundary(gm, example_inputs, compile_graph, compilation.regathered)
 
 
 def _warn_if_never_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -113,6 +114,8 @@ class _Compilation:
     index: int
     patches: Mapping[str, Any] = field(default_factory=dict)
     context: PassContext = field(default_factory=PassContext)
+    regathered: set[str] = field(default_factory=set)
+    """Names of the parameters whose shards the forward keeps for the backward."""
 
     def run_joint(self, gm: fx.GraphModule) -> None:
         """The joint passes; remembers mesh and parameters for the halves."""
@@ -167,6 +170,10 @@ class _Compilation:
             self._dump_records(half, half_pipeline(self.options).run(gm, context))
             if self.options.verify != "off":
                 self._agree(gm, context, half)
+        if half == "forward":
+            kept = [value for value in output_values(gm.graph) if isinstance(value, fx.Node)]
+            bindings = [context.binding(value.name) for value in kept if value.op == "placeholder"]
+            self.regathered.update(binding.name for binding in bindings if binding is not None)
         planned = planned_order(gm)
         pin_order(gm)
         compiled = compile_fx_inner(gm, example_inputs, **kwargs)

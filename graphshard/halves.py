@@ -113,14 +113,13 @@ class Half:
         if all(map(self._is_plain, units.values())):
             self.compile()
             return self._compiled[PLAIN](args)
-        selection = self._select(units, args)
-        values = [*args, *self._extra_inputs(selection, units, args)]
+        selection = self._select(units)
+        values = [*args, *self._extra_inputs(selection, units)]
         self._release(units)
         self.compile(selection)
-        kept_shards = [args[self._gathers[index].shard] for index in selection.kept]
         args.clear()
         outputs = list(self._compiled[selection](values))
-        return self._distribute(selection, units, kept_shards, outputs)
+        return self._distribute(selection, units, outputs)
 
     def _is_plain(self, unit: Unit) -> bool:
         if unit.is_gathered or unit.tree.waiting:
@@ -129,13 +128,13 @@ class Half:
             return unit.reduce_grads and unit.all_reduce_grads
         return not unit.keeps_from_forward
 
-    def _select(self, units: dict[int, Unit], args: Sequence[Any]) -> Selection:
+    def _select(self, units: dict[int, Unit]) -> Selection:
         chosen: dict[str, list[int]] = {name: [] for name in Selection.__slots__}
         for index, gather in enumerate(self._gathers):
             unit = units.get(gather.handle)
             if unit is None or gather.shard < 0:
                 continue
-            if unit.gathered_value(gather.name, args[gather.shard]) is not None:
+            if unit.gathered_value(gather.name) is not None:
                 chosen["supplied"].append(index)
             elif not self.is_backward and unit.keeps_from_forward:
                 chosen["kept"].append(index)
@@ -143,7 +142,8 @@ class Half:
             unit = units.get(reduction.handle)
             if unit is None:
                 continue
-            if reduction.output < 0:
+            all_reduce = unit.all_reduce_grads or not reduction.has_replicas
+            if reduction.output < 0 and not (unit.reduce_grads and all_reduce):
                 raise UnsupportedShardingError(
                     f"parameter {reduction.name} is read in several ways whose gradients are added after their "
                     "reductions, so they cannot be accumulated unreduced; read it in one way only"
@@ -151,7 +151,6 @@ class Half:
             if not unit.reduce_grads:
                 chosen["unreduced"].append(index)
                 continue
-            all_reduce = unit.all_reduce_grads or not reduction.has_replicas
             if reduction.name in unit.unreduced:
                 chosen["with_unreduced"].append(index)
             if not all_reduce:
@@ -160,13 +159,11 @@ class Half:
                 chosen["with_partial"].append(index)
         return Selection(**{name: tuple(indices) for name, indices in chosen.items()})
 
-    def _extra_inputs(
-        self, selection: Selection, units: dict[int, Unit], args: Sequence[Any]
-    ) -> list[Tensor]:
+    def _extra_inputs(self, selection: Selection, units: dict[int, Unit]) -> list[Tensor]:
         extra = []
         for index in selection.supplied:
             gather = self._gathers[index]
-            extra.append(units[gather.handle].gathered_value(gather.name, args[gather.shard]))
+            extra.append(units[gather.handle].gathered_value(gather.name))
         for index in selection.with_unreduced:
             reduction = self._reductions[index]
             extra.append(units[reduction.handle].unreduced.pop(reduction.name))
@@ -189,16 +186,15 @@ class Half:
         self,
         selection: Selection,
         units: dict[int, Unit],
-        kept_shards: list[Tensor],
         outputs: list[Any],
     ) -> list[Any]:
         """Hands the variant's additional results to the units; returns what AOTAutograd expects."""
         if selection.kept:
             kept = outputs[-len(selection.kept) :]
             del outputs[-len(selection.kept) :]
-            for index, shard, full in zip(selection.kept, kept_shards, kept, strict=True):
+            for index, full in zip(selection.kept, kept, strict=True):
                 gather = self._gathers[index]
-                units[gather.handle].keep(gather.name, shard, full)
+                units[gather.handle].keep(gather.name, full)
         for index in selection.unreduced:
             reduction = self._reductions[index]
             units[reduction.handle].add_unreduced(reduction.name, outputs[reduction.output])

@@ -81,7 +81,9 @@ def config_patches(user: Mapping[str, Any]) -> dict[str, Any]:
             "graphshard has scheduled; leave them out"
         )
     if unknown := sorted(name for name in user if not _has(name)):
-        raise OptionError(f"graphshard backend: Inductor has no option(s) {', '.join(unknown)}")
+        elsewhere = [name for name in unknown if hasattr(functorch_config, name)]
+        hint = f"; set torch._functorch.config.{elsewhere[0]} instead" if elsewhere else ""
+        raise OptionError(f"graphshard backend: Inductor has no option(s) {', '.join(unknown)}{hint}")
     return {**_DEFAULTS, **user, **{name: value for name, value in _KEEP_ORDER.items() if _has(name)}}
 
 

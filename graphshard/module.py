@@ -14,22 +14,50 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._compat import in_recomputation
 from .casts import cast_tensors, move_tensors
-from .errors import ShardingError
+from .errors import ParameterStateError, ShardingError
 from .fsdp_module import FSDPModule
 from .ops import UNSHARD
 from .unit import SLOTS, UNIT, ParameterSlot, Unit, local_shard
+from .versions import version_of
 
 
 def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
-    """What ``module.<name>`` is: the parameter outside of a forward, the full tensor inside."""
+    """What ``module.<name>`` is: the parameter outside of a forward, the full tensor inside.
+
+    A checkpointed region that runs again in a backward counts as inside, whether it is entered
+    through a unit's forward or not.
+    """
     param = module._parameters[name]
     slot: ParameterSlot = module.__dict__[SLOTS][name]
     unit = slot.unit
-    if param is None or not unit.tree.in_forward:
+    if param is None or not (unit.tree.in_forward or _in_recomputation()):
         return param
     local = local_shard(slot)
+    if not torch.compiler.is_compiling():
+        _check_version(slot)
     return UNSHARD(local, unit.handle, *slot.arguments) if slot.needs_op else local
+
+
+def _in_recomputation() -> bool:
+    # Dynamo cannot trace the question; what it traces is entered through a unit's forward.
+    return not torch.compiler.is_compiling() and in_recomputation()
+
+
+def _check_version(slot: ParameterSlot) -> None:
+    """A recomputation must gather what the forward gathered."""
+    if not torch.is_grad_enabled():
+        return
+    version = version_of(slot.param)
+    if not in_recomputation():
+        slot.version = version
+    elif slot.version not in (None, version):
+        raise ParameterStateError(
+            f"parameter {slot.name} changed in place after the forward that a checkpointed region now runs "
+            "again, so old activations would meet new weights: run backward() before optimizer.step() "
+            "or load_state_dict()"
+        )
 
 
 def _make_property(name: str) -> property:

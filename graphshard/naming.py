@@ -8,6 +8,9 @@ from torch import nn
 
 from .unit import SLOTS, UNIT, Unit
 
+#: Attributes under which ``checkpoint_wrapper`` and ``torch.compile`` keep the module they wrap.
+_WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
+
 
 def relabel(roots: Iterable[nn.Module]) -> None:
     """Names parameters and units as seen from ``roots`` and puts all units below into one tree."""
@@ -17,7 +20,8 @@ def relabel(roots: Iterable[nn.Module]) -> None:
     seen: set[int] = set()
     for index, root in enumerate(roots):
         prefix = f"{index}." if len(roots) > 1 else ""
-        for path, module in root.named_modules():
+        for wrapped_path, module in root.named_modules():
+            path = _without_wrappers(wrapped_path)
             unit = module.__dict__.get(UNIT)
             if unit is not None and unit is not outer and id(unit) not in seen:
                 seen.add(id(unit))
@@ -30,6 +34,11 @@ def relabel(roots: Iterable[nn.Module]) -> None:
         for module in root.modules():
             for slot in module.__dict__.get(SLOTS, {}).values():
                 slot.refresh()
+
+
+def _without_wrappers(path: str) -> str:
+    """The path in the state dict: wrappers that checkpoint or compile a module are no part of it."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 def _label(unit: Unit, path: str, module: nn.Module) -> str:

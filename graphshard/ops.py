@@ -54,13 +54,13 @@ def unshard(
         group_name, replicate_axis, replicate_size, replicate_group, reduce_dtype, divide_factor, force_sum,
     )  # fmt: skip
     owner = unit_of(handle)
-    kept = owner.gathered_value(name, shard) if owner is not None else None
+    kept = owner.gathered_value(name) if owner is not None else None
     if kept is not None:
         return kept.view(kept.shape)  # a tensor of its own: autograd writes on it
     full = emit_unshard(EagerEmitter(), call)
     full = full.clone() if full is shard else full
     if owner is not None and owner.keeps_from_forward:
-        owner.keep(name, shard, full)
+        owner.keep(name, full)
     return full
 
 

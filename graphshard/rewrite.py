@@ -33,7 +33,14 @@ class GraphEmitter:
         self.graph = graph
         self._meta = dict(extra_meta or {})
         if origin is not None:
-            for key in ("stack_trace", "nn_module_stack", "seq_nr", "original_aten", "partitioner_tag"):
+            for key in (
+                "stack_trace",
+                "nn_module_stack",
+                "seq_nr",
+                "original_aten",
+                "partitioner_tag",
+                "custom",
+            ):
                 if key in origin.meta:
                     self._meta[key] = origin.meta[key]
 

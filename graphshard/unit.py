@@ -25,6 +25,7 @@ from .collectives import ALL_GATHER, WAIT, EagerEmitter, emit_cast, emit_pad
 from .errors import ParameterStateError
 from .mesh import NO_AXIS, MeshAxis
 from .params import ReduceGradCall, UnshardCall, gradient_call, padded_shape
+from .versions import Version, version_of
 
 #: Where a module keeps the slots of its sharded parameters, and a unit's modules and handle the unit.
 SLOTS = "_graphshard_slots"
@@ -83,6 +84,7 @@ class ParameterSlot:
         owners: the modules that hold it, with its name in each; several when it is tied.
         arguments: what follows shard and handle in a call of ``graphshard::unshard``.
         hidden: the sharded parameter, while the owners show the gathered one.
+        version: its version when an uncompiled forward last read it.
     """
 
     unit: Unit
@@ -95,6 +97,7 @@ class ParameterSlot:
     arguments: tuple[Any, ...] = ()
     needs_op: bool = True
     hidden: nn.Parameter | None = None
+    version: Version | None = None
 
     @property
     def param(self) -> nn.Parameter:
@@ -164,7 +167,7 @@ class _Gathered:
     """A full parameter, and the version its shard had when it was gathered."""
 
     full: Tensor
-    version: int
+    version: Version
 
 
 @dataclass(eq=False, kw_only=True)
@@ -234,14 +237,17 @@ class Unit:
         """Whether what a forward gathers stays gathered for the forwards after it."""
         return not self.reshards and not self.reshard_after_backward
 
-    def gathered_value(self, name: str, shard: Tensor) -> Tensor | None:
-        """The full parameter if it is gathered, and ``shard`` has not changed since."""
+    def gathered_value(self, name: str) -> Tensor | None:
+        """The full parameter if it is gathered, and its shard has not changed since."""
         kept = self._gathered.get(name)
-        return kept.full if kept is not None and kept.version == _version(shard) else None
+        return kept.full if kept is not None and kept.version == self._version_of(name) else None
 
-    def keep(self, name: str, shard: Tensor, full: Tensor) -> None:
+    def keep(self, name: str, full: Tensor) -> None:
         """Keeps a gathered parameter until the unit is resharded or its shard changes."""
-        self._gathered[name] = _Gathered(full.detach(), _version(shard))
+        self._gathered[name] = _Gathered(full.detach(), self._version_of(name))
+
+    def _version_of(self, name: str) -> Version:
+        return version_of(self.slot_of(name).param)
 
     @property
     def is_gathered(self) -> bool:
@@ -252,9 +258,8 @@ class Unit:
         """Starts gathering every parameter that is not gathered: one collective per dtype and group."""
         missing = []
         for slot in self.slots:
-            local = local_shard(slot)
-            if self.gathered_value(slot.name, local) is None:
-                missing.append((slot, local))
+            if self.gathered_value(slot.name) is None:
+                missing.append((slot, local_shard(slot)))
         return PendingGather.start(self, missing)
 
     def reshard(self) -> None:
@@ -354,13 +359,13 @@ class PendingGather:
             sizes = [int(torch.Size(shape).numel()) for shape in shapes]
             group_size = owners[0][0].axis.size
             flat = UNPACK(WAIT(gathered) if group_size > 1 else gathered, group_size, sizes)
-            for (slot, local), shape, piece in zip(owners, shapes, flat, strict=True):
+            for (slot, _), shape, piece in zip(owners, shapes, flat, strict=True):
                 by_rank = piece.view(group_size, *shape).unbind(0)
                 full = torch.cat(by_rank, slot.dim).narrow(slot.dim, 0, slot.shape[slot.dim]).contiguous()
-                self._unit.keep(slot.name, local, full)
+                self._unit.keep(slot.name, full)
         self._parts.clear()
         for slot in self._unit.slots:
-            kept = self._unit.gathered_value(slot.name, local_shard(slot))
+            kept = self._unit.gathered_value(slot.name)
             if kept is not None:
                 slot.show(kept)
 
@@ -397,10 +402,6 @@ def local_shard(slot: ParameterSlot) -> Tensor:
 def slots_of(module: nn.Module) -> Iterator[tuple[str, ParameterSlot]]:
     """The sharded parameters that a module holds itself, by attribute name."""
     yield from module.__dict__.get(SLOTS, {}).items()
-
-
-def _version(shard: Tensor) -> int:
-    return -1 if shard.is_inference() else shard._version
 
 
 def _add(grads: dict[str, Tensor], name: str, grad: Tensor) -> None:

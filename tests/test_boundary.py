@@ -8,7 +8,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 
-from graphshard.boundary import Crossing, cross_boundary, padded_local
+from graphshard.boundary import CHECKPOINTED_REGION, Crossing, cross_boundary, padded_local
 from graphshard.ops import UNSHARD
 from graphshard.params import shard_shape
 
@@ -246,3 +246,35 @@ def test_plain_inputs_stay(fake_group):
     graph.output((graph.call_function(aten.relu.default, (graph.placeholder("x"),)),))
     gm = fx.GraphModule(torch.nn.Module(), graph)
     assert cross_boundary(gm, [torch.ones(2)], lambda graph, inputs: graph) is gm
+
+
+def _region(num_calls, extra=lambda graph, param, local: ()):
+    """A graph that hands its parameter to a checkpointed region, which gathers it, some times."""
+    body = _graph(extra)
+    graph = fx.Graph()
+    param = graph.placeholder("p")
+    root = torch.nn.Module()
+    root.body = body
+    run = graph.get_attr("body")
+    graph.output(tuple(graph.call_function(CHECKPOINTED_REGION, (run, param)) for _ in range(num_calls)))
+    return fx.GraphModule(root, graph), body
+
+
+def test_a_parameter_gathered_in_a_checkpointed_region_crosses(fake_group):
+    gm, body = _region(1)
+    compiled, entered, _ = _cross(gm, fake_group(4, 2))
+    assert entered.shape == (2, 3) and not isinstance(entered, DTensor) and compiled is not gm
+    assert not body.graph.find_nodes(op="call_method", target="to_local")
+    assert "to_local" not in body.code
+
+
+@pytest.mark.parametrize(
+    ("num_calls", "extra"),
+    [(2, lambda graph, param, local: ()), (1, lambda graph, param, local: (param,))],
+    ids=["run twice", "used otherwise"],
+)
+def test_a_checkpointed_region_that_keeps_the_dtensor(fake_group, num_calls, extra):
+    gm, body = _region(num_calls, extra)
+    compiled, entered, example = _cross(gm, fake_group(4, 2))
+    assert entered is example and compiled is gm
+    assert body.graph.find_nodes(op="call_method", target="to_local")

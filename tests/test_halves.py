@@ -10,14 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from small_graphs import LOWERING, GraphBuilder, ParameterSpec, aten, num_targets
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from graphshard.context import PassContext
 from graphshard.errors import UnsupportedShardingError
 from graphshard.halves import PLAIN, Half, Selection
+from graphshard.mesh import NO_AXIS
 from graphshard.ops import REDUCE_GRAD, UNSHARD
 from graphshard.params import ReduceGradCall, gradient_call
 from graphshard.rewrite import copy_graph, output_values
-from graphshard.unit import Tree, Unit
+from graphshard.unit import ParameterSlot, Tree, Unit
 
 NAMES = ("a", "b")
 
@@ -71,6 +75,16 @@ class Compiler:
         return self.variants[-1]
 
 
+def _slot(unit, name, shard):
+    """The slot of a parameter that is whole on every rank."""
+    mesh = init_device_mesh("cpu", (2,))
+    owner = nn.Module()
+    owner._parameters[name] = nn.Parameter(DTensor.from_local(shard, mesh, [Replicate()], run_check=False))
+    return ParameterSlot(
+        unit=unit, name=name, shape=shard.shape, dim=0, axis=NO_AXIS, owners=[(owner, name)]
+    )
+
+
 class Setup:
     """A half with two units, and what a call of it takes."""
 
@@ -78,6 +92,8 @@ class Setup:
         self.tree = Tree(_end_is_queued=is_backward)  # as if inside a backward of autograd
         self.units = [Unit(tree=self.tree, modules=[], label=name, **unit_options) for name in NAMES]
         self.shards = [torch.randn(2, 2, dtype=torch.float64) for _ in NAMES]
+        for unit, name, shard in zip(self.units, NAMES, self.shards, strict=True):
+            unit.slots.append(_slot(unit, name, shard))
         self.compiler = Compiler()
         examples = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
         self.half = Half(
@@ -129,7 +145,7 @@ def test_a_handle_that_leads_nowhere_means_the_plain_state(x):
 def test_a_gathered_parameter_is_supplied(x):
     setup = Setup(_forward(), is_backward=False, reshard_after_forward=True)
     unit, (a, b) = setup.units[1], setup.shards
-    unit.keep("b", b, torch.ones(2, 2, dtype=torch.float64))
+    unit.keep("b", torch.ones(2, 2, dtype=torch.float64))
     (result,) = setup.run(x)
     torch.testing.assert_close(result, a @ torch.ones_like(b) @ x)
     assert _inputs(setup.compiler.last) == [*FORWARD_INPUTS, "gathered_1"]
@@ -142,8 +158,9 @@ def test_a_gathered_parameter_is_supplied(x):
 def test_a_parameter_whose_shard_changed_is_gathered_again(x):
     setup = Setup(_forward(), is_backward=False)
     a, b = setup.shards
-    setup.units[0].keep("a", a, torch.ones(2, 2, dtype=torch.float64))
-    a.add_(1.0)
+    setup.units[0].keep("a", torch.ones(2, 2, dtype=torch.float64))
+    with torch.no_grad():
+        setup.units[0].slot_of("a").param.add_(1.0)
     torch.testing.assert_close(setup.run(x), [a @ b @ x])
     assert list(setup.half._compiled) == [PLAIN]
 
@@ -154,7 +171,7 @@ def test_a_forward_keeps_what_is_not_freed_by_the_backward(x):
     a, b = setup.shards
     for _ in range(3):
         torch.testing.assert_close(setup.run(x), [a @ b @ x])
-    assert torch.equal(setup.units[0].gathered_value("a", a), a)
+    assert torch.equal(setup.units[0].gathered_value("a"), a)
     assert not setup.units[1].is_gathered
     assert list(setup.half._compiled) == [Selection(kept=(0,)), Selection(supplied=(0,))]
     assert len(output_values(setup.compiler.variants[0].gm.graph)) == 2
@@ -163,7 +180,7 @@ def test_a_forward_keeps_what_is_not_freed_by_the_backward(x):
 def test_a_backward_frees_what_the_forward_kept_in_the_first_place(x):
     setup = Setup(_backward(), is_backward=True, reshard_after_forward=False)
     for unit, name, shard in zip(setup.units, NAMES, setup.shards, strict=True):
-        unit.keep(name, shard, shard.clone())
+        unit.keep(name, shard.clone())
     setup.units[1].reshard_after_backward = False
     setup.run(x)
     assert list(setup.half._compiled) == [Selection(supplied=(0,))]

@@ -195,6 +195,11 @@ def test_options_inductor_lacks_are_refused():
         config_patches({"triton.fly": 1, "fuse_it_all": True})
 
 
+def test_option_of_functorch_is_refused_with_its_place():
+    with pytest.raises(OptionError, match=r"set torch\._functorch\.config\.activation_memory_budget instead"):
+        config_patches({"activation_memory_budget": 0.5})
+
+
 def test_user_options_arrive():
     patches = config_patches({"max_autotune": True, "triton.cudagraphs": False})
     assert patches["max_autotune"] is True and patches["triton.cudagraphs"] is False

@@ -18,7 +18,13 @@ ROOT = Path(__file__).parent.parent
 #: All modules, lowest layer first. A module may import from lower layers only.
 LAYERS: tuple[tuple[str, ...], ...] = (
     # errors, and the words of the mesh and the parameters
-    ("graphshard.errors", "graphshard.params", "graphshard.mesh", "graphshard._compat"),
+    (
+        "graphshard.errors",
+        "graphshard.params",
+        "graphshard.mesh",
+        "graphshard._compat",
+        "graphshard.versions",
+    ),
     # ops, collectives, typed edits
     ("graphshard.collectives", "graphshard.buckets", "graphshard.rewrite", "graphshard.casts", "graphshard.spread"),
     # a unit and its state; the ops find it
@@ -76,6 +82,7 @@ TOLERATED_PRIVATE = {
 #: Memoised functions, with the reason why their memory is harmless.
 TOLERATED_CACHES = {
     "graphshard.module.sharded_class": "equal blocks must share one class; a pure function of its arguments",
+    "graphshard.versions.watch_optimizers": "registers one hook with torch, once a process; returns nothing",
 }
 
 MUTATORS = {
