@@ -50,10 +50,10 @@ def half_pipeline(options: BackendOptions) -> Pipeline:
     steps: list[Any] = []
     if options.bucket == "unit":
         steps.append(passes.BucketCollectives())
-    if options.overlap:
-        steps.append(passes.ScheduleCollectives())
-    else:
+    if options.overlap is False:
         steps.append(passes.ScheduleCollectives(prefetch=0, reductions_in_flight=1))
+    else:
+        steps.append(passes.ScheduleCollectives(memory="any" if options.overlap == "always" else "free"))
     return Pipeline(*steps, given=JOINT_PIPELINE.facts_at_end)
 
 

@@ -127,23 +127,13 @@ def kept_inputs(gm: fx.GraphModule) -> list[fx.Node]:
     return inputs
 
 
-def held_bytes(collective: fx.Node) -> int:
-    """What one started gather or reduction holds until its wait besides its output: input and copies.
-
-    The output is left out because a reduction's outlives the wait.
-    """
-    return sum(map(_tensor_bytes, (arg.meta["val"] for arg in collective.all_input_nodes))) + copied_bytes(
-        collective
-    )
-
-
 def copied_bytes(collective: fx.Node) -> int:
     """Bytes of the copies that the backend makes while the collective runs."""
     output = collective.meta["val"]
     device = _tensors(output)[0].device.type
     of_input, of_output = BACKEND_COPIES.get(device, {}).get(collective.target, (0, 0))
-    input_bytes = sum(_tensor_bytes(arg.meta["val"]) for arg in collective.all_input_nodes)
-    return of_input * input_bytes + of_output * _tensor_bytes(output)
+    input_bytes = sum(tensor_bytes(arg.meta["val"]) for arg in collective.all_input_nodes)
+    return of_input * input_bytes + of_output * tensor_bytes(output)
 
 
 @dataclass(eq=False, slots=True)
@@ -166,7 +156,7 @@ class MemoryModel:
 
     def __init__(self, gm: fx.GraphModule, *, kept: Iterable[fx.Node]) -> None:
         kept = set(kept)
-        self.kept_bytes = sum(_tensor_bytes(node.meta.get("val")) for node in kept)
+        self.kept_bytes = sum(tensor_bytes(node.meta.get("val")) for node in kept)
         self._made: list[_Buffer] = []
         self._seen: dict[fx.Node, tuple[_Buffer, ...]] = {}
         for node in gm.graph.nodes:
@@ -211,6 +201,14 @@ class MemoryModel:
             live_at_peak=tuple(sorted(at_peak, key=lambda value: -value.num_bytes)),
         )
 
+    def held_bytes(self, collective: fx.Node) -> int:
+        """What a started collective holds until its wait besides its output: its input and copies.
+
+        The output is left out because that of a reduction outlives the wait. An input that the caller
+        keeps counts nothing.
+        """
+        return sum(buffer.num_bytes for buffer in set(self._read(collective))) + copied_bytes(collective)
+
     def _look(self, node: fx.Node) -> Iterator[_Buffer]:
         """The buffers that reading ``node`` reads; makes those that ``node`` allocates."""
         if node.op == "get_attr" or node.op == "output":
@@ -226,7 +224,7 @@ class MemoryModel:
         for index, value in enumerate(_tensors(node.meta.get("val"))):
             is_tuple = isinstance(node.meta["val"], (tuple, list))
             name = f"{node.name}[{index}]" if is_tuple else node.name
-            buffer = _Buffer(name, _tensor_bytes(value), node)
+            buffer = _Buffer(name, tensor_bytes(value), node)
             self._made.append(buffer)
             yield buffer
 
@@ -320,7 +318,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [part for part in value if isinstance(part, torch.Tensor)] if isinstance(value, (tuple, list)) else []
 
 
-def _tensor_bytes(value: Any) -> int:
+def tensor_bytes(value: Any) -> int:
     """Bytes of a tensor or a tuple of tensors."""
     return sum(_hint(tensor.numel()) * tensor.element_size() for tensor in _tensors(value))
 

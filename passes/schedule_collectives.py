@@ -30,19 +30,23 @@ Numerics: bitwise exact.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
 from graphshard.buckets import UNPACK
-from graphshard.collectives import ALL_GATHER, REDUCE_SCATTER, is_collective, is_wait, short_name
+from graphshard.collectives import is_collective, is_wait, short_name
 from graphshard.context import PassContext
 from graphshard.errors import OptionError
 from graphshard.facts import Fact
+from graphshard.memory import MemoryModel, fusion_runs, is_view, kept_inputs, tensor_bytes
 from graphshard.pipeline import PassReport
-from graphshard.provenance import is_layout, shards_behind
+from graphshard.placement import Decisions, Movable, Placement
 from graphshard.rewrite import apply_order
+
+_MEMORY = ("free", "any")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +54,10 @@ class ScheduleCollectives:
     """See the module docstring.
 
     Attributes:
-        prefetch: how many gathers ahead of use one starts; 0 starts each right before its wait.
+        prefetch: how many gathers ahead of use one may start; 0 starts each right before its wait.
         reductions_in_flight: reductions that may be open at a time, at least 1.
+        memory: "free" overlaps only where the predicted peak of this graph stays what it is without
+            overlap; "any" overlaps whatever it costs.
     """
 
     name: ClassVar[str] = "schedule_collectives"
@@ -61,8 +67,13 @@ class ScheduleCollectives:
 
     prefetch: int = 1
     reductions_in_flight: int = 2
+    memory: str = "free"
 
     def __post_init__(self) -> None:
+        if self.memory not in _MEMORY:
+            raise OptionError(
+                f"schedule_collectives: memory={self.memory!r} is unknown; known: {', '.join(map(repr, _MEMORY))}"
+            )
         if self.prefetch < 0:
             raise OptionError(f"schedule_collectives: prefetch={self.prefetch} must be at least 0")
         if self.reductions_in_flight < 1:
@@ -72,127 +83,156 @@ class ScheduleCollectives:
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
         """Counts "gathers", "reductions" placed; other collectives stay and are named as skipped."""
-        placement = _Placement(gm, ctx, prefetch=self.prefetch, in_flight=self.reductions_in_flight)
-        order = placement.order()
+        movable = Movable(gm, ctx)
+        skipped = [
+            f"{node.name} ({short_name(node)}) is not a gather of shards or a reduction"
+            for node in movable.others
+        ]
+        decisions = Decisions(prefetch=self.prefetch, in_flight=self.reductions_in_flight)
+        if self.memory == "free" and (movable.gathers or movable.reductions):
+            decisions, declined = _decide(gm, movable, decisions)
+            skipped += declined
+        order = Placement(movable, decisions).order()
         changed = order != list(gm.graph.nodes)
         if changed:
             apply_order(gm.graph, order)
         return PassReport(
             changed=changed,
-            counts={"gathers": len(placement.gathers), "reductions": len(placement.reductions)},
-            skipped=tuple(placement.skipped),
+            counts={"gathers": len(movable.gathers), "reductions": len(movable.reductions)},
+            skipped=tuple(skipped),
         )
 
 
-@dataclass
-class _Placement:
-    """Builds the new order by placing each node after what it needs, as late as it may."""
+def _decide(gm: fx.GraphModule, movable: Movable, wanted: Decisions) -> tuple[Decisions, list[str]]:
+    """What of the ``wanted`` overlap fits under the peak of the order without any.
 
-    gm: fx.GraphModule
-    ctx: PassContext
-    prefetch: int
-    in_flight: int
-    gathers: list[fx.Node] = field(default_factory=list)
-    reductions: list[fx.Node] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
+    The sequence of starts is the one of the wanted order whatever the sizes of activations are, so
+    it is equal on ranks whose batches differ; only where the starts stand among compute is decided
+    here, collective by collective in this sequence. The first order has each start as late, and each
+    wait as early, as the sequence allows; every move away from it adds the bytes that the collective
+    holds to the nodes it moves past.
+    """
+    model = MemoryModel(gm, kept=kept_inputs(gm))
+    budget_bytes = model.timeline(Placement(movable, Decisions()).order()).peak_bytes
+    sequence = [node for node in Placement(movable, wanted).order() if is_collective(node)]
+    latest = Placement(movable, Decisions(sequence=sequence)).order()
+    fitting = _Fitting(movable, model, wanted, latest, budget_bytes)
+    for collective in sequence:
+        fitting.floor = max(fitting.floor, fitting.place(collective))
+    decisions = Decisions(
+        in_flight=wanted.in_flight, sequence=sequence, starts=fitting.starts, closes=fitting.closes
+    )
+    return decisions, fitting.declined
 
-    def __post_init__(self) -> None:
-        self._placed: dict[fx.Node, None] = {}
-        self._open: list[fx.Node] = []
-        movable = []
-        for node in filter(is_collective, self.gm.graph.nodes):
-            if node.target is ALL_GATHER and shards_behind(node, self.ctx):
-                movable.append(node)
-            elif node.target is REDUCE_SCATTER:
-                self.reductions.append(node)
-            else:
-                self.skipped.append(
-                    f"{node.name} ({short_name(node)}) is not a gather of shards or a reduction"
-                )
-        self._lazy = _lazy_nodes(self.gm.graph, self.ctx, set(movable))
-        self.gathers = self._by_first_need(movable)
-        self._rank = {node: index for index, node in enumerate(self.gathers)}
 
-    def order(self) -> list[fx.Node]:
-        for placeholder in self.gm.graph.find_nodes(op="placeholder"):
-            self._place(placeholder)
-        for gather in self.gathers[: self.prefetch]:
-            self._place(gather)
-        for node in self.gm.graph.nodes:
-            if node not in self._lazy:
-                self._place(node)
-        # What nothing reads (a dead view, say) keeps existing, in front of the output.
-        unread = [node for node in self.gm.graph.nodes if node not in self._placed]
-        *rest, output = self._placed
-        return [*rest, *unread, output]
+class _Fitting:
+    """The bytes live at each node of one order, and the moves that still fit under a budget."""
 
-    def _by_first_need(self, movable: list[fx.Node]) -> list[fx.Node]:
-        """Gathers in the order in which compute first asks for them."""
-        found: dict[fx.Node, None] = {}
-        seen: set[fx.Node] = set()
-        wanted = set(movable)
+    def __init__(
+        self,
+        movable: Movable,
+        model: MemoryModel,
+        wanted: Decisions,
+        order: Sequence[fx.Node],
+        budget_bytes: int,
+    ) -> None:
+        self._movable, self._model, self._wanted = movable, model, wanted
+        self._order, self._budget_bytes = order, budget_bytes
+        self._live = list(model.timeline(order).live_bytes)
+        self._position = {node: index for index, node in enumerate(order)}
+        first, _ = fusion_runs(order)
+        self._may_stand_before = [
+            node not in movable.lazy and not is_view(node) and first[index] == index
+            for index, node in enumerate(order)
+        ]
+        #: No later start of the sequence may stand in front of this position.
+        self.floor = 0
+        self.starts: dict[fx.Node, list[fx.Node]] = {}
+        self.closes: dict[fx.Node, list[fx.Node]] = {}
+        self.declined: list[str] = []
 
-        def visit(node: fx.Node) -> None:
-            if node in seen:
-                return
-            seen.add(node)
-            for source in node.all_input_nodes:
-                visit(source)
-            if node in wanted:
-                found[node] = None
+    def place(self, collective: fx.Node) -> int:
+        """Decides for one collective; returns the position at which it starts."""
+        if collective in self._movable.gathers:
+            return self._start_early(collective)
+        if collective in self._movable.reductions:
+            self._wait_late(collective)
+        return self._position[collective]
 
-        for node in self.gm.graph.nodes:
-            if node not in self._lazy:
-                visit(node)
-        return list(found) + [node for node in movable if node not in found]
+    def _start_early(self, gather: fx.Node) -> int:
+        before, packing = self._position[gather], set(self._packing(gather))
+        while self._order[before - 1] in packing:
+            before -= 1
+        held_bytes = self._model.held_bytes(gather) + tensor_bytes(gather.meta["val"])
+        floor = max(self.floor, self._earliest(gather))
+        best = position = before
+        while position > floor and self._live[position - 1] + held_bytes <= self._budget_bytes:
+            position -= 1
+            best = position if self._may_stand_before[position] else best
+        if position > floor and any(self._may_stand_before[floor:position]):
+            self._decline(gather, "is not started before", self._order[position - 1], held_bytes)
+        if best < before:
+            self.starts.setdefault(self._order[best], []).append(gather)
+            self._hold(held_bytes, best, before)
+        return best
 
-    def _place(self, node: fx.Node) -> None:
-        if node in self._placed:
-            return
+    def _packing(self, node: fx.Node) -> Iterator[fx.Node]:
+        """What makes the input of a gather, and moves along."""
         for source in node.all_input_nodes:
-            self._place(source)
-        if node.target is REDUCE_SCATTER:
-            self._close_reductions(before=node)
-        self._placed[node] = None
-        if is_wait(node) and node.args[0] in self._rank:
-            self._unpack(node)
-            rank = self._rank[node.args[0]]
-            for upcoming in self.gathers[rank + 1 : rank + 1 + self.prefetch]:
-                self._place(upcoming)
+            if source in self._movable.lazy:
+                yield source
+                yield from self._packing(source)
 
-    def _unpack(self, wait: fx.Node) -> None:
-        """All copies out of a bucket at once: then the bucket, and later each copy, can be freed."""
-        for user in wait.users:
-            if user.target is UNPACK:
-                self._place(user)
-                for item in user.users:
-                    self._place(item)
+    def _earliest(self, gather: fx.Node) -> int:
+        """Right after the copies out of the gather ``prefetch`` places earlier, or the top."""
+        rank = self._movable.gathers.index(gather) - self._wanted.prefetch
+        if rank < 0:
+            return 0
+        return 1 + max(self._position[node] for node in self._copies_out(self._movable.gathers[rank]))
 
-    def _close_reductions(self, before: fx.Node) -> None:
-        self._open = [node for node in self._open if not any(user in self._placed for user in node.users)]
-        while len(self._open) >= self.in_flight:
-            for wait in self._open.pop(0).users:
-                self._place_with_unpacking(wait)
-        self._open.append(before)
+    def _copies_out(self, gather: fx.Node) -> Iterator[fx.Node]:
+        for wait in gather.users:
+            yield wait
+            for copies in (user for user in wait.users if user.target is UNPACK):
+                yield from (copies, *copies.users)
 
-    def _place_with_unpacking(self, node: fx.Node) -> None:
-        self._place(node)
+    def _wait_late(self, reduction: fx.Node) -> None:
+        waits = list(filter(is_wait, reduction.users))
+        if not waits:
+            return  # leaves the graph unwaited
+        waited = min(self._position[wait] for wait in waits)
+        held_bytes = self._model.held_bytes(reduction)
+        limit = self._latest_wait(reduction)
+        best = position = next(
+            index for index in range(waited, len(self._order)) if self._may_stand_before[index]
+        )
+        while position < limit and self._live[position] + held_bytes <= self._budget_bytes:
+            position += 1
+            best = position if self._may_stand_before[position] else best
+        if position < limit:
+            self._decline(reduction, "is not left open past", self._order[position], held_bytes)
+            self.closes.setdefault(self._order[best], []).append(reduction)
+        self._hold(held_bytes, waited + 1, best if position < limit else limit)
+
+    def _latest_wait(self, reduction: fx.Node) -> int:
+        """Where its result is needed, or where too many would be open."""
+        rank = self._movable.reductions.index(reduction) + self._wanted.in_flight
+        closing = self._movable.reductions[rank : rank + 1]
+        return min(self._position[node] for node in (*closing, *self._needed_by(reduction)))
+
+    def _needed_by(self, node: fx.Node) -> Iterator[fx.Node]:
         for user in node.users:
-            if user in self._lazy and user not in self._placed:
-                self._place_with_unpacking(user)
+            if user in self._movable.lazy:
+                yield from self._needed_by(user)
+            else:
+                yield user
 
+    def _hold(self, num_bytes: int, start: int, end: int) -> None:
+        for position in range(start, end):
+            self._live[position] += num_bytes
 
-def _lazy_nodes(graph: fx.Graph, ctx: PassContext, gathers: set[fx.Node]) -> set[fx.Node]:
-    """Nodes placed only when something needs them: gathers, what packs them, waits, what unpacks them."""
-    lazy: set[fx.Node] = set(gathers)
-    for node in graph.nodes:
-        if is_wait(node):
-            lazy.add(node)
-        elif is_layout(node):
-            sources = node.all_input_nodes
-            if sources and all(
-                source in lazy or (source.op == "placeholder" and ctx.binding(source.name))
-                for source in sources
-            ):
-                lazy.add(node)
-    return lazy
+    def _decline(self, node: fx.Node, verb: str, where: fx.Node, held_bytes: int) -> None:
+        self.declined.append(
+            f"{node.name} ({short_name(node)}) {verb} {where.name}: it holds {held_bytes} bytes, which would "
+            f"raise the peak above the {self._budget_bytes} bytes of the order without overlap"
+        )
