@@ -15,7 +15,7 @@ fusible nodes allocates its results together. Scratch space inside other kernels
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,9 +57,16 @@ _UNMARKED_VIEWS = {aten._unsafe_view.default, aten.reshape.default}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveValue:
-    """One value in memory: the node that made it (with the index of a tuple's item), and bytes."""
+    """One value in memory.
 
-    name: str
+    Attributes:
+        node: what made it.
+        part: which item of a tuple it is (``[1]``), or that it is a collective's copy; else "".
+        num_bytes: its size.
+    """
+
+    node: fx.Node
+    part: str
     num_bytes: int
 
 
@@ -90,16 +97,27 @@ class MemoryTimeline:
         """The first node at which the peak is reached."""
         return self.nodes[self.live_bytes.index(self.peak_bytes)]
 
-    def text(self, *, smallest_bytes: int = 0) -> str:
-        """The peak in words: where, how much, and every value of at least ``smallest_bytes`` there."""
-        shown = [value for value in self.live_at_peak if value.num_bytes >= smallest_bytes]
-        lines = [f"peak {_mib(self.peak_bytes)} at {self.peak_node.name}, beside {_mib(self.kept_bytes)} kept inputs"]
-        lines += [f"  {_mib(value.num_bytes)}  {value.name}" for value in shown]
+    def text(self, names: Mapping[fx.Node, str]) -> str:
+        """For people: the peak, what is live there, and the bytes at each node.
+
+        Args:
+            names: what to call the nodes (``graph_text.node_names``); others keep their own name.
+        """
+
+        def name(node: fx.Node) -> str:
+            return names.get(node, node.name)
+
+        lines = [f"peak {self.peak_bytes} bytes at {name(self.peak_node)}, where these are live:"]
+        lines += [f"{value.num_bytes:>14}  {name(value.node)}{value.part}" for value in self.live_at_peak]
+        lines += [
+            f"beside {self.kept_bytes} bytes of inputs that the caller keeps",
+            "live while each node runs:",
+        ]
+        lines += [
+            f"{num_bytes:>14}  {name(node)}"
+            for node, num_bytes in zip(self.nodes, self.live_bytes, strict=True)
+        ]
         return "\n".join(lines) + "\n"
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.2f} MiB"
 
 
 def memory_timeline(
@@ -140,9 +158,9 @@ def copied_bytes(collective: fx.Node) -> int:
 class _Buffer:
     """Memory of one value; ``producer`` is an input, a kernel, or a collective (for its copies)."""
 
-    name: str
-    num_bytes: int
     producer: fx.Node
+    part: str
+    num_bytes: int
     readers: list[fx.Node] = field(default_factory=list)
 
 
@@ -190,7 +208,7 @@ class MemoryModel:
             live_bytes.append(live)
         peak = live_bytes.index(max(live_bytes)) if live_bytes else 0
         at_peak = [
-            LiveValue(name=buffer.name, num_bytes=buffer.num_bytes)
+            LiveValue(node=buffer.producer, part=buffer.part, num_bytes=buffer.num_bytes)
             for start, end, buffer in ranges
             if start <= peak <= end and buffer.num_bytes
         ]
@@ -223,8 +241,7 @@ class MemoryModel:
             return
         for index, value in enumerate(_tensors(node.meta.get("val"))):
             is_tuple = isinstance(node.meta["val"], (tuple, list))
-            name = f"{node.name}[{index}]" if is_tuple else node.name
-            buffer = _Buffer(name, tensor_bytes(value), node)
+            buffer = _Buffer(node, f"[{index}]" if is_tuple else "", tensor_bytes(value))
             self._made.append(buffer)
             yield buffer
 
@@ -249,11 +266,13 @@ class MemoryModel:
         return num_read <= 2 * MAX_INLINED_READS
 
     def _hold_until_waited(self, collective: fx.Node) -> None:
-        waits = [reader for reader in _readers_through_aliases(collective, through_waits=False) if is_wait(reader)]
+        waits = [
+            reader for reader in _readers_through_aliases(collective, through_waits=False) if is_wait(reader)
+        ]
         for buffer in self._read(collective):
             buffer.readers.extend(waits)
         if num_bytes := copied_bytes(collective):
-            self._made.append(_Buffer(f"{collective.name} (copy)", num_bytes, collective, waits))
+            self._made.append(_Buffer(collective, " (copy)", num_bytes, waits))
 
 
 def is_fusible(node: fx.Node) -> bool:
@@ -315,7 +334,9 @@ def _readers_through_aliases(node: fx.Node, *, through_waits: bool = True) -> It
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    return [part for part in value if isinstance(part, torch.Tensor)] if isinstance(value, (tuple, list)) else []
+    return (
+        [part for part in value if isinstance(part, torch.Tensor)] if isinstance(value, (tuple, list)) else []
+    )
 
 
 def tensor_bytes(value: Any) -> int:

@@ -9,7 +9,11 @@ from typing import Any
 
 from .errors import OptionError
 
-_CHOICES = {"bucket": ("unit", "none"), "overlap": (True, False, "always"), "verify": ("off", "cheap", "full")}
+_CHOICES = {
+    "bucket": ("unit", "none"),
+    "overlap": (True, False, "always"),
+    "verify": ("off", "cheap", "full"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

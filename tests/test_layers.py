@@ -22,7 +22,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # ops, collectives, typed edits
     ("graphshard.collectives", "graphshard.ops", "graphshard.buckets", "graphshard.rewrite"),
     # what can be said about a graph
-    ("graphshard.graph_text", "graphshard.context", "graphshard.provenance", "graphshard.facts"),
+    (
+        "graphshard.graph_text",
+        "graphshard.context",
+        "graphshard.provenance",
+        "graphshard.facts",
+        "graphshard.memory",
+    ),
+    # where collectives may stand, and what that costs
+    ("graphshard.placement",),
+    ("graphshard.fitting",),
     ("graphshard.pipeline",),
     (
         "graphshard.passes.bucket_collectives",
