@@ -100,10 +100,10 @@ class Placement:
         for node in graph.nodes:
             if node in lazy or node in self._placed:
                 continue
-            for source in node.all_input_nodes:  # waits and copies out come before the next start
-                self._place(source)
             for reduction in self._decisions.closes.get(node, ()):
                 self._close(reduction)
+            for source in node.all_input_nodes:  # waits and copies out come before the next start
+                self._place(source)
             for gather in self._decisions.starts.get(node, ()):
                 self._place(gather)
             self._place(node)
