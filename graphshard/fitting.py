@@ -69,7 +69,10 @@ class _Fitting:
         self._position = {node: index for index, node in enumerate(order)}
         first, _ = fusion_runs(order)
         self._may_stand_before = [
-            node not in movable.lazy and not is_view(node) and first[index] == index
+            node.op != "placeholder"
+            and node not in movable.lazy
+            and not is_view(node)
+            and first[index] == index
             for index, node in enumerate(order)
         ]
         #: No later start of the sequence may stand in front of this position.
@@ -138,8 +141,13 @@ class _Fitting:
             best = position if self._may_stand_before[position] else best
         if position < limit:
             self._decline(reduction, "is not left open past", self._order[position], held_bytes)
-            self.closes.setdefault(self._order[best], []).append(reduction)
-        self._hold(held_bytes, waited + 1, best if position < limit else limit)
+        elif self._order[limit] in self._movable.reductions:
+            best = limit  # said here, since a later one may be closed before it
+        else:
+            self._hold(held_bytes, waited + 1, limit)
+            return
+        self.closes.setdefault(self._order[best], []).append(reduction)
+        self._hold(held_bytes, waited + 1, best)
 
     def _latest_wait(self, reduction: fx.Node) -> int:
         """Where its result is needed, or where too many would be open."""

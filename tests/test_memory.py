@@ -76,7 +76,15 @@ def test_items_of_a_tuple_die_one_by_one():
     a = build(PACK, [first], 1)
     b = build(PACK, [a, second], 1)
     live = _live(build.finish(b))
-    assert live == {"mm": 20, pieces.name: 40, "getitem": 20, "getitem_1": 20, a.name: 36, b.name: 40, "output": 20}
+    assert live == {
+        "mm": 20,
+        pieces.name: 40,
+        "getitem": 20,
+        "getitem_1": 20,
+        a.name: 36,
+        b.name: 40,
+        "output": 20,
+    }
 
 
 def test_items_of_a_view_share_its_memory():
