@@ -128,7 +128,7 @@ def _build_fsdp2_prefetch(source: ModuleType, model: nn.Module, mesh: DeviceMesh
 
 
 def _build_graphshard(
-    source: ModuleType, model: nn.Module, mesh: DeviceMesh, *, overlap: bool = True
+    source: ModuleType, model: nn.Module, mesh: DeviceMesh, *, overlap: bool | str = True
 ) -> Trainer:
     for block in model.blocks:
         graphshard.fully_shard(block, mesh=mesh)
@@ -151,6 +151,11 @@ CONTENDERS: dict[str, Contender] = {
     ),
     "ddp-compile": Contender(summary="DDP, compiled", build=_build_ddp_compile),
     "graphshard": Contender(summary="graphshard, whole model compiled", build=_build_graphshard),
+    "graphshard-always": Contender(
+        summary="as graphshard, every collective overlapped whatever it holds",
+        build=partial(_build_graphshard, overlap="always"),
+        same_kernels_as="graphshard",
+    ),
     "graphshard-in-place": Contender(
         summary="as graphshard, every collective waited for where it starts",
         build=partial(_build_graphshard, overlap=False),

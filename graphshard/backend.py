@@ -26,7 +26,7 @@ from .boundary import cross_boundary
 from .collectives import group_name, is_collective
 from .context import PassContext, context_from_shard_ops, pieces_of
 from .errors import ScheduleOrderError
-from .graph_text import collective_text, graph_text, group_labels
+from .graph_text import collective_text, graph_text, group_labels, node_names
 from .halves import Half, Variant
 from .inductor import (
     CustomGraphPass,
@@ -40,6 +40,7 @@ from .inductor import (
     pin_order,
     planned_order,
 )
+from .memory import kept_inputs, memory_timeline
 from .ops import REDUCE_GRAD, UNSHARD
 from .options import BackendOptions
 from .pipeline import PassRecord, Pipeline
@@ -53,10 +54,10 @@ def half_pipeline(options: BackendOptions) -> Pipeline:
     steps: list[Any] = [passes.LowerShards()]
     if options.bucket == "unit":
         steps.append(passes.BucketCollectives())
-    if options.overlap:
-        steps.append(passes.ScheduleCollectives())
-    else:
+    if options.overlap is False:
         steps.append(passes.ScheduleCollectives(prefetch=0, reductions_in_flight=1))
+    else:
+        steps.append(passes.ScheduleCollectives(memory="any" if options.overlap == "always" else "free"))
     return Pipeline(*steps, given=JOINT_PIPELINE.facts_at_end)
 
 
@@ -168,6 +169,7 @@ class _Compilation:
         if any(is_collective(node) or node.target in (UNSHARD, REDUCE_GRAD) for node in nodes):
             self._dump(half, "0-partitioned", self._text(gm, context))
             self._dump_records(half, half_pipeline(self.options).run(gm, context))
+            self._dump_memory(gm, half)
             if self.options.verify != "off":
                 self._agree(gm, context, half)
         if half == "forward":
@@ -217,6 +219,11 @@ class _Compilation:
     def _dump_records(self, half: str, records: list[PassRecord]) -> None:
         for step, record in enumerate(records, start=1):
             self._dump(half, f"{step}-{record.name}", record.text)
+
+    def _dump_memory(self, gm: fx.GraphModule, half: str) -> None:
+        if self.options.dump is not None:
+            timeline = memory_timeline(gm, kept=kept_inputs(gm))
+            self._dump(half, "memory", timeline.text(node_names(gm)))
 
     def _dump(self, half: str, stage: str, text: str) -> None:
         if self.options.dump is not None:

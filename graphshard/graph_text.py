@@ -56,6 +56,13 @@ def graph_text(
     return "\n".join(_GraphPrinter(mesh or MeshLayout(), parameters).lines(gm)) + "\n"
 
 
+def node_names(gm: fx.GraphModule) -> dict[fx.Node, str]:
+    """The name of each node's value in :func:`graph_text`; the output has none."""
+    printer = _GraphPrinter(MeshLayout(), ())
+    printer.lines(gm)
+    return printer.names
+
+
 def text_fingerprint(text: str) -> str:
     """SHA-256 of a text, in hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()
@@ -121,7 +128,7 @@ class _GraphPrinter:
     def __init__(self, mesh: MeshLayout, parameters: tuple[ParameterBinding, ...]) -> None:
         self._mesh = mesh
         self._bindings = {binding.placeholder: binding for binding in parameters}
-        self._names: dict[fx.Node, str] = {}
+        self.names: dict[fx.Node, str] = {}
         self._counts: Counter[str] = Counter()
 
     def lines(self, gm: fx.GraphModule, indent: str = "") -> list[str]:
@@ -138,7 +145,7 @@ class _GraphPrinter:
     def _line(self, node: fx.Node, labels: Mapping[str, str]) -> str:
         if node.op == "output":
             return f"return {self._value(node.args[0])}"
-        name = self._names[node] = self._name(node)
+        name = self.names[node] = self._name(node)
         tag = _TAGS.get(node.meta.get("recompute"))
         head = f"{name}: {value_text(node.meta.get('val'))}"
         return f"{head} = {self._body(node, labels)}" + (f"  !{tag}" if tag else "")
@@ -192,7 +199,7 @@ class _GraphPrinter:
 
     def _value(self, value: Any) -> str:
         if isinstance(value, fx.Node):
-            return self._names.get(value, f"%{value.name}")
+            return self.names.get(value, f"%{value.name}")
         if isinstance(value, (tuple, list)):
             return "[" + ", ".join(map(self._value, value)) + "]"
         if isinstance(value, slice):

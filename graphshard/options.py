@@ -9,7 +9,11 @@ from typing import Any
 
 from .errors import OptionError
 
-_CHOICES = {"bucket": ("unit", "none"), "overlap": (True, False), "verify": ("off", "cheap", "full")}
+_CHOICES = {
+    "bucket": ("unit", "none"),
+    "overlap": (True, False, "always"),
+    "verify": ("off", "cheap", "full"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +24,8 @@ class BackendOptions:
         bucket: "unit" merges the collectives of one ``fully_shard`` unit; "none" leaves one per
             parameter.
         overlap: start gathers before the compute that precedes their use, and wait for reductions
-            late; False starts and waits in place.
+            late, where that does not raise the predicted peak of memory; "always" does so whatever
+            it costs, False starts and waits in place.
         verify: "cheap" compares the collectives across ranks before the first one of a new graph
             and checks the order Inductor emits; "full" also recomputes every fake value after each
             pass, and makes another order an error; "off" does none of it.
@@ -29,7 +34,7 @@ class BackendOptions:
     """
 
     bucket: str = "unit"
-    overlap: bool = True
+    overlap: bool | str = True
     verify: str = "cheap"
     dump: Path | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)

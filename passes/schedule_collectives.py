@@ -1,11 +1,15 @@
-"""schedule_collectives: start gathers early, wait late; compute keeps its order.
+"""schedule_collectives: start gathers early, wait late, as memory allows; compute keeps its order.
 
-Each gather starts ``prefetch`` gathers ahead of its first reader: right after the wait, and the
+Each gather starts up to ``prefetch`` gathers ahead of its first reader: right after the wait, and the
 copies out, of the gather that many places earlier, or at the top of the graph. Starting it before
 that wait would gain nothing, since collectives of one group queue, and would hold one more bucket.
 Each wait stands right before the first reader of its result. A reduction starts where it stands and
 is waited for where its result is needed, but at most ``reductions_in_flight`` reductions are open at
 a time, because each holds a full gradient bucket.
+
+With ``memory="free"`` a gather starts later, and a reduction is waited for earlier, where the memory
+model says that the peak of the graph would otherwise exceed the one without any overlap. Every rank
+keeps the same sequence of starts: it does not depend on the sizes of activations.
 
 Before (unit b after unit a)::
 
@@ -30,19 +34,21 @@ Numerics: bitwise exact.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import fx
 
-from graphshard.buckets import UNPACK
-from graphshard.collectives import ALL_GATHER, REDUCE_SCATTER, is_collective, is_wait, short_name
+from graphshard.collectives import short_name
 from graphshard.context import PassContext
 from graphshard.errors import OptionError
 from graphshard.facts import Fact
+from graphshard.fitting import fit
 from graphshard.pipeline import PassReport
-from graphshard.provenance import is_layout, shards_behind
+from graphshard.placement import Decisions, Movable, Placement
 from graphshard.rewrite import apply_order
+
+_MEMORY = ("free", "any")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +56,10 @@ class ScheduleCollectives:
     """See the module docstring.
 
     Attributes:
-        prefetch: how many gathers ahead of use one starts; 0 starts each right before its wait.
+        prefetch: how many gathers ahead of use one may start; 0 starts each right before its wait.
         reductions_in_flight: reductions that may be open at a time, at least 1.
+        memory: "free" overlaps only where the predicted peak of this graph stays what it is without
+            overlap; "any" overlaps whatever it costs.
     """
 
     name: ClassVar[str] = "schedule_collectives"
@@ -61,8 +69,13 @@ class ScheduleCollectives:
 
     prefetch: int = 1
     reductions_in_flight: int = 2
+    memory: str = "free"
 
     def __post_init__(self) -> None:
+        if self.memory not in _MEMORY:
+            raise OptionError(
+                f"schedule_collectives: memory={self.memory!r} is unknown; known: {', '.join(map(repr, _MEMORY))}"
+            )
         if self.prefetch < 0:
             raise OptionError(f"schedule_collectives: prefetch={self.prefetch} must be at least 0")
         if self.reductions_in_flight < 1:
@@ -72,127 +85,21 @@ class ScheduleCollectives:
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
         """Counts "gathers", "reductions" placed; other collectives stay and are named as skipped."""
-        placement = _Placement(gm, ctx, prefetch=self.prefetch, in_flight=self.reductions_in_flight)
-        order = placement.order()
+        movable = Movable(gm, ctx)
+        skipped = [
+            f"{node.name} ({short_name(node)}) is not a gather of shards or a reduction"
+            for node in movable.others
+        ]
+        decisions = Decisions(prefetch=self.prefetch, in_flight=self.reductions_in_flight)
+        if self.memory == "free" and (movable.gathers or movable.reductions):
+            decisions, declined = fit(gm, movable, decisions)
+            skipped += declined
+        order = Placement(movable, decisions).order()
         changed = order != list(gm.graph.nodes)
         if changed:
             apply_order(gm.graph, order)
         return PassReport(
             changed=changed,
-            counts={"gathers": len(placement.gathers), "reductions": len(placement.reductions)},
-            skipped=tuple(placement.skipped),
+            counts={"gathers": len(movable.gathers), "reductions": len(movable.reductions)},
+            skipped=tuple(skipped),
         )
-
-
-@dataclass
-class _Placement:
-    """Builds the new order by placing each node after what it needs, as late as it may."""
-
-    gm: fx.GraphModule
-    ctx: PassContext
-    prefetch: int
-    in_flight: int
-    gathers: list[fx.Node] = field(default_factory=list)
-    reductions: list[fx.Node] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._placed: dict[fx.Node, None] = {}
-        self._open: list[fx.Node] = []
-        movable = []
-        for node in filter(is_collective, self.gm.graph.nodes):
-            if node.target is ALL_GATHER and shards_behind(node, self.ctx):
-                movable.append(node)
-            elif node.target is REDUCE_SCATTER:
-                self.reductions.append(node)
-            else:
-                self.skipped.append(
-                    f"{node.name} ({short_name(node)}) is not a gather of shards or a reduction"
-                )
-        self._lazy = _lazy_nodes(self.gm.graph, self.ctx, set(movable))
-        self.gathers = self._by_first_need(movable)
-        self._rank = {node: index for index, node in enumerate(self.gathers)}
-
-    def order(self) -> list[fx.Node]:
-        for placeholder in self.gm.graph.find_nodes(op="placeholder"):
-            self._place(placeholder)
-        for gather in self.gathers[: self.prefetch]:
-            self._place(gather)
-        for node in self.gm.graph.nodes:
-            if node not in self._lazy:
-                self._place(node)
-        # What nothing reads (a dead view, say) keeps existing, in front of the output.
-        unread = [node for node in self.gm.graph.nodes if node not in self._placed]
-        *rest, output = self._placed
-        return [*rest, *unread, output]
-
-    def _by_first_need(self, movable: list[fx.Node]) -> list[fx.Node]:
-        """Gathers in the order in which compute first asks for them."""
-        found: dict[fx.Node, None] = {}
-        seen: set[fx.Node] = set()
-        wanted = set(movable)
-
-        def visit(node: fx.Node) -> None:
-            if node in seen:
-                return
-            seen.add(node)
-            for source in node.all_input_nodes:
-                visit(source)
-            if node in wanted:
-                found[node] = None
-
-        for node in self.gm.graph.nodes:
-            if node not in self._lazy:
-                visit(node)
-        return list(found) + [node for node in movable if node not in found]
-
-    def _place(self, node: fx.Node) -> None:
-        if node in self._placed:
-            return
-        for source in node.all_input_nodes:
-            self._place(source)
-        if node.target is REDUCE_SCATTER:
-            self._close_reductions(before=node)
-        self._placed[node] = None
-        if is_wait(node) and node.args[0] in self._rank:
-            self._unpack(node)
-            rank = self._rank[node.args[0]]
-            for upcoming in self.gathers[rank + 1 : rank + 1 + self.prefetch]:
-                self._place(upcoming)
-
-    def _unpack(self, wait: fx.Node) -> None:
-        """All copies out of a bucket at once: then the bucket, and later each copy, can be freed."""
-        for user in wait.users:
-            if user.target is UNPACK:
-                self._place(user)
-                for item in user.users:
-                    self._place(item)
-
-    def _close_reductions(self, before: fx.Node) -> None:
-        self._open = [node for node in self._open if not any(user in self._placed for user in node.users)]
-        while len(self._open) >= self.in_flight:
-            for wait in self._open.pop(0).users:
-                self._place_with_unpacking(wait)
-        self._open.append(before)
-
-    def _place_with_unpacking(self, node: fx.Node) -> None:
-        self._place(node)
-        for user in node.users:
-            if user in self._lazy and user not in self._placed:
-                self._place_with_unpacking(user)
-
-
-def _lazy_nodes(graph: fx.Graph, ctx: PassContext, gathers: set[fx.Node]) -> set[fx.Node]:
-    """Nodes placed only when something needs them: gathers, what packs them, waits, what unpacks them."""
-    lazy: set[fx.Node] = set(gathers)
-    for node in graph.nodes:
-        if is_wait(node):
-            lazy.add(node)
-        elif is_layout(node):
-            sources = node.all_input_nodes
-            if sources and all(
-                source in lazy or (source.op == "placeholder" and ctx.binding(source.name))
-                for source in sources
-            ):
-                lazy.add(node)
-    return lazy

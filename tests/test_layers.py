@@ -31,7 +31,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("graphshard.unit",),
     ("graphshard.ops",),
     # what can be said about a graph
-    ("graphshard.graph_text", "graphshard.context", "graphshard.provenance", "graphshard.facts"),
+    (
+        "graphshard.graph_text",
+        "graphshard.context",
+        "graphshard.provenance",
+        "graphshard.facts",
+        "graphshard.memory",
+    ),
+    # where collectives may stand, and what that costs
+    ("graphshard.placement",),
+    ("graphshard.fitting",),
     ("graphshard.pipeline",),
     (
         "graphshard.passes.bucket_collectives",

@@ -20,6 +20,7 @@ def test_defaults(given):
     [
         {"bucket": "none"},
         {"overlap": False},
+        {"overlap": "always"},
         {"verify": "full"},
         {"verify": "off"},
         {"inductor": {"max_autotune": True}},
@@ -51,7 +52,7 @@ def test_unknown_options_list_the_known_ones():
     [
         ({"bucket": "units"}, "option bucket='units' must be one of 'unit', 'none'"),
         ({"bucket": None}, "option bucket=None must be one of"),
-        ({"overlap": "yes"}, "option overlap='yes' must be one of True, False"),
+        ({"overlap": "yes"}, "option overlap='yes' must be one of True, False, 'always'"),
         ({"verify": True}, "option verify=True must be one of 'off', 'cheap', 'full'"),
         ({"inductor": "max_autotune"}, "option inductor='max_autotune' must be a dict of Inductor options"),
         ({"inductor": None}, "option inductor=None must be a dict"),

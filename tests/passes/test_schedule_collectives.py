@@ -1,6 +1,7 @@
 """schedule_collectives: gathers early, waits late, compute in its order."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,7 +32,10 @@ from graphshard.collectives import (
 from graphshard.context import PassContext, context_from_shard_ops
 from graphshard.errors import OptionError
 from graphshard.facts import Fact
+from graphshard.fitting import fit
+from graphshard.memory import is_view, kept_inputs, memory_timeline
 from graphshard.passes import BucketCollectives, ScheduleCollectives
+from graphshard.placement import Decisions, Movable, Placement
 from graphshard.provenance import is_layout
 from graphshard.rewrite import copy_graph
 
@@ -49,8 +53,119 @@ def _bucketed_half(captured, name, num_ranks, half, **options):
 def test_golden(captured, golden, half):
     gm, ctx = _bucketed_half(captured, "two_linears", 2, half)
     golden(text_of(gm, ctx), f"schedule_collectives.{half}.before")
-    run_pass(ScheduleCollectives(), gm, ctx, *HELD)
+    run_pass(ScheduleCollectives(memory="any"), gm, ctx, *HELD)
     golden(text_of(gm, ctx), f"schedule_collectives.{half}.after")
+
+
+def _three_layers(half, batch):
+    """A half of three products in units of their own, whose activations have ``batch`` rows of four."""
+    build = GraphBuilder()
+    specs = [ParameterSpec((4, 4), unit=str(index)) for index in range(3)]
+    shards = [build.input(f"primals_{i}", 2, 4) for i in range(3)]
+    if half == "forward":
+        value, saved = build.input("primals_3", batch, 4), []
+        for index, spec in enumerate(specs):
+            value = build(aten.mm.default, value, unshard(build, shards[index], f"p{index}", spec, 2))
+            saved.append(value)
+        gm = build.finish(*saved)
+        ctx = context_from_shard_ops(gm, full_checks=True)
+    else:
+        saved = [build.input(f"mm_{i}", batch, 4) for i in range(3)]
+        value, results = build.input("tangents_1", batch, 4), [None] * 3
+        for index in (2, 1, 0):
+            full = unshard(build, shards[index], f"p{index}", specs[index], 2)
+            grad = build(aten.mm.default, build(aten.t.default, saved[index]), value)
+            value = build(aten.mm.default, value, build(aten.t.default, full))
+            results[index] = reduce_grad(build, grad, f"p{index}", specs[index], 2)
+        gm = build.finish(*results, value)
+        # The context of a joint graph takes every input that is no tangent for one of the forward.
+        ctx = replace(context_from_shard_ops(gm, full_checks=True), first_gradient=0)
+    LOWERING.run(gm, ctx)
+    return gm, ctx
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_golden_where_memory_is_free(golden, half):
+    gm, ctx = _three_layers(half, batch=64)
+    golden(text_of(gm, ctx), f"schedule_collectives.free.{half}.before")
+    run_pass(ScheduleCollectives(), gm, ctx, *HELD)
+    golden(text_of(gm, ctx), f"schedule_collectives.free.{half}.after")
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_overlap_that_is_not_free_is_declined_by_name(half):
+    gm, ctx = _three_layers(half, batch=1)
+    record = run_pass(ScheduleCollectives(), gm, ctx, *HELD)
+    assert any("is not started before" in reason for reason in record.report.skipped)
+    assert all(" the budget of " in reason for reason in record.report.skipped)
+
+
+def _peak(gm):
+    return memory_timeline(gm, kept=kept_inputs(gm)).peak_bytes
+
+
+def _starts(gm):
+    """Collectives in the order in which they start."""
+    return [node.name for node in gm.graph.nodes if is_collective(node)]
+
+
+def _scheduled(gm, ctx, **options):
+    copied = copy_graph(gm)
+    run_pass(ScheduleCollectives(**options), copied, ctx, *HELD)
+    return copied
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16, 64])
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_the_sequence_of_starts_does_not_depend_on_activations(half, batch):
+    """Ranks with batches of different sizes must issue the same collectives."""
+    gm, ctx = _three_layers(half, batch)
+    wanted = _starts(_scheduled(*_three_layers(half, 64), memory="any"))
+    assert _starts(_scheduled(gm, ctx)) == _starts(_scheduled(gm, ctx, memory="any")) == wanted
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_free_overlap_does_not_raise_the_peak(captured, half):
+    for gm, ctx in (_three_layers(half, 64), _bucketed_half(captured, "blocks_3", 2, half)):
+        in_place = _peak(_scheduled(gm, ctx, prefetch=0, reductions_in_flight=1))
+        assert _peak(_scheduled(gm, ctx)) <= in_place
+        if half == "backward":
+            assert _peak(_scheduled(gm, ctx, memory="any")) > in_place
+
+
+def test_free_overlap_takes_what_there_is():
+    """In a forward all memory is there until the last layer; in a backward the other way round."""
+    gm, ctx = _three_layers("forward", 64)
+    assert _gathers_ahead(_scheduled(gm, ctx)) == [1, 1, 0]
+    gm, ctx = _three_layers("backward", 64)
+    assert _gathers_ahead(_scheduled(gm, ctx, memory="any"))[0] == 1
+    assert _gathers_ahead(_scheduled(gm, ctx))[0] == 0
+
+
+def _without_views(order):
+    return [node.name for node in order if not is_view(node)]
+
+
+@pytest.mark.parametrize("slack", [0, 64, 256, 10**6])
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_a_budget_is_kept(captured, half, slack):
+    """More budget, more overlap, never above the budget."""
+    gm, ctx = _bucketed_half(captured, "blocks_3", 2, half)
+    movable = Movable(gm, ctx)
+    budget = _peak(_scheduled(gm, ctx, prefetch=0, reductions_in_flight=1)) + slack
+    wanted = Decisions(prefetch=1, in_flight=2)
+    decisions, declined = fit(gm, movable, wanted, budget_bytes=budget)
+    order = Placement(movable, decisions).order()
+    assert memory_timeline(gm, kept=kept_inputs(gm), order=order).peak_bytes <= budget
+    assert bool(declined) == (slack < 10**6)
+    if slack == 10**6:
+        assert _without_views(order) == _without_views(Placement(movable, wanted).order())
+
+
+def test_a_budget_that_no_order_meets_is_said():
+    gm, ctx = _three_layers("backward", 64)
+    _, declined = fit(gm, Movable(gm, ctx), Decisions(prefetch=1, in_flight=2), budget_bytes=1000)
+    assert declined[0].startswith("the sequence of starts that overlaps exceeds the budget of 1000 bytes by ")
 
 
 def test_nothing_to_schedule():
@@ -61,11 +176,12 @@ def test_nothing_to_schedule():
     assert record.report.counts == {"gathers": 0, "reductions": 0}
 
 
+@pytest.mark.parametrize("memory", ["free", "any"])
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 @pytest.mark.parametrize("half", ["forward", "backward"])
-def test_second_run_changes_nothing(captured, half, prefetch):
+def test_second_run_changes_nothing(captured, half, prefetch, memory):
     gm, ctx = _bucketed_half(captured, "blocks_2", 2, half)
-    first, second = run_twice(ScheduleCollectives(prefetch=prefetch), gm, ctx, *HELD)
+    first, second = run_twice(ScheduleCollectives(prefetch=prefetch, memory=memory), gm, ctx, *HELD)
     assert first.report.changed and not second.report.changed
 
 
@@ -74,6 +190,7 @@ def test_second_run_changes_nothing(captured, half, prefetch):
     [
         ({"prefetch": -1}, "prefetch=-1 must be at least 0"),
         ({"reductions_in_flight": 0}, "reductions_in_flight=0 must be at least 1"),
+        ({"memory": "cheap"}, "memory='cheap' is unknown; known: 'free', 'any'"),
     ],
 )
 def test_refuses_options_that_cannot_be(options, message):
@@ -95,12 +212,13 @@ def test_names_the_collectives_it_leaves_in_place():
     )
 
 
+@pytest.mark.parametrize("memory", ["free", "any"])
 @pytest.mark.parametrize(("prefetch", "in_flight"), [(0, 1), (1, 2), (4, 3)])
 @pytest.mark.parametrize(("name", "num_ranks"), [("two_linears", 4), ("blocks_2", 2), ("tied_embedding", 2)])
-def test_parity(captured, name, num_ranks, prefetch, in_flight):
+def test_parity(captured, name, num_ranks, prefetch, in_flight, memory):
     graphs = captured(name, num_ranks)
     forward, backward = copy_graph(graphs.forward), copy_graph(graphs.backward)
-    step = ScheduleCollectives(prefetch=prefetch, reductions_in_flight=in_flight)
+    step = ScheduleCollectives(prefetch=prefetch, reductions_in_flight=in_flight, memory=memory)
     run_pass(step, forward, graphs.context.for_forward(), *HELD)
     run_pass(step, backward, graphs.context.for_backward(), *HELD)
     inputs, expected = step_inputs(name, num_ranks)
@@ -145,7 +263,7 @@ def _gathers_ahead(gm):
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_prefetch_is_the_number_of_gathers_ahead(captured, prefetch):
     gm, ctx = _bucketed_half(captured, "blocks_2", 2, "forward", reshard=True)
-    run_pass(ScheduleCollectives(prefetch=prefetch), gm, ctx, *HELD)
+    run_pass(ScheduleCollectives(prefetch=prefetch, memory="any"), gm, ctx, *HELD)
     # Three gathers: the root's and one per block.
     assert _gathers_ahead(gm) == [min(prefetch, remaining) for remaining in (2, 1, 0)]
 
@@ -153,7 +271,7 @@ def test_prefetch_is_the_number_of_gathers_ahead(captured, prefetch):
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_reductions_in_flight_are_bounded(captured, in_flight):
     gm, ctx = _bucketed_half(captured, "blocks_3", 2, "backward")
-    run_pass(ScheduleCollectives(reductions_in_flight=in_flight), gm, ctx, *HELD)
+    run_pass(ScheduleCollectives(reductions_in_flight=in_flight, memory="any"), gm, ctx, *HELD)
     assert _open_reductions(gm) == in_flight
 
 
@@ -174,17 +292,17 @@ def test_gathers_follow_the_order_of_need():
 STEPS = st.lists(st.one_of(st.integers(0, 3), st.just("reduce")), min_size=1, max_size=8)
 
 
-def _random_program(steps, gathers_first):
+def _random_program(steps, gathers_first, rows=4):
     """Matrix products with four parameters and reductions of what came out so far, on two ranks."""
     build, spec, used = GraphBuilder(), ParameterSpec((4, 4)), {}
     shards = [build.input(f"primals_{i}", 2, 4) for i in range(4)]
-    value = build.input("primals_4", 4, 4)
+    value = build.input("primals_4", rows, 4)
     results = []
     for index in sorted({step for step in steps if step != "reduce"}) if gathers_first else ():
         used[index] = unshard(build, shards[index], f"p{index}", spec, 2)
     for step in steps:
         if step == "reduce":
-            results.append(reduce_grad(build, value, "p0", spec, 2))
+            results.append(reduce_grad(build, build(aten.slice.Tensor, value, 0, 0, 4), "p0", spec, 2))
             continue
         if step not in used:
             used[step] = unshard(build, shards[step], f"p{step}", spec, 2)
@@ -201,19 +319,34 @@ def _random_program(steps, gathers_first):
     gathers_first=st.booleans(),
     prefetch=st.integers(0, 3),
     in_flight=st.integers(1, 3),
+    memory=st.sampled_from(["free", "any"]),
+    rows=st.sampled_from([4, 32]),
 )
-def test_any_program_keeps_its_compute_and_its_result(steps, gathers_first, prefetch, in_flight):
-    gm, ctx = _random_program(steps, gathers_first)
+def test_any_program_keeps_its_compute_and_its_result(
+    steps, gathers_first, prefetch, in_flight, memory, rows
+):
+    gm, ctx = _random_program(steps, gathers_first, rows)
     scheduled = copy_graph(gm)
-    step = ScheduleCollectives(prefetch=prefetch, reductions_in_flight=in_flight)
+    options = {"prefetch": prefetch, "reductions_in_flight": in_flight}
+    step = ScheduleCollectives(**options, memory=memory)
     _, second = run_twice(step, scheduled, ctx, *HELD)
     assert not second.report.changed
     assert _compute(scheduled) == _compute(gm)
     assert _open_reductions(scheduled) <= in_flight
     assert max(_gathers_ahead(scheduled)) <= prefetch + 1
-    full = [torch.randn(4, 4, dtype=torch.float64) for _ in range(5)]
-    shards = [pieces(value, 0, 2) for value in full[:4]]
-    inputs = [[*(shard[rank] for shard in shards), full[4]] for rank in range(2)]
+    if memory == "free":
+        assert _starts(scheduled) == _starts(_scheduled(gm, ctx, **options, memory="any"))
+        movable = Movable(gm, ctx)
+        sequence = [node for node in scheduled.graph.nodes if is_collective(node)]
+        names = {node.name: node for node in gm.graph.nodes}
+        kept_sequence = Decisions(sequence=[names[node.name] for node in sequence])
+        at_best = memory_timeline(gm, kept=kept_inputs(gm), order=Placement(movable, kept_sequence).order())
+        in_place = _peak(_scheduled(gm, ctx, prefetch=0, reductions_in_flight=1))
+        assert _peak(scheduled) <= max(at_best.peak_bytes, in_place)
+    full = [torch.randn(4, 4, dtype=torch.float64) for _ in range(4)]
+    shards = [pieces(value, 0, 2) for value in full]
+    batch = torch.randn(rows, 4, dtype=torch.float64)
+    inputs = [[*(shard[rank] for shard in shards), batch] for rank in range(2)]
     before, after = (run_values(graph, inputs, ctx.mesh) for graph in (gm, scheduled))
     torch.testing.assert_close(after, before, rtol=0.0, atol=0.0)
 
@@ -233,7 +366,7 @@ def test_a_dead_view_of_a_gathered_parameter_survives():
 def test_only_collectives_and_their_layout_move(captured):
     gm, ctx = _bucketed_half(captured, "blocks_3", 2, "backward")
     before = copy_graph(gm)
-    run_pass(ScheduleCollectives(prefetch=2), gm, ctx, *HELD)
+    run_pass(ScheduleCollectives(prefetch=2, memory="any"), gm, ctx, *HELD)
     assert _compute(gm) == _compute(before)
     kinds = [
         [short_name(node) for node in graph.graph.nodes if is_collective(node)] for graph in (before, gm)

@@ -1,0 +1,349 @@
+"""The memory model: how many bytes are live at each node of one FX graph, in a given order.
+
+Exact live ranges over the node order. Views, items of tuples and waits share the storage they look
+at; a value is freed after its last reader; outputs live to the end; inputs that the caller keeps
+(parameters' shards, a forward's inputs) are counted apart, and other inputs (the saved activations
+and the tangents of a backward) die after their last reader. A collective holds its input, its
+output, and what its backend copies (``BACKEND_COPIES``) until its wait.
+
+Three things are approximated, because the inner compiler decides them later: a pointwise value that
+only generated kernels read, from at most ``MAX_INLINED_READS`` buffers, is recomputed by its readers
+and never stored; a value that only its own run of fusible nodes reads is never stored; and a run of
+fusible nodes allocates its results together. Scratch space inside other kernels is not counted.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from .collectives import ALL_GATHER, REDUCE_SCATTER, aten, is_collective, is_wait
+
+#: Copies a collective holds while it runs, per device type: multiples of its input and of its output.
+#: Gloo (cpu) gathers into a flat buffer of its own and reduces a clone of the input; NCCL (cuda)
+#: works in place. Measured by tests/distributed/test_memory_model.py.
+BACKEND_COPIES: dict[str, dict[Any, tuple[int, int]]] = {
+    "cpu": {ALL_GATHER: (0, 1), REDUCE_SCATTER: (1, 0)},
+    "cuda": {},
+}
+
+#: A pointwise value read by several kernels is recomputed in each if it reads no more buffers than
+#: this, and otherwise stored (Inductor's ``realize_reads_threshold``); one reader may read twice as many.
+MAX_INLINED_READS = 4
+
+#: Ops that Inductor generates code for although they are tagged neither pointwise nor reduction.
+_GENERATED = {
+    aten._to_copy.default,
+    aten.cat.default,
+    aten.constant_pad_nd.default,
+    aten.embedding.default,
+    aten.full.default,
+    aten.gather.default,
+    aten.index.Tensor,
+    torch.ops.prims.iota.default,
+}
+
+#: Recomputed nowhere on the CPU when several kernels read them: too dear.
+_DEAR = {aten.exp.default, aten.sigmoid.default}
+
+#: Views that their schema does not call so.
+_UNMARKED_VIEWS = {aten._unsafe_view.default, aten.reshape.default}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveValue:
+    """One value in memory.
+
+    Attributes:
+        node: what made it.
+        part: which item of a tuple it is (``[1]``), or that it is a collective's copy; else "".
+        num_bytes: its size.
+    """
+
+    node: fx.Node
+    part: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTimeline:
+    """Live bytes over one order of a graph's nodes.
+
+    Attributes:
+        nodes: the order.
+        live_bytes: for each node the bytes live while it runs, inputs and results included, without
+            ``kept_bytes``.
+        kept_bytes: bytes of the inputs that the caller keeps alive throughout.
+        live_at_peak: what is live at the first node of the peak, largest first.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    live_bytes: tuple[int, ...]
+    kept_bytes: int
+    live_at_peak: tuple[LiveValue, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest of ``live_bytes``; 0 for a graph without nodes."""
+        return max(self.live_bytes, default=0)
+
+    @property
+    def peak_node(self) -> fx.Node:
+        """The first node at which the peak is reached."""
+        return self.nodes[self.live_bytes.index(self.peak_bytes)]
+
+    def text(self, names: Mapping[fx.Node, str]) -> str:
+        """For people: the peak, what is live there, and the bytes at each node.
+
+        Args:
+            names: what to call the nodes (``graph_text.node_names``); others keep their own name.
+        """
+
+        def name(node: fx.Node) -> str:
+            return names.get(node, node.name)
+
+        lines = [f"peak {self.peak_bytes} bytes at {name(self.peak_node)}, where these are live:"]
+        lines += [f"{value.num_bytes:>14}  {name(value.node)}{value.part}" for value in self.live_at_peak]
+        lines += [
+            f"beside {self.kept_bytes} bytes of inputs that the caller keeps",
+            "live while each node runs:",
+        ]
+        lines += [
+            f"{num_bytes:>14}  {name(node)}"
+            for node, num_bytes in zip(self.nodes, self.live_bytes, strict=True)
+        ]
+        return "\n".join(lines) + "\n"
+
+
+def memory_timeline(
+    gm: fx.GraphModule, *, kept: Iterable[fx.Node], order: Sequence[fx.Node] | None = None
+) -> MemoryTimeline:
+    """Live bytes of a forward, inference or backward graph.
+
+    Args:
+        gm: a graph whose values carry ``meta["val"]``; symbolic sizes count with their hints.
+        kept: placeholders that the caller keeps alive (see :func:`kept_inputs`).
+        order: an order of its nodes in which inputs precede their readers; default the graph's own.
+    """
+    return MemoryModel(gm, kept=kept).timeline(list(gm.graph.nodes) if order is None else order)
+
+
+def kept_inputs(gm: fx.GraphModule) -> list[fx.Node]:
+    """The placeholders of a half whose memory the caller keeps.
+
+    In a forward or inference graph all of them. In a backward (told by its tangents) those it shares
+    with the forward's inputs, ``primals_*``; saved activations and tangents die after their last use.
+    """
+    inputs = list(gm.graph.find_nodes(op="placeholder"))
+    if any(node.name.startswith("tangents_") for node in inputs):
+        return [node for node in inputs if node.name.startswith("primals_")]
+    return inputs
+
+
+def copied_bytes(collective: fx.Node) -> int:
+    """Bytes of the copies that the backend makes while the collective runs."""
+    output = collective.meta["val"]
+    device = _tensors(output)[0].device.type
+    of_input, of_output = BACKEND_COPIES.get(device, {}).get(collective.target, (0, 0))
+    input_bytes = sum(tensor_bytes(arg.meta["val"]) for arg in collective.all_input_nodes)
+    return of_input * input_bytes + of_output * tensor_bytes(output)
+
+
+@dataclass(eq=False, slots=True)
+class _Buffer:
+    """Memory of one value; ``producer`` is an input, a kernel, or a collective (for its copies)."""
+
+    producer: fx.Node
+    part: str
+    num_bytes: int
+    readers: list[fx.Node] = field(default_factory=list)
+
+
+class MemoryModel:
+    """What of the memory of a graph does not depend on the order of its nodes; see the module.
+
+    Args:
+        gm: as in :func:`memory_timeline`.
+        kept: as in :func:`memory_timeline`.
+    """
+
+    def __init__(self, gm: fx.GraphModule, *, kept: Iterable[fx.Node]) -> None:
+        kept = set(kept)
+        self.kept_bytes = sum(tensor_bytes(node.meta.get("val")) for node in kept)
+        self._made: list[_Buffer] = []
+        self._seen: dict[fx.Node, tuple[_Buffer, ...]] = {}
+        for node in gm.graph.nodes:
+            self._seen[node] = () if node in kept else tuple(dict.fromkeys(self._look(node)))
+        for node in gm.graph.nodes:
+            if not (is_view(node) or self._is_inlined(node)):
+                for buffer in self._read(node):
+                    buffer.readers.append(node)
+            if is_collective(node):
+                self._hold_until_waited(node)
+
+    def timeline(self, order: Sequence[fx.Node]) -> MemoryTimeline:
+        """Live bytes over an order of all nodes in which inputs precede their readers."""
+        first, last = fusion_runs(order)
+        changes = [0] * (len(order) + 1)
+        ranges = []
+        position = {node: index for index, node in enumerate(order)}
+        for buffer in self._made:
+            start = first[position[buffer.producer]]
+            end = max([last[position[reader]] for reader in buffer.readers], default=last[start])
+            if is_fusible(buffer.producer) and buffer.readers and end == last[start]:
+                continue  # lives inside one generated kernel
+            if buffer.producer.op == "placeholder":
+                start = 0
+            changes[start] += buffer.num_bytes
+            changes[end + 1] -= buffer.num_bytes
+            ranges.append((start, end, buffer))
+        live_bytes, live = [], 0
+        for change in changes[:-1]:
+            live += change
+            live_bytes.append(live)
+        peak = live_bytes.index(max(live_bytes)) if live_bytes else 0
+        at_peak = [
+            LiveValue(node=buffer.producer, part=buffer.part, num_bytes=buffer.num_bytes)
+            for start, end, buffer in ranges
+            if start <= peak <= end and buffer.num_bytes
+        ]
+        return MemoryTimeline(
+            nodes=tuple(order),
+            live_bytes=tuple(live_bytes),
+            kept_bytes=self.kept_bytes,
+            live_at_peak=tuple(sorted(at_peak, key=lambda value: -value.num_bytes)),
+        )
+
+    def held_bytes(self, collective: fx.Node) -> int:
+        """What a started collective holds until its wait besides its output: its input and copies.
+
+        The output is left out because that of a reduction outlives the wait. An input that the caller
+        keeps counts nothing.
+        """
+        return sum(buffer.num_bytes for buffer in set(self._read(collective))) + copied_bytes(collective)
+
+    def _look(self, node: fx.Node) -> Iterator[_Buffer]:
+        """The buffers that reading ``node`` reads; makes those that ``node`` allocates."""
+        if node.op == "get_attr" or node.op == "output":
+            return
+        if node.target is operator.getitem and node.args[0].op == "call_function":
+            source, index = node.args[:2]
+            if not is_alias(source):
+                yield from self._items(source, index)
+                return
+        if is_alias(node) or self._is_inlined(node):
+            yield from self._read(node)
+            return
+        for index, value in enumerate(_tensors(node.meta.get("val"))):
+            is_tuple = isinstance(node.meta["val"], (tuple, list))
+            buffer = _Buffer(node, f"[{index}]" if is_tuple else "", tensor_bytes(value))
+            self._made.append(buffer)
+            yield buffer
+
+    def _items(self, source: fx.Node, index: Any) -> Iterable[_Buffer]:
+        is_flat = len(self._seen[source]) == len(source.meta["val"])
+        return (self._seen[source][index],) if is_flat and isinstance(index, int) else self._seen[source]
+
+    def _read(self, node: fx.Node) -> Iterator[_Buffer]:
+        for source in node.all_input_nodes:
+            yield from self._seen[source]
+
+    def _is_inlined(self, node: fx.Node) -> bool:
+        """True for a pointwise value that its readers recompute."""
+        if not _is_pointwise(node) or node.target is aten.cat.default:
+            return False
+        readers = list(_readers_through_aliases(node))
+        if not readers or not all(is_fusible(reader) for reader in readers):
+            return False
+        num_read = len(set(self._read(node)))
+        if len(readers) > 1:
+            return num_read <= MAX_INLINED_READS and node.target not in _DEAR
+        return num_read <= 2 * MAX_INLINED_READS
+
+    def _hold_until_waited(self, collective: fx.Node) -> None:
+        waits = [
+            reader for reader in _readers_through_aliases(collective, through_waits=False) if is_wait(reader)
+        ]
+        for buffer in self._read(collective):
+            buffer.readers.extend(waits)
+        if num_bytes := copied_bytes(collective):
+            self._made.append(_Buffer(collective, " (copy)", num_bytes, waits))
+
+
+def is_fusible(node: fx.Node) -> bool:
+    """True for a node that Inductor generates code for, and may fuse with its neighbours."""
+    tags = getattr(node.target, "tags", ())
+    return node.target in _GENERATED or torch.Tag.pointwise in tags or torch.Tag.reduction in tags
+
+
+def is_view(node: fx.Node) -> bool:
+    """True for a node that runs no kernel: a view, or an item of a tuple."""
+    if node.target is operator.getitem or node.target in _UNMARKED_VIEWS:
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
+def is_alias(node: fx.Node) -> bool:
+    """True for a node whose result shares the memory of an input: a view, a wait, an in-place op."""
+    if is_view(node) or is_wait(node):
+        return True
+    is_op = isinstance(node.target, torch._ops.OpOverload)
+    return is_op and bool(node.target._schema.returns) and node.target._schema.is_mutable
+
+
+def fusion_runs(order: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
+    """For each position of ``order``, the first and the last position of its run of fusible nodes.
+
+    Views and starts of collectives may stand inside a run; any other node, waits included, ends it.
+    A node outside of runs is a run of its own.
+    """
+    first, last = list(range(len(order))), list(range(len(order)))
+    run: list[int] = []
+
+    def close() -> None:
+        for index in run:
+            first[index], last[index] = run[0], run[-1]
+        run.clear()
+
+    for index, node in enumerate(order):
+        if is_fusible(node):
+            run.append(index)
+        elif not (is_view(node) or is_collective(node)):
+            close()
+    close()
+    return first, last
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return is_fusible(node) and torch.Tag.reduction not in getattr(node.target, "tags", ())
+
+
+def _readers_through_aliases(node: fx.Node, *, through_waits: bool = True) -> Iterator[fx.Node]:
+    for user in node.users:
+        if is_alias(user) and (through_waits or not is_wait(user)):
+            yield from _readers_through_aliases(user, through_waits=through_waits)
+        else:
+            yield user
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return (
+        [part for part in value if isinstance(part, torch.Tensor)] if isinstance(value, (tuple, list)) else []
+    )
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of a tensor or a tuple of tensors."""
+    return sum(_hint(tensor.numel()) * tensor.element_size() for tensor in _tensors(value))
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    """The size seen while tracing; 0 for one that depends on data."""
+    return size if isinstance(size, int) else int(size.node.hint or 0)

@@ -1,0 +1,177 @@
+"""Orders of a graph in which only collectives, and the layout nodes around them, have moved.
+
+:class:`Placement` rebuilds an order by placing each node after what it needs. Compute keeps its
+order. The nodes that only collectives need (gathers, what packs them, waits, what unpacks them) are
+*lazy*: they are placed when something asks for them, and a few decisions say when to ask earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from .buckets import UNPACK
+from .collectives import ALL_GATHER, REDUCE_SCATTER, is_collective, is_wait
+from .context import PassContext
+from .provenance import is_layout, shards_behind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions:
+    """When collectives start and are waited for, where it is not where their result is needed.
+
+    Attributes:
+        prefetch: each gather starts right after the wait, and the copies out, of the gather this
+            many places earlier, or at the top of the graph; 0 for right before its wait.
+        in_flight: reductions that may be open at a time: the oldest is closed when one more starts.
+        sequence: an order of starts to keep: before a collective starts, so do the gathers named
+            before it.
+        starts: gathers to start in front of a node, at the latest.
+        closes: reductions to close in front of a node, at the latest.
+    """
+
+    prefetch: int = 0
+    in_flight: int = 1
+    sequence: Sequence[fx.Node] = ()
+    starts: Mapping[fx.Node, Sequence[fx.Node]] = field(default_factory=dict)
+    closes: Mapping[fx.Node, Sequence[fx.Node]] = field(default_factory=dict)
+
+
+class Movable:
+    """The collectives of a graph that may move, and the nodes that move with them.
+
+    Attributes:
+        gathers: gathers of shards, in the order in which compute first asks for them.
+        reductions: reduce-scatters, in graph order.
+        others: every other collective; these stay between the compute around them.
+        lazy: gathers, what packs them, waits, what unpacks them.
+    """
+
+    def __init__(self, gm: fx.GraphModule, ctx: PassContext) -> None:
+        self.graph = gm.graph
+        collectives = list(filter(is_collective, gm.graph.nodes))
+        found = [node for node in collectives if node.target is ALL_GATHER and shards_behind(node, ctx)]
+        self.reductions = [node for node in collectives if node.target is REDUCE_SCATTER]
+        self.others = [node for node in collectives if node not in found and node not in self.reductions]
+        self.lazy = _lazy_nodes(gm.graph, ctx, set(found))
+        self.gathers = self._by_first_need(found)
+
+    def _by_first_need(self, gathers: list[fx.Node]) -> list[fx.Node]:
+        found: dict[fx.Node, None] = {}
+        seen: set[fx.Node] = set()
+        wanted = set(gathers)
+
+        def visit(node: fx.Node) -> None:
+            if node in seen:
+                return
+            seen.add(node)
+            for source in node.all_input_nodes:
+                visit(source)
+            if node in wanted:
+                found[node] = None
+
+        for node in self.graph.nodes:
+            if node not in self.lazy:
+                visit(node)
+        return list(found) + [node for node in gathers if node not in found]
+
+
+class Placement:
+    """Builds one order of the nodes of ``movable.graph`` from ``decisions``."""
+
+    def __init__(self, movable: Movable, decisions: Decisions) -> None:
+        self._movable = movable
+        self._decisions = decisions
+        self._rank = {node: index for index, node in enumerate(movable.gathers)}
+        self._sequence_rank = {node: index for index, node in enumerate(decisions.sequence)}
+        self._next_in_sequence = 0
+        self._placed: dict[fx.Node, None] = {}
+        self._open: list[fx.Node] = []
+
+    def order(self) -> list[fx.Node]:
+        """All nodes, inputs before their readers."""
+        graph, lazy = self._movable.graph, self._movable.lazy
+        for placeholder in graph.find_nodes(op="placeholder"):
+            self._place(placeholder)
+        for gather in self._movable.gathers[: self._decisions.prefetch]:
+            self._place(gather)
+        for node in graph.nodes:
+            if node in lazy or node in self._placed:
+                continue
+            for reduction in self._decisions.closes.get(node, ()):
+                self._close(reduction)
+            for source in node.all_input_nodes:  # waits and copies out come before the next start
+                self._place(source)
+            for gather in self._decisions.starts.get(node, ()):
+                self._place(gather)
+            self._place(node)
+        # What nothing reads (a dead view, say) keeps existing, in front of the output.
+        unread = [node for node in graph.nodes if node not in self._placed]
+        *rest, output = self._placed
+        return [*rest, *unread, output]
+
+    def _place(self, node: fx.Node) -> None:
+        if node in self._placed:
+            return
+        for source in node.all_input_nodes:
+            self._place(source)
+        if node.target is REDUCE_SCATTER:
+            self._make_room(node)
+        if node in self._sequence_rank:
+            self._start_what_precedes(node)
+        self._placed[node] = None
+        if is_wait(node) and node.args[0] in self._rank:
+            self._unpack(node)
+            rank = self._rank[node.args[0]]
+            for upcoming in self._movable.gathers[rank + 1 : rank + 1 + self._decisions.prefetch]:
+                self._place(upcoming)
+
+    def _start_what_precedes(self, collective: fx.Node) -> None:
+        """Gathers only: a reduction cannot start before its gradients exist."""
+        while self._next_in_sequence < self._sequence_rank[collective]:
+            earlier = self._decisions.sequence[self._next_in_sequence]
+            self._next_in_sequence += 1
+            if earlier in self._rank:
+                self._place(earlier)
+
+    def _unpack(self, wait: fx.Node) -> None:
+        """All copies out of a bucket at once: then the bucket, and later each copy, can be freed."""
+        for user in wait.users:
+            if user.target is UNPACK:
+                self._place(user)
+                for item in user.users:
+                    self._place(item)
+
+    def _make_room(self, reduction: fx.Node) -> None:
+        self._open = [node for node in self._open if not any(user in self._placed for user in node.users)]
+        while len(self._open) >= self._decisions.in_flight:
+            self._close(self._open.pop(0))
+        self._open.append(reduction)
+
+    def _close(self, reduction: fx.Node) -> None:
+        for wait in reduction.users:
+            self._place_with_unpacking(wait)
+
+    def _place_with_unpacking(self, node: fx.Node) -> None:
+        self._place(node)
+        for user in node.users:
+            if user in self._movable.lazy and user not in self._placed:
+                self._place_with_unpacking(user)
+
+
+def _lazy_nodes(graph: fx.Graph, ctx: PassContext, gathers: set[fx.Node]) -> set[fx.Node]:
+    """Nodes placed only when something needs them."""
+    lazy: set[fx.Node] = set(gathers)
+    for node in graph.nodes:
+        if is_wait(node):
+            lazy.add(node)
+        elif is_layout(node):
+            sources = node.all_input_nodes
+            if sources and all(
+                source in lazy or (source.op == "placeholder" and ctx.binding(source.name))
+                for source in sources
+            ):
+                lazy.add(node)
+    return lazy

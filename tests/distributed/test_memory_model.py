@@ -1,0 +1,110 @@
+"""The memory model against the allocator: gloo's own copies, and the peak of a compiled model."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
+
+from graphshard.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
+from graphshard.memory import BACKEND_COPIES
+
+from .implementations import compile_if_asked, shard_units
+
+PIECE = 64 * 1024
+"""Elements: large enough that nothing else a collective allocates matters."""
+
+
+def _allocations(step: Callable[[], object]) -> list[tuple[int, int]]:
+    """Address and bytes (negative: freed) of the allocator's events, in time order."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    pending, events = list(profiler.profiler.kineto_results.experimental_event_tree()), []
+    while pending:
+        event = pending.pop()
+        pending.extend(event.children)
+        if event.tag == _EventType.Allocation:
+            fields = event.extra_fields
+            events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+    return [(address, num_bytes) for _, address, num_bytes in sorted(events)]
+
+
+def _peak_bytes(step: Callable[[], object]) -> int:
+    """Largest live bytes above the start; gloo's threads free some unseen, which can only raise it."""
+    held: dict[int, int] = {}
+    peak = 0
+    for address, num_bytes in _allocations(step):
+        held.pop(address, None)
+        if num_bytes > 0:
+            held[address] = num_bytes
+        peak = max(peak, sum(held.values()))
+    return peak
+
+
+def _copies_of_gloo() -> dict[str, int]:
+    """Peak bytes while a collective runs besides its input and its output."""
+    size = dist.get_world_size()
+    group = dist.group.WORLD.group_name
+    small, large = torch.zeros(PIECE), torch.zeros(PIECE * size)
+
+    def gather() -> None:
+        WAIT(ALL_GATHER(small, size, group))
+
+    def reduce() -> None:
+        WAIT(REDUCE_SCATTER(large, "sum", size, group))
+
+    small_bytes, large_bytes = 4 * PIECE, 4 * PIECE * size
+    return {
+        "gather": min(_peak_bytes(gather) for _ in range(3)) - large_bytes,
+        "reduction": min(_peak_bytes(reduce) for _ in range(3)) - small_bytes,
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_gloo_copies_what_the_table_says(run_on_gloo_ranks, num_ranks):
+    of_input, of_output = BACKEND_COPIES["cpu"][ALL_GATHER]
+    gather = 4 * PIECE * (of_input + num_ranks * of_output)
+    of_input, of_output = BACKEND_COPIES["cpu"][REDUCE_SCATTER]
+    reduction = 4 * PIECE * (num_ranks * of_input + of_output)
+    for found in run_on_gloo_ranks(num_ranks, _copies_of_gloo):
+        assert found["gather"] == pytest.approx(gather, rel=0.01)
+        assert found["reduction"] == pytest.approx(reduction, rel=0.01)
+
+
+class _Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def _peak_of_a_step(folder: str) -> int:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Residual(64) for _ in range(3)))
+    model = shard_units("compiled", model, list(model))
+    forward = compile_if_asked("compiled", model, dump=f"{folder}/{dist.get_rank()}")
+    inputs = torch.randn(512, 64)
+
+    def step() -> None:
+        forward(inputs).sum().backward()
+        model.zero_grad(set_to_none=True)
+
+    for _ in range(2):
+        step()
+    return min(_peak_bytes(step) for _ in range(6))
+
+
+def test_the_predicted_peak_is_what_a_compiled_step_allocates(run_on_gloo_ranks, tmp_path: Path):
+    """The backward holds all that is left of the forward, so its peak is that of the step."""
+    measured = min(run_on_gloo_ranks(2, _peak_of_a_step, str(tmp_path)))
+    words = (tmp_path / "0" / "graph0.backward.memory.txt").read_text().split()
+    assert words[0] == "peak" and words[2] == "bytes"
+    assert measured == pytest.approx(int(words[1]), rel=0.05)

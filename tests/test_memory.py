@@ -1,0 +1,285 @@
+"""The memory model: exact bytes on graphs small enough to count by hand."""
+
+import operator
+
+import pytest
+import torch
+from small_graphs import GROUP, GraphBuilder, aten
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from graphshard.buckets import PACK, UNPACK
+from graphshard.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
+from graphshard.graph_text import node_names
+from graphshard.memory import MemoryModel, copied_bytes, fusion_runs, kept_inputs, memory_timeline
+
+MM = aten.mm.default
+T = aten.t.default
+CELL = 8  # bytes of a float64
+
+
+def _live(gm: fx.GraphModule, kept=()) -> dict[str, int]:
+    """Live cells at each node, by node name."""
+    timeline = memory_timeline(gm, kept=kept)
+    assert all(num_bytes % CELL == 0 for num_bytes in timeline.live_bytes)
+    return {
+        node.name: num_bytes // CELL
+        for node, num_bytes in zip(timeline.nodes, timeline.live_bytes, strict=True)
+    }
+
+
+def test_values_die_after_their_last_reader():
+    build = GraphBuilder()
+    x = build.input("primals_1", 4, 4)
+    a = build(MM, x, x)
+    b = build(MM, a, a)
+    c = build(MM, b, x)
+    gm = build.finish(c)
+    assert _live(gm, kept=[x]) == {"primals_1": 0, a.name: 16, b.name: 32, c.name: 32, "output": 16}
+    assert memory_timeline(gm, kept=[x]).kept_bytes == 16 * CELL
+
+
+def test_inputs_that_are_not_kept_die_too():
+    build = GraphBuilder()
+    saved, other = build.input("mm", 4, 4), build.input("mm_1", 2, 2)
+    a = build(MM, saved, saved)
+    b = build(MM, a, a)
+    live = _live(build.finish(b, other))
+    assert live == {"mm": 20, "mm_1": 20, a.name: 36, b.name: 36, "output": 20}
+
+
+def test_outputs_live_to_the_end():
+    build = GraphBuilder()
+    x = build.input("primals_1", 4, 4)
+    a = build(MM, x, x)
+    b = build(MM, x, x)
+    assert _live(build.finish(a, b), kept=[x])["output"] == 32
+
+
+@pytest.mark.parametrize("view", [T, aten.alias.default], ids=str)
+def test_a_view_keeps_what_it_looks_at(view):
+    build = GraphBuilder()
+    x = build.input("primals_1", 4, 4)
+    a = build(MM, x, x)
+    seen = build(view, a)
+    b = build(MM, x, x)
+    c = build(MM, seen, b)
+    live = _live(build.finish(c), kept=[x])
+    assert (live[seen.name], live[b.name], live[c.name], live["output"]) == (16, 32, 48, 16)
+
+
+def test_items_of_a_tuple_die_one_by_one():
+    build = GraphBuilder()
+    bucket = build.input("mm", 20)
+    pieces = build(UNPACK, bucket, 1, [16, 4])
+    first, second = (build(operator.getitem, pieces, index) for index in range(2))
+    a = build(PACK, [first], 1)
+    b = build(PACK, [a, second], 1)
+    live = _live(build.finish(b))
+    assert live == {
+        "mm": 20,
+        pieces.name: 40,
+        "getitem": 20,
+        "getitem_1": 20,
+        a.name: 36,
+        b.name: 40,
+        "output": 20,
+    }
+
+
+def test_items_of_a_view_share_its_memory():
+    build = GraphBuilder()
+    x = build.input("primals_1", 4, 4)
+    a = build(MM, x, x)
+    halves = build(aten.split.Tensor, a, 2)
+    half = build(operator.getitem, halves, 1)
+    b = build(MM, half, x)
+    live = _live(build.finish(b), kept=[x])
+    assert (live[half.name], live[b.name], live["output"]) == (16, 24, 8)
+
+
+def test_an_in_place_op_allocates_nothing():
+    build = GraphBuilder()
+    x = build.input("primals_1", 4, 4)
+    a = build(MM, x, x)
+    written = build(aten.copy_.default, a, x)
+    live = _live(build.finish(written), kept=[x])
+    assert live[written.name] == live["output"] == 16
+
+
+def test_a_gather_holds_input_output_and_copy_until_its_wait():
+    build = GraphBuilder()
+    shard = build.input("primals_1", 4)
+    packed = build(PACK, [shard], 1)
+    started = build(ALL_GATHER, packed, 2, GROUP)
+    a = build(MM, build.input("primals_2", 2, 2), build.input("primals_3", 2, 2))
+    full = build(WAIT, started)
+    b = build(PACK, [full], 1)
+    gm = build.finish(a, b)
+    live = _live(gm, kept=kept_inputs(gm))
+    assert live[packed.name] == 4
+    assert live[started.name] == 4 + 8 + 8
+    assert live[a.name] == live[full.name] == 4 + 4 + 8 + 8
+    assert live[b.name] == 4 + 8 + 8
+
+
+def test_a_reduction_holds_input_and_clone_until_its_wait():
+    build = GraphBuilder()
+    grad = build.input("mm", 8)
+    started = build(REDUCE_SCATTER, grad, "sum", 2, GROUP)
+    reduced = build(WAIT, started)
+    a = build(PACK, [reduced], 1)
+    assert _live(build.finish(a)) == {
+        "mm": 8, started.name: 8 + 8 + 4, reduced.name: 8 + 8 + 4, a.name: 4 + 4, "output": 4,
+    }  # fmt: skip
+
+
+def test_copies_depend_on_the_device():
+    graph = fx.Graph()
+    source, started = graph.placeholder("x"), None
+    source.meta["val"] = torch.empty(4, device="meta")
+    started = graph.call_function(ALL_GATHER, (source, 2, GROUP))
+    started.meta["val"] = torch.empty(8, device="meta")
+    assert copied_bytes(started) == 0
+    started.meta["val"] = torch.empty(8)
+    assert copied_bytes(started) == 8 * 4
+
+
+def test_what_a_collective_holds_leaves_out_its_output_and_kept_inputs():
+    build = GraphBuilder()
+    shard, grad = build.input("primals_1", 4), build.input("mm", 8)
+    gather = build(ALL_GATHER, shard, 2, GROUP)
+    reduction = build(REDUCE_SCATTER, grad, "sum", 2, GROUP)
+    total = build(ALL_REDUCE, grad, "sum", GROUP)
+    gm = build.finish(*(build(WAIT, node) for node in (gather, reduction, total)))
+    model = MemoryModel(gm, kept=[shard])
+    assert model.held_bytes(gather) == 8 * CELL
+    assert model.held_bytes(reduction) == (8 + 8) * CELL
+    assert model.held_bytes(total) == 8 * CELL
+
+
+def test_a_fused_chain_stores_its_end_only():
+    build = GraphBuilder()
+    x = build.input("primals_1", 4, 4)
+    a = build(MM, x, x)
+    chain = a
+    for _ in range(3):
+        chain = build(aten.mul.Tensor, chain, 2.0)
+    b = build(MM, chain, x)
+    live = _live(build.finish(b), kept=[x])
+    assert live[chain.name] == 32 and live[b.name] == 32
+
+
+def test_a_value_that_several_kernels_recompute_keeps_its_sources():
+    build = GraphBuilder()
+    x = build.input("primals_1", 4, 4)
+    a = build(MM, x, x)
+    scaled = build(aten.mul.Tensor, a, 2.0)
+    early = build(aten.sum.dim_IntList, scaled, [0])
+    b = build(MM, x, x)
+    late = build(aten.add.Tensor, scaled, b)
+    live = _live(build.finish(early, late), kept=[x])
+    assert live[b.name] == 16 + 4 + 16  # the product, a and the sum: no scaled
+
+
+def test_a_value_that_a_kernel_outside_reads_is_stored():
+    build = GraphBuilder()
+    x = build.input("primals_1", 4, 4)
+    a = build(MM, x, x)
+    scaled = build(aten.mul.Tensor, a, 2.0)
+    early = build(aten.sum.dim_IntList, scaled, [0])
+    b = build(MM, scaled, x)
+    live = _live(build.finish(early, b), kept=[x])
+    assert live[scaled.name] == live[early.name] == 16 + 16 + 4  # one run: both results at once
+    assert live[b.name] == 16 + 4 + 16
+
+
+def test_a_dear_value_is_stored_when_two_kernels_read_it():
+    build = GraphBuilder()
+    x = build.input("primals_1", 4, 4)
+    a = build(MM, x, x)
+    dear = build(aten.exp.default, a)
+    first = build(aten.sum.dim_IntList, dear, [0])
+    b = build(MM, x, x)
+    second = build(aten.add.Tensor, dear, b)
+    live = _live(build.finish(first, second), kept=[x])
+    assert live[b.name] == 16 + 4 + 16  # a is gone, its exponential is there
+    assert live[dear.name] == 16 + 16 + 4
+
+
+def test_runs_go_through_views_and_starts_and_end_at_other_nodes():
+    build = GraphBuilder()
+    x = build.input("primals_1", 4, 4)
+    a = build(aten.relu.default, x)
+    started = build(ALL_GATHER, x, 2, GROUP)
+    b = build(aten.relu.default, build(T, a))
+    c = build(MM, b, x)
+    d = build(aten.relu.default, c)
+    full = build(WAIT, started)
+    e = build(aten.relu.default, d)
+    gm = build.finish(e, full)
+    order = list(gm.graph.nodes)
+    first, last = fusion_runs(order)
+    runs = {node: (order[first[i]], order[last[i]]) for i, node in enumerate(order)}
+    assert runs[a] == runs[b] == (a, b)
+    assert runs[started] == (started, started) and runs[c] == (c, c)
+    assert runs[d] == (d, d) and runs[e] == (e, e)
+
+
+def test_another_order_of_the_same_graph():
+    build = GraphBuilder()
+    x = build.input("primals_1", 4, 4)
+    a, b = build(MM, x, x), build(MM, x, x)
+    c = build(aten.mm.default, b, x)
+    gm = build.finish(a, c)
+    nodes = list(gm.graph.nodes)
+    assert memory_timeline(gm, kept=[x]).peak_bytes == 3 * 16 * CELL
+    late = [nodes[0], nodes[2], nodes[3], nodes[1], nodes[4]]
+    assert memory_timeline(gm, kept=[x], order=late).peak_bytes == 2 * 16 * CELL
+
+
+def test_symbolic_sizes_count_with_their_hints():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    env = ShapeEnv()
+    size = env.create_symintnode(env.create_symbol(12, torch._dynamo.source.ConstantSource("s")), hint=12)
+    with torch._subclasses.FakeTensorMode(shape_env=env):
+        x.meta["val"] = torch.empty((size, 2))
+    y = graph.call_function(aten.relu.default, (x,))
+    y.meta["val"] = x.meta["val"]
+    graph.output([y])
+    gm = fx.GraphModule(torch.nn.Module(), graph)
+    assert memory_timeline(gm, kept=[]).peak_bytes == 2 * 12 * 2 * 4
+
+
+def test_which_inputs_the_caller_keeps():
+    build = GraphBuilder()
+    shard, saved = build.input("primals_1", 2), build.input("mm", 2)
+    forward = build.finish(saved)
+    assert kept_inputs(forward) == [shard, saved]
+    build = GraphBuilder()
+    shard, saved, tangent = (build.input(name, 2) for name in ("primals_1", "mm", "tangents_1"))
+    assert kept_inputs(build.finish(tangent)) == [shard]
+
+
+def test_the_peak_in_words():
+    build = GraphBuilder()
+    x = build.input("primals_1", 4, 4)
+    bucket = build(PACK, [x], 1)
+    started = build(ALL_GATHER, bucket, 2, GROUP)
+    gm = build.finish(build(WAIT, started))
+    timeline = memory_timeline(gm, kept=[x])
+    assert timeline.peak_node is started
+    assert timeline.text(node_names(gm)) == (
+        "peak 640 bytes at %all_gather_into_tensor_0, where these are live:\n"
+        "           256  %all_gather_into_tensor_0\n"
+        "           256  %all_gather_into_tensor_0 (copy)\n"
+        "           128  %pack_0\n"
+        "beside 128 bytes of inputs that the caller keeps\n"
+        "live while each node runs:\n"
+        "             0  %primals_1\n"
+        "           128  %pack_0\n"
+        "           640  %all_gather_into_tensor_0\n"
+        "           640  %wait_tensor_0\n"
+        "           256  output\n"
+    )
