@@ -155,8 +155,8 @@ def gradient_scaling(
     """How gradients of ``dtype`` are summed over ``num_ranks`` and divided.
 
     In float16 a plain sum can overflow and a division up front can underflow, so the division is
-    split in two: the smallest power of two that is at least the other part, then the rest (the split
-    of FSDP1 and FSDP2). Elsewhere the process group's mean serves, or a sum and one division.
+    split in two: a power of two, doubled while it divides the factor and is below the other part, then
+    the rest (the split of FSDP1 and FSDP2). Elsewhere the process group's mean serves, or a sum and one division.
     """
     factor = float(num_ranks if divide_factor is None else divide_factor)
     if dtype == torch.float16:

@@ -62,7 +62,7 @@ def test_numel_counts_the_full_parameter():
 
 @pytest.mark.parametrize(
     ("num_ranks", "before", "after"),
-    [(2, 2, 1), (3, 2, 1.5), (4, 2, 2), (6, 4, 1.5), (8, 4, 2), (128, 16, 8)],
+    [(2, 2, 1), (3, 2, 1.5), (4, 2, 2), (5, 2, 2.5), (6, 4, 1.5), (8, 4, 2), (18, 4, 4.5), (128, 16, 8)],
 )
 def test_float16_is_divided_in_two_steps(num_ranks, before, after):
     """The divisors of FSDP2: a sum overflows early, a division up front underflows early."""
