@@ -118,7 +118,7 @@ def check_reduced(gm: fx.GraphModule, ctx: PassContext) -> list[str]:
         gradient = values[first + binding.position]
         if not isinstance(gradient, fx.Node):
             continue
-        if gradient.target is REDUCE_GRAD or reductions_of(gradient):
+        if gradient.target is REDUCE_GRAD or reductions_of(gradient, binding):
             continue
         problems.append(f"the gradient of {binding.name} ({gradient.name}) does not come from a reduction")
     return problems
