@@ -260,7 +260,7 @@ def _layout_on_named(
             f"fully_shard: with dp_mesh_dims, parameter {name} {tuple(param.shape)} must be a DTensor on the mesh: "
             "use torch.distributed.tensor.distribute_module"
         )
-    if param.device_mesh is not named.mesh:
+    if param.device_mesh != named.mesh:
         raise ShardingError(
             f"fully_shard: with dp_mesh_dims, parameter {name} must be a DTensor on {named.mesh}, "
             f"not on {param.device_mesh}"
@@ -271,7 +271,7 @@ def _layout_on_named(
         if not placements[axis].is_replicate():
             assert named.mesh.mesh_dim_names is not None
             raise ShardingError(
-                f"fully_shard: parameter {name} is {placements[axis]} on the axis "
+                f"fully_shard: parameter {name} is {placements[axis]!r} on the axis "
                 f"{named.mesh.mesh_dim_names[axis]!r} of dp_mesh_dims; it must be Replicate() there"
             )
     outer = OuterLayout.of(param, partial_dims=(*shard_dims, *replicate_dims))

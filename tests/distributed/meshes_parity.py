@@ -5,11 +5,13 @@ with the unsharded model, and shard by shard, mesh and placements included, with
 """
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
@@ -29,6 +31,12 @@ class Arrangement:
     """Ranks on the data-parallel axes."""
     batch_index: int
     """This rank's place on them."""
+
+
+@functools.cache
+def named_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """One mesh object per process: DTensor's caches mix up equal meshes, and FSDP2 asks for the same object."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def check_like_unsharded(reference: nn.Module, model: nn.Module, *, tolerance: float | None = None) -> None:

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing import assert_close
 
 from .implementations import compile_if_asked, pick_fully_shard
-from .meshes_parity import FullyShard
+from .meshes_parity import FullyShard, named_mesh
 
 NUM_EXPERTS = 4
 DIM = 6
@@ -40,8 +40,9 @@ class Experts(nn.Module):
         num_tokens = tokens.shape[1]
         arrived = exchange(tokens.reshape(-1, DIM), self.group).view(num_ranks, num_local, num_tokens, DIM)
         by_expert = arrived.transpose(0, 1).reshape(num_local, num_ranks * num_tokens, DIM)
-        done = torch.relu(torch.bmm(by_expert, weight)).view(num_local, num_ranks, num_tokens, DIM)
-        return exchange(done.transpose(0, 1).reshape(-1, DIM), self.group).view(NUM_EXPERTS, num_tokens, DIM)
+        done = torch.bmm(by_expert, weight).view(num_local, num_ranks, num_tokens, DIM)
+        returned = exchange(done.transpose(0, 1).reshape(-1, DIM), self.group)
+        return torch.relu(returned.view(NUM_EXPERTS, num_tokens, DIM))
 
 
 def exchange(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -74,7 +75,7 @@ class Mixture(nn.Module):
 
 
 def expert_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    return named_mesh((2, 2), ("efsdp", "ep"))
 
 
 def spread_experts(model: Mixture, mesh: DeviceMesh) -> None:
@@ -120,7 +121,7 @@ def train_mixture(implementation: str, arrangement: str) -> None:
     reference = Mixture()
     models = {each: copy.deepcopy(reference) for each in ("fsdp2", implementation)}
     mesh = expert_mesh()
-    whole = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("all",))
+    whole = named_mesh((dist.get_world_size(),), ("all",))
     for each, model in models.items():
         spread_experts(model, mesh)
         ARRANGEMENTS[arrangement](pick_fully_shard(each), model, mesh, whole)

@@ -8,13 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing import assert_close
 
 from .implementations import GRAPHSHARD, UNCOMPILED, compile_if_asked, pick_fully_shard, world_mesh
-from .meshes_parity import Arrangement, FullyShard, check_full, make_adam, train_on_mesh
+from .meshes_parity import Arrangement, FullyShard, check_full, make_adam, named_mesh, train_on_mesh
 from .test_refusals import expect_error
 from .toy_models import WORKLOADS, Workload, build_mlp, mlp_workload
 
@@ -123,8 +122,8 @@ def keep_a_mesh_per_parameter(implementation: str) -> None:
     """One unit on (a, b): its weights are sharded over all ranks, its biases over axis b alone."""
     torch.manual_seed(0)
     world_size, rank = dist.get_world_size(), dist.get_rank()
-    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("a", "b"))
-    whole = FSDPMeshInfo(init_device_mesh("cpu", (world_size,), mesh_dim_names=("all",)), shard_mesh_dim=0)
+    mesh = named_mesh((2, world_size // 2), ("a", "b"))
+    whole = FSDPMeshInfo(named_mesh((world_size,), ("all",)), shard_mesh_dim=0)
     inner = FSDPMeshInfo(mesh["b"], shard_mesh_dim=0)
 
     def place(parameter: nn.Parameter) -> ShardPlacementResult:

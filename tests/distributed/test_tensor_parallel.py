@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from .implementations import GRAPHSHARD, UNCOMPILED, compile_if_asked, pick_fully_shard
-from .meshes_parity import Arrangement, FullyShard, check_like_unsharded, train_on_mesh
+from .meshes_parity import Arrangement, FullyShard, check_like_unsharded, named_mesh, train_on_mesh
 from .test_refusals import expect_error
 from .toy_models import Batch, Forward, Workload
 
@@ -103,7 +103,7 @@ PLANS = {"layers": split_layers, "sequence": split_sequence}
 
 
 def two_dim_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return named_mesh((2, 2), ("dp", "tp"))
 
 
 def arrange(
@@ -138,7 +138,7 @@ def train_two_dim(
 
 def train_three_dim(implementation: str, shape: tuple[int, int, int], plan: str) -> None:
     """Copies over `replicate`, shards over `shard`, splits over `tp`."""
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tp"))
+    mesh = named_mesh(shape, ("replicate", "shard", "tp"))
     workload = stack_workload(*EVEN)
     model = train_on_mesh(workload, implementation, arrange(workload, mesh, mesh["replicate", "shard"], plan))
     weight = model.layers[0].contract.weight
@@ -301,14 +301,14 @@ def other_mesh(fully_shard: FullyShard) -> None:
 
 
 def number_of_ranks(fully_shard: FullyShard) -> None:
-    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+    mesh = named_mesh((4, 1), ("dp", "tp"))
     model = nn.Sequential(nn.Linear(4, 4))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
     fully_shard(model, mesh=mesh["dp"], reshard_after_forward=2)
 
 
 def three_other_axes(fully_shard: FullyShard) -> None:
-    mesh = init_device_mesh("cpu", (4, 1, 1, 1), mesh_dim_names=("dp", "a", "b", "c"))
+    mesh = named_mesh((4, 1, 1, 1), ("dp", "a", "b", "c"))
     model = nn.Linear(4, 4)
     for name, parameter in list(model.named_parameters()):
         split = distribute_tensor(parameter.detach(), mesh["a", "b", "c"], [Replicate()] * 3)
