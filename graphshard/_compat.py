@@ -12,14 +12,26 @@ import torch
 import torch.distributed as dist
 from torch._guards import detect_fake_mode  # checked: 2.13
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard  # checked: 2.13
+
+try:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult  # checked: 2.13
+except ImportError:  # torch before it had a mesh per parameter
+    ShardPlacementResult = None
 
 __all__ = [
+    "ShardPlacementResult",
     "detect_fake_mode",
+    "flatten_mesh",
     "group_by_name",
     "group_store",
     "group_timeout_seconds",
     "in_recomputation",
+    "join_meshes",
     "queue_after_backward",
+    "strided_shard",
 ]
 
 
@@ -57,3 +69,25 @@ def group_timeout_seconds(group: dist.ProcessGroup) -> float:
         if options is not None:
             return options._timeout.total_seconds()
     return default_pg_timeout.total_seconds()
+
+
+def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
+    """One mesh with the axes of all (checked: 2.13).
+
+    Raises:
+        RuntimeError: the meshes are cut out of different ones, or share ranks along an axis.
+    """
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def flatten_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The 1-D mesh over the named axes (checked: 2.13)."""
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """A cut along ``dim`` of what another axis, further right in the mesh, cut ``split_factor`` times.
+
+    Without such a cut it is a plain ``Shard`` (checked: 2.13).
+    """
+    return Shard(dim) if split_factor == 1 else _StridedShard(dim, split_factor=split_factor)

@@ -19,16 +19,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from .errors import (
     AlreadyShardedError,
+    GraphShardError,
     ShardingError,
     StaleOptimizerError,
-    UnnamedMeshError,
     UnsupportedShardingError,
 )
 from .fsdp_module import FSDPModule
+from .layouts import DataParallelAxes, Layout, layout_of
 from .mesh import NO_AXIS, MeshAxis, axis_of
 from .module import sharded_class
 from .naming import relabel
@@ -52,12 +53,15 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen, as in FSDP2's signature
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
 ) -> ModuleOrModules:
     """Shards a module's parameters over a mesh axis, in place, and makes it one unit.
 
     The unit holds all parameters below ``module`` that no earlier call claimed: call it on the inner
     modules first, on the root last. Each parameter becomes a DTensor cut along dim 0; as with
-    ``torch.chunk``, trailing ranks may hold fewer rows or none.
+    ``torch.chunk``, trailing ranks may hold fewer rows or none. A parameter that is a DTensor
+    already, over an axis of tensor or expert parallelism, becomes one over both axes: its local
+    piece is cut.
 
     Args:
         module: the module, or a list of modules that form one unit.
@@ -67,8 +71,13 @@ def fully_shard(
             in the backward (True), keep them (False), or keep a piece on each of this many
             neighbouring ranks (a divisor of the shard axis); None frees them except at the root.
         mp_policy: dtypes of compute and gathers, of reductions, of inputs and outputs.
+        shard_placement_fn: called with each parameter; returns None (cut dim 0), ``Shard(dim)``
+            (negative counts from the end) or torch's ``ShardPlacementResult``, which also gives the
+            parameter a mesh of its own.
+        offload_policy: accepted at its default only.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
-        shard_placement_fn, offload_policy: accepted at their defaults only.
+        dp_mesh_dims: torch's ``DataParallelMeshDims``: ``mesh`` is then the mesh of all parallelisms,
+            these are the axes of data parallelism in it, and every parameter is a DTensor on it.
 
     Returns:
         ``module`` itself, its class renamed ``FSDP<Class>``.
@@ -76,6 +85,7 @@ def fully_shard(
     Raises:
         ShardingError: (a ValueError) a module, mesh or parameter cannot be sharded; all offending
             parameters are listed.
+        ShardDimError: (an AssertionError) ``shard_placement_fn`` names a dim a parameter does not have.
         AlreadyShardedError: (an AssertionError) the module is a unit already.
         UnnamedMeshError: (an AssertionError) a 2-D mesh without names of its axes.
         UnsupportedShardingError: (a NotImplementedError) a mesh, policy or layout that graphshard
@@ -83,15 +93,18 @@ def fully_shard(
         StaleOptimizerError: (a RuntimeError) an optimizer holds parameters that would be replaced.
     """
     modules = list(module) if isinstance(module, list) else [module]
-    _refuse_unsupported(shard_placement_fn, offload_policy)
+    _refuse_unsupported(offload_policy)
     _check_modules(modules)
     mesh = mesh if mesh is not None else _default_mesh()
-    axes = _Axes.of(mesh)
+    axes = (
+        DataParallelAxes.of(mesh) if dp_mesh_dims is None else DataParallelAxes.of_named(mesh, dp_mesh_dims)
+    )
     reshard_after_forward = _check_reshard(reshard_after_forward, axes.shard.size)
     ignored = {id(param) for param in ignored_params or ()}
     owned = [entry for entry in _owned_parameters(modules) if id(entry.param) not in ignored]
     fresh = [entry for entry in owned if not _is_sharded(entry) and not hasattr(entry.param, _SUCCESSOR)]
-    _check_parameters(fresh, mesh)
+    layouts = _choose_layouts(fresh, axes, shard_placement_fn)
+    _refuse_unsupported_regather(reshard_after_forward, axes, fresh, layouts)
     _refuse_stale_optimizers(fresh)
     watch_optimizers()
     unit = Unit(
@@ -99,11 +112,11 @@ def fully_shard(
     )
     if mesh.device_type != "cpu":
         unit.input_device = _mesh_device(mesh)
-    unit.regather = _regather_axis(mesh, reshard_after_forward)
+    unit.regather = _regather_axis(axes.mesh, reshard_after_forward)
     _move_buffers(modules, mesh)
     for entry in owned:
         if not _is_sharded(entry):
-            _install(entry, unit, axes)
+            _install(entry, unit, layouts)
     _swap_classes(modules, unit)
     relabel(modules)
     for each in modules:
@@ -122,15 +135,10 @@ class _Owned:
     param: nn.Parameter
 
 
-def _refuse_unsupported(placement: Any, offload_policy: Any) -> None:
-    given = []
-    if placement is not None:
-        given.append("shard_placement_fn")
+def _refuse_unsupported(offload_policy: Any) -> None:
     if type(offload_policy) is not OffloadPolicy:
-        given.append("offload_policy")
-    if given:
         raise UnsupportedShardingError(
-            f"fully_shard: {', '.join(given)} is not supported yet; leave it at its default"
+            "fully_shard: offload_policy is not supported yet; leave it at its default"
         )
 
 
@@ -193,40 +201,6 @@ def _default_mesh() -> DeviceMesh:
     return init_device_mesh(device_type, (dist.get_world_size(),))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Axes:
-    """The mesh of one call: the axis that cuts parameters and the one that copies them."""
-
-    mesh: DeviceMesh
-    shard: MeshAxis
-    replicate: MeshAxis = NO_AXIS
-
-    @staticmethod
-    def of(mesh: DeviceMesh) -> _Axes:
-        if mesh.ndim == 1:
-            return _Axes(mesh=mesh, shard=axis_of(mesh))
-        shape = tuple(mesh.shape)
-        if mesh.ndim != 2:
-            raise ShardingError(
-                f"fully_shard: the mesh must be 1-D (shard) or 2-D (replicate, shard), "
-                f"got {mesh.ndim} dimensions of shape {shape}"
-            )
-        if mesh.mesh_dim_names is None:
-            raise UnnamedMeshError(
-                f"fully_shard: the 2-D mesh of shape {shape} needs mesh_dim_names, "
-                'such as ("replicate", "shard")'
-            )
-        return _Axes(mesh=mesh, shard=axis_of(mesh, 1), replicate=axis_of(mesh, 0))
-
-    @property
-    def placements(self) -> list[Placement]:
-        return [Shard(0)] if self.mesh.ndim == 1 else [Replicate(), Shard(0)]
-
-    @property
-    def shard_rank(self) -> int:
-        return self.mesh.get_local_rank(self.mesh.ndim - 1)
-
-
 def _owned_parameters(modules: list[nn.Module]) -> Iterable[_Owned]:
     seen: set[int] = set()
     for index, root in enumerate(modules):
@@ -245,28 +219,42 @@ def _is_sharded(entry: _Owned) -> bool:
     return entry.name in entry.owner.__dict__.get(SLOTS, {})
 
 
-def _check_parameters(entries: list[_Owned], mesh: DeviceMesh) -> None:
-    scalars = [entry.path for entry in entries if entry.param.ndim == 0]
-    if scalars:
-        raise ShardingError(
-            f"fully_shard: parameter(s) {', '.join(scalars)} have no dimension to cut over {mesh.size()} ranks; "
-            "make them 1-D (shape [1]) or list them in ignored_params"
-        )
-    foreign = [
-        f"{entry.path} {entry.param.placements}" for entry in entries if isinstance(entry.param, DTensor)
+def _choose_layouts(
+    entries: list[_Owned], axes: DataParallelAxes, placement_fn: Callable[[nn.Parameter], Any] | None
+) -> dict[int, Layout]:
+    """The layout of each parameter, by its id; an error names every parameter with that kind of fault."""
+    layouts: dict[int, Layout] = {}
+    errors: list[GraphShardError] = []
+    for entry in entries:
+        if id(entry.param) in layouts:
+            continue
+        try:
+            placement = placement_fn(entry.param) if placement_fn is not None and entry.param.ndim else None
+            layouts[id(entry.param)] = layout_of(entry.param, entry.path, axes, placement)
+        except GraphShardError as error:
+            errors.append(error)
+    if errors:
+        kind = type(errors[0])
+        raise kind("; ".join(str(error) for error in errors if type(error) is kind)) from errors[0]
+    return layouts
+
+
+def _refuse_unsupported_regather(
+    reshard: bool | int | None, axes: DataParallelAxes, entries: list[_Owned], layouts: dict[int, Layout]
+) -> None:
+    """A number of ranks is refused where its groups would not be those of neighbours on one shard axis."""
+    if reshard is None or isinstance(reshard, bool):
+        return
+    others = [
+        entry.path
+        for entry in entries
+        if layouts[id(entry.param)].outer is not None or layouts[id(entry.param)].axes is not axes
     ]
-    if foreign:
+    if others or axes.mesh.size() < dist.get_world_size():
+        reason = f"parameter(s) {', '.join(others)} are" if others else f"the mesh {axes.mesh} is"
         raise UnsupportedShardingError(
-            f"fully_shard: parameter(s) {', '.join(foreign)} are DTensors already (tensor parallel); "
-            "composing with them is not supported yet"
-        )
-    strided = [
-        f"{entry.path} {tuple(entry.param.shape)}" for entry in entries if not entry.param.is_contiguous()
-    ]
-    if strided:
-        raise UnsupportedShardingError(
-            f"fully_shard: parameter(s) {', '.join(strided)} are not contiguous; "
-            "call .contiguous() on their data first (channels_last weights included)"
+            f"fully_shard: reshard_after_forward={reshard} is for one mesh of all ranks, but {reason} on another; "
+            "use True or False"
         )
 
 
@@ -309,19 +297,21 @@ def _mesh_device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _install(entry: _Owned, unit: Unit, axes: _Axes) -> None:
+def _install(entry: _Owned, unit: Unit, layouts: dict[int, Layout]) -> None:
     successor = getattr(entry.param, _SUCCESSOR, None)
     if successor is None:
+        layout = layouts[id(entry.param)]
         slot = ParameterSlot(
             unit=unit,
             name=entry.path,
-            shape=entry.param.shape,
-            dim=0,
-            axis=axes.shard,
-            replicate=axes.replicate,
+            shape=_local_piece(entry.param).shape,
+            dim=layout.dim,
+            axis=layout.axes.shard,
+            replicate=layout.axes.replicate,
+            outer=layout.outer,
         )
         unit.slots.append(slot)
-        successor = (_shard(entry.param, axes), slot)
+        successor = (_shard(entry.param, layout), slot)
         setattr(entry.param, _SUCCESSOR, successor)
     param, slot = successor
     slot.owners.append((entry.owner, entry.name))
@@ -329,20 +319,26 @@ def _install(entry: _Owned, unit: Unit, axes: _Axes) -> None:
     entry.owner.__dict__.setdefault(SLOTS, {})[entry.name] = slot
 
 
-def _shard(param: nn.Parameter, axes: _Axes) -> nn.Parameter:
-    """This rank's rows as a DTensor parameter; the values of the other ranks' rows are dropped."""
-    device = param.device if param.is_meta else _mesh_device(axes.mesh)
-    rank, num_ranks = axes.shard_rank, axes.shard.size
-    shape = shard_shape(param.shape, 0, num_ranks, rank)
-    start = min(rank * padded_rows(param.shape[0], num_ranks), param.shape[0])
-    rows = param.detach().narrow(0, start, shape[0])
+def _local_piece(param: nn.Parameter) -> torch.Tensor:
+    """What data parallelism cuts: the parameter, or this rank's piece of a DTensor."""
+    return param._local_tensor if isinstance(param, DTensor) else param
+
+
+def _shard(param: nn.Parameter, layout: Layout) -> nn.Parameter:
+    """This rank's shard as a DTensor parameter; the values of the other ranks' shards are dropped."""
+    full, dim = _local_piece(param).detach(), layout.dim
+    device = full.device if full.is_meta else _mesh_device(layout.mesh)
+    rank, num_ranks = layout.axes.shard_rank, layout.axes.shard.size
+    size = shard_shape(full.shape, dim, num_ranks, rank)[dim]
+    start = min(rank * padded_rows(full.shape[dim], num_ranks), full.shape[dim])
     # A storage of its own, so that the full one is freed, with room for the padding.
-    padded = torch.zeros(padded_shape(param.shape, 0, num_ranks), dtype=param.dtype, device=device)
-    local = padded.narrow(0, 0, shape[0])
-    if not param.is_meta:
-        local.copy_(rows)
+    padded = torch.zeros(padded_shape(full.shape, dim, num_ranks), dtype=param.dtype, device=device)
+    # An uneven cut along another dim than the first would not be contiguous: it does without the room.
+    local = padded.narrow(dim, 0, size).contiguous()
+    if not full.is_meta:
+        local.copy_(full.narrow(dim, start, size))
     sharded = DTensor.from_local(
-        local, axes.mesh, axes.placements, run_check=False, shape=param.shape, stride=param.stride()
+        local, layout.mesh, layout.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
     return nn.Parameter(sharded, requires_grad=param.requires_grad)
 

@@ -263,11 +263,7 @@ class _PaddedLocals(torch.autograd.Function):
         result: list[Any] = [None]
         for crossing, spec, num_rows, grad in zip(ctx.crossings, ctx.specs, ctx.num_rows, grads, strict=True):
             if grad is not None:
-                local = (
-                    grad
-                    if num_rows == crossing.shape[crossing.dim]
-                    else grad.narrow(crossing.dim, 0, num_rows)
-                )
+                local = grad.narrow(crossing.dim, 0, num_rows).contiguous()
                 grad = DTensor(local, spec, requires_grad=False)
             result.append(grad)
         return tuple(result)

@@ -111,4 +111,5 @@ def _binding(call: UnshardCall, position: int) -> ParameterBinding:
         reshard=call.reshard,
         replicate_axis=call.replicate_axis,
         replicate_size=call.replicate_size,
+        group_names=tuple(filter(None, (call.group_name, call.reshard_group, call.replicate_group))),
     )

@@ -29,6 +29,10 @@ class UnnamedMeshError(GraphShardError, AssertionError):
     """A 2-D mesh whose axes have no names: which one copies and which one cuts is not said."""
 
 
+class ShardDimError(GraphShardError, AssertionError):
+    """A placement names a dim that the parameter does not have."""
+
+
 class ParameterStateError(GraphShardError, RuntimeError):
     """A sharded parameter is not in a state in which the forward could use it."""
 

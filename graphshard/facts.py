@@ -99,7 +99,7 @@ def check_gathered(gm: fx.GraphModule, ctx: PassContext) -> list[str]:
     problems = []
     for placeholder in gm.graph.find_nodes(op="placeholder"):
         binding = ctx.binding(placeholder.name)
-        if binding is not None:
+        if binding is not None and binding.group_size > 1:  # a shard on an axis of one rank is all of it
             problems += [
                 f"{reader.name} ({reader.target}) reads a shard of {binding.name} ungathered"
                 for reader in ungathered_readers(placeholder)
@@ -118,7 +118,7 @@ def check_reduced(gm: fx.GraphModule, ctx: PassContext) -> list[str]:
         gradient = values[first + binding.position]
         if not isinstance(gradient, fx.Node):
             continue
-        if gradient.target is REDUCE_GRAD or reductions_of(gradient):
+        if gradient.target is REDUCE_GRAD or reductions_of(gradient, binding):
             continue
         problems.append(f"the gradient of {binding.name} ({gradient.name}) does not come from a reduction")
     return problems

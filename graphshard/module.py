@@ -37,7 +37,7 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     local = local_shard(slot)
     if not torch.compiler.is_compiling():
         _check_version(slot)
-    return UNSHARD(local, unit.handle, *slot.arguments) if slot.needs_op else local
+    return slot.as_read(UNSHARD(local, unit.handle, *slot.arguments) if slot.needs_op else local)
 
 
 def _in_recomputation() -> bool:
@@ -79,9 +79,9 @@ def _register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) 
     if slot is None or name not in self._parameters:
         nn.Module.register_parameter(self, name, param)
         return
-    if param is not None and tuple(param.shape) != tuple(slot.shape):
+    if param is not None and tuple(param.shape) != tuple(slot.global_shape):
         raise ShardingError(
-            f"parameter {slot.name} has shape {tuple(slot.shape)}; it cannot be replaced by one of "
+            f"parameter {slot.name} has shape {tuple(slot.global_shape)}; it cannot be replaced by one of "
             f"shape {tuple(param.shape)} after fully_shard"
         )
     slot.replace(self, name, param)

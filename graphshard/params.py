@@ -175,6 +175,8 @@ class ParameterBinding:
 
     ``placeholder`` is the name of the graph input that holds its shard, ``position`` the index of
     that input among the forward's inputs, and so of its gradient among the backward's outputs.
+    ``group_names`` are the process groups that gather and reduce it: a collective on another group
+    (of tensor parallelism, say) is compute on its values.
     """
 
     placeholder: str
@@ -188,6 +190,7 @@ class ParameterBinding:
     reshard: int
     replicate_axis: str = ""
     replicate_size: int = 1
+    group_names: tuple[str, ...] = ()
 
     @property
     def num_ranks(self) -> int:

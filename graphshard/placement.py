@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from .buckets import UNPACK
-from .collectives import ALL_GATHER, REDUCE_SCATTER, is_collective, is_wait
+from .collectives import ALL_GATHER, REDUCE_SCATTER, group_name, is_collective, is_wait
 from .context import PassContext
 from .provenance import is_layout, shards_behind
 
@@ -44,7 +44,7 @@ class Movable:
 
     Attributes:
         gathers: gathers of shards, in the order in which compute first asks for them.
-        reductions: reduce-scatters, in graph order.
+        reductions: reduce-scatters over the axes that hold shards, in graph order.
         others: every other collective; these stay between the compute around them.
         lazy: gathers, what packs them, waits, what unpacks them.
     """
@@ -53,7 +53,11 @@ class Movable:
         self.graph = gm.graph
         collectives = list(filter(is_collective, gm.graph.nodes))
         found = [node for node in collectives if node.target is ALL_GATHER and shards_behind(node, ctx)]
-        self.reductions = [node for node in collectives if node.target is REDUCE_SCATTER]
+        self.reductions = [
+            node
+            for node in collectives
+            if node.target is REDUCE_SCATTER and _is_of_data_parallelism(node, ctx)
+        ]
         self.others = [node for node in collectives if node not in found and node not in self.reductions]
         self.lazy = _lazy_nodes(gm.graph, ctx, set(found))
         self.gathers = self._by_first_need(found)
@@ -117,7 +121,7 @@ class Placement:
             return
         for source in node.all_input_nodes:
             self._place(source)
-        if node.target is REDUCE_SCATTER:
+        if node in self._movable.reductions:
             self._make_room(node)
         if node in self._sequence_rank:
             self._start_what_precedes(node)
@@ -159,6 +163,11 @@ class Placement:
         for user in node.users:
             if user in self._movable.lazy and user not in self._placed:
                 self._place_with_unpacking(user)
+
+
+def _is_of_data_parallelism(node: fx.Node, ctx: PassContext) -> bool:
+    """On an axis of the mesh; in a graph that names none, any may be."""
+    return not ctx.mesh.axes or ctx.mesh.find(group_name(node)) is not None
 
 
 def _lazy_nodes(graph: fx.Graph, ctx: PassContext, gathers: set[fx.Node]) -> set[fx.Node]:

@@ -64,13 +64,13 @@ def is_layout(node: fx.Node) -> bool:
 
 
 def shards_behind(node: fx.Node, ctx: PassContext) -> list[ParameterBinding]:
-    """The parameters whose shards, and nothing else, flow into ``node``; empty if others do too."""
+    """The parameters whose shards, and nothing else, flow into a gather over their axis; empty otherwise."""
     found: dict[str, ParameterBinding] = {}
     pending = list(node.all_input_nodes)
     while pending:
         source = pending.pop()
         binding = ctx.binding(source.name) if source.op == "placeholder" else None
-        if binding is not None:
+        if binding is not None and group_name(node) in binding.group_names:
             found[binding.placeholder] = binding
         elif is_layout(source):
             pending.extend(source.all_input_nodes)
@@ -94,16 +94,17 @@ def ungathered_readers(placeholder: fx.Node) -> list[fx.Node]:
     return found
 
 
-def reductions_of(gradient: fx.Node) -> list[fx.Node]:
+def reductions_of(gradient: fx.Node, binding: ParameterBinding) -> list[fx.Node]:
     """The reductions a gradient output comes out of, last first: layout ops and sums with inputs between.
 
-    An all-reduce of a reduce-scattered gradient gives two; no reduction gives none.
+    An all-reduce of a reduce-scattered gradient gives two; no reduction over the parameter's groups
+    gives none.
     """
     found = []
     node: fx.Node | None = gradient
     while node is not None:
         if is_collective(node):
-            if node.target not in (REDUCE_SCATTER, ALL_REDUCE):
+            if node.target not in (REDUCE_SCATTER, ALL_REDUCE) or group_name(node) not in binding.group_names:
                 break
             found.append(node)
         elif not (is_wait(node) or is_layout(node) or _is_accumulation(node)):
@@ -128,7 +129,7 @@ def reduced_parameters(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, li
     served: dict[fx.Node, list[ParameterBinding]] = {}
     for binding in ctx.reduced_bindings():
         gradient = values[ctx.first_gradient + binding.position]
-        for source in reductions_of(gradient) if isinstance(gradient, fx.Node) else ():
+        for source in reductions_of(gradient, binding) if isinstance(gradient, fx.Node) else ():
             served.setdefault(source, []).append(binding)
     return served
 

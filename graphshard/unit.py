@@ -24,6 +24,7 @@ from .buckets import PACK, UNPACK
 from .collectives import ALL_GATHER, WAIT, EagerEmitter, emit_cast, emit_pad
 from .errors import ParameterStateError
 from .mesh import NO_AXIS, MeshAxis
+from .outer_layout import OuterLayout
 from .params import ReduceGradCall, UnshardCall, gradient_call, padded_shape
 from .versions import Version, version_of
 
@@ -81,6 +82,8 @@ class ParameterSlot:
     """One sharded parameter: where it lives and how it is gathered and reduced.
 
     Attributes:
+        shape: of what is gathered: the whole parameter, or this rank's piece of a DTensor.
+        outer: the DTensor it is while gathered (tensor or expert parallel); None for a plain tensor.
         owners: the modules that hold it, with its name in each; several when it is tied.
         arguments: what follows shard and handle in a call of ``graphshard::unshard``.
         hidden: the sharded parameter, while the owners show the gathered one.
@@ -93,6 +96,7 @@ class ParameterSlot:
     dim: int
     axis: MeshAxis
     replicate: MeshAxis = NO_AXIS
+    outer: OuterLayout | None = None
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
     arguments: tuple[Any, ...] = ()
     needs_op: bool = True
@@ -104,6 +108,15 @@ class ParameterSlot:
         """The sharded parameter."""
         owner, name = self.owners[0]
         return self.hidden if self.hidden is not None else owner._parameters[name]
+
+    @property
+    def global_shape(self) -> torch.Size:
+        """Shape of the whole parameter, over all ranks."""
+        return self.shape if self.outer is None else self.outer.shape
+
+    def as_read(self, piece: Tensor) -> Tensor:
+        """What a forward reads, made from the gathered tensor."""
+        return piece if self.outer is None else self.outer.wrap(piece)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterSlot:
         """The slot of a copied parameter; its copied owners enter themselves."""
@@ -150,7 +163,7 @@ class ParameterSlot:
         """Makes the owners show the gathered parameter instead of the shard."""
         if self.hidden is None:
             self.hidden = self.param
-        shown = nn.Parameter(full.detach(), requires_grad=self.hidden.requires_grad)
+        shown = nn.Parameter(self.as_read(full.detach()), requires_grad=self.hidden.requires_grad)
         for owner, name in self.owners:
             owner._parameters[name] = shown
 

@@ -80,9 +80,7 @@ def _slot(unit, name, shard):
     mesh = init_device_mesh("cpu", (2,))
     owner = nn.Module()
     owner._parameters[name] = nn.Parameter(DTensor.from_local(shard, mesh, [Replicate()], run_check=False))
-    return ParameterSlot(
-        unit=unit, name=name, shape=shard.shape, dim=0, axis=NO_AXIS, owners=[(owner, name)]
-    )
+    return ParameterSlot(unit=unit, name=name, shape=shard.shape, dim=0, axis=NO_AXIS, owners=[(owner, name)])
 
 
 class Setup:

@@ -22,11 +22,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.errors",
         "graphshard.params",
         "graphshard.mesh",
+        "graphshard.outer_layout",
         "graphshard._compat",
         "graphshard.versions",
     ),
     # ops, collectives, typed edits
-    ("graphshard.collectives", "graphshard.buckets", "graphshard.rewrite", "graphshard.casts", "graphshard.spread"),
+    (
+        "graphshard.collectives",
+        "graphshard.buckets",
+        "graphshard.rewrite",
+        "graphshard.casts",
+        "graphshard.spread",
+    ),
     # a unit and its state; the ops find it
     ("graphshard.unit",),
     ("graphshard.ops",),
@@ -63,7 +70,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("graphshard.testing.capture", "graphshard.testing.golden", "graphshard.testing.ranks"),
     ("graphshard.testing",),
     # the front end: knows the ops, and nothing of the compiler
-    ("graphshard.naming", "graphshard.copying", "graphshard.fsdp_module"),
+    ("graphshard.naming", "graphshard.copying", "graphshard.fsdp_module", "graphshard.layouts"),
     ("graphshard.module", "graphshard.api"),
     ("graphshard",),
 )

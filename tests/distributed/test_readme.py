@@ -22,7 +22,15 @@ def blocks() -> dict[str, list[str]]:
 def folder(blocks: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("readme")
     (folder / "train.py").write_text(blocks["python"][0])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "train.py",
+    ]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     loss = float(re.findall(r"loss (\d+\.\d+)", result.stdout)[-1])
@@ -43,7 +51,8 @@ def test_scheduled_forward_is_the_one_shown(folder: Path, blocks: dict[str, list
 
 def test_text_is_equal_on_both_ranks(folder: Path) -> None:
     texts = [
-        {file.name: file.read_text() for file in (folder.parent / rank).iterdir()} for rank in ("rank0", "rank1")
+        {file.name: file.read_text() for file in (folder.parent / rank).iterdir()}
+        for rank in ("rank0", "rank1")
     ]
     assert len(texts[0]) == 14
     assert texts[0] == texts[1]
