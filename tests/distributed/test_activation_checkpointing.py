@@ -189,12 +189,13 @@ def test_compiled_trains_like_unsharded(run_on_gloo_ranks, form, reshard_after_f
     run_on_gloo_ranks(2, train_checkpointed, form, "compiled", reshard_after_forward)
 
 
+@pytest.mark.slow
 def test_compiled_trains_like_unsharded_on_uneven_ranks(run_on_gloo_ranks):
     """Of 5 rows, rank 3 holds none."""
     run_on_gloo_ranks(4, train_checkpointed, "submodule", "compiled", None)
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("reshard_after_forward", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_activation_memory_budget(run_on_gloo_ranks, reshard_after_forward):
     run_on_gloo_ranks(2, train_within_memory_budget, reshard_after_forward)
 
@@ -208,6 +209,7 @@ def test_wrapping_after_sharding(run_on_gloo_ranks, implementation):
     run_on_gloo_ranks(2, wrap_after_sharding, implementation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["method", "wrapper"])
 def test_compiling_the_units(run_on_gloo_ranks, form):
     run_on_gloo_ranks(2, compile_checkpointed_unit, form)
