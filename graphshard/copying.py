@@ -48,7 +48,7 @@ def _copy_parameter(param: DTensor, slot: ParameterSlot) -> nn.Parameter:
     """The same values in a storage of their own, with room for the padding."""
     local = param.to_local().detach()
     padded = local.new_zeros(padded_shape(slot.shape, slot.dim, slot.axis.size))
-    copied = padded.narrow(slot.dim, 0, local.shape[slot.dim])
+    copied = padded.narrow(slot.dim, 0, local.shape[slot.dim]).contiguous()
     copied.copy_(local)
     return nn.Parameter(DTensor(copied, param._spec, requires_grad=False), requires_grad=param.requires_grad)
 

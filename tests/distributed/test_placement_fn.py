@@ -111,6 +111,16 @@ class ShapeInside(nn.Module):
         return x @ weight
 
 
+def copy_uneven_columns(implementation: str) -> None:
+    """A deep copy has contiguous shards too, of its own."""
+    model = build_mlp((7, 5), (5, 3))
+    pick_fully_shard(implementation)(model, mesh=world_mesh(), shard_placement_fn=matrices_by_column)
+    for one, other in zip(model.parameters(), copy.deepcopy(model).parameters(), strict=True):
+        check_full("copy", one.full_tensor().detach(), other)
+        assert other.placements == one.placements
+        assert other.to_local().numel() == 0 or other.to_local().data_ptr() != one.to_local().data_ptr()
+
+
 def look_inside_forward(implementation: str) -> None:
     model = ShapeInside()
     pick_fully_shard(implementation)(model, mesh=world_mesh(), shard_placement_fn=matrices_by_column)
@@ -207,6 +217,10 @@ def test_transformer_cut_along_largest_dims(run_on_gloo_ranks, implementation):
 @pytest.mark.parametrize(("implementation", "world_size"), [("sharded", 2), ("sharded", 4), ("compiled", 4)])
 def test_uneven_columns(run_on_gloo_ranks, implementation, world_size):
     run_on_gloo_ranks(world_size, train_uneven_columns, implementation)
+
+
+def test_copy_of_uneven_columns(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, copy_uneven_columns, "sharded")
 
 
 @pytest.mark.parametrize("implementation", UNCOMPILED)

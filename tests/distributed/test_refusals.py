@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import Shard
 
 from .implementations import UNCOMPILED, pick_fully_shard, world_mesh
 from .toy_models import build_mlp
@@ -92,10 +91,6 @@ def flag_that_is_a_number(fully_shard: FullyShard) -> None:
     fully_shard(nn.Linear(4, 4), mesh=world_mesh()).set_reshard_after_forward(2)
 
 
-def placement_function(fully_shard: FullyShard) -> None:
-    fully_shard(nn.Linear(4, 4), mesh=world_mesh(), shard_placement_fn=lambda parameter: Shard(1))
-
-
 def cpu_offload(fully_shard: FullyShard) -> None:
     fully_shard(nn.Linear(4, 4), mesh=world_mesh(), offload_policy=CPUOffloadPolicy())
 
@@ -133,7 +128,6 @@ REFUSALS = [
 ]
 UNSUPPORTED = [
     # What FSDP2 does and graphshard does not yet: refused, never ignored.
-    Refusal(placement_function, NotImplementedError, r"shard_placement_fn"),
     Refusal(cpu_offload, NotImplementedError, r"offload_policy"),
 ]
 REFUSAL_BY_NAME = {refusal.mistake.__name__: refusal for refusal in REFUSALS + UNSUPPORTED}
