@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from .errors import (
@@ -28,6 +28,7 @@ from .errors import (
     UnnamedMeshError,
     UnsupportedShardingError,
 )
+from .extensions import has_extension
 from .fsdp_module import FSDPModule
 from .mesh import NO_AXIS, MeshAxis, axis_of
 from .module import sharded_class
@@ -68,7 +69,9 @@ def fully_shard(
             neighbouring ranks (a divisor of the shard axis); None frees them except at the root.
         mp_policy: dtypes of compute and gathers, of reductions, of inputs and outputs.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
-        shard_placement_fn, offload_policy: accepted at their defaults only.
+        offload_policy: ``CPUOffloadPolicy`` keeps shards, gradients and so the optimizer's state on the
+            CPU; they are copied to the mesh's device before each gather and back after each reduction.
+        shard_placement_fn: accepted at its default only.
 
     Returns:
         ``module`` itself, its class renamed ``FSDP<Class>``.
@@ -99,11 +102,12 @@ def fully_shard(
     )
     if mesh.device_type != "cpu":
         unit.input_device = _mesh_device(mesh)
+        unit.compute_device = unit.input_device if isinstance(offload_policy, CPUOffloadPolicy) else None
     unit.regather = _regather_axis(mesh, reshard_after_forward)
     _move_buffers(modules, mesh)
     for entry in owned:
         if not _is_sharded(entry):
-            _install(entry, unit, axes)
+            _install(entry, unit, axes, offload_policy)
     _swap_classes(modules, unit)
     relabel(modules)
     for each in modules:
@@ -126,8 +130,8 @@ def _refuse_unsupported(placement: Any, offload_policy: Any) -> None:
     given = []
     if placement is not None:
         given.append("shard_placement_fn")
-    if type(offload_policy) is not OffloadPolicy:
-        given.append("offload_policy")
+    if type(offload_policy) not in (OffloadPolicy, CPUOffloadPolicy):
+        given.append(f"offload_policy={type(offload_policy).__name__}")
     if given:
         raise UnsupportedShardingError(
             f"fully_shard: {', '.join(given)} is not supported yet; leave it at its default"
@@ -309,7 +313,7 @@ def _mesh_device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _install(entry: _Owned, unit: Unit, axes: _Axes) -> None:
+def _install(entry: _Owned, unit: Unit, axes: _Axes, offload_policy: OffloadPolicy) -> None:
     successor = getattr(entry.param, _SUCCESSOR, None)
     if successor is None:
         slot = ParameterSlot(
@@ -321,7 +325,9 @@ def _install(entry: _Owned, unit: Unit, axes: _Axes) -> None:
             replicate=axes.replicate,
         )
         unit.slots.append(slot)
-        successor = (_shard(entry.param, axes), slot)
+        slot.is_extended = has_extension(entry.param.data, entry.path)
+        shard = _shard_extended if slot.is_extended else _shard
+        successor = (shard(entry.param, axes, offload_policy), slot)
         setattr(entry.param, _SUCCESSOR, successor)
     param, slot = successor
     slot.owners.append((entry.owner, entry.name))
@@ -329,18 +335,39 @@ def _install(entry: _Owned, unit: Unit, axes: _Axes) -> None:
     entry.owner.__dict__.setdefault(SLOTS, {})[entry.name] = slot
 
 
-def _shard(param: nn.Parameter, axes: _Axes) -> nn.Parameter:
+def _shard(param: nn.Parameter, axes: _Axes, offload_policy: OffloadPolicy) -> nn.Parameter:
     """This rank's rows as a DTensor parameter; the values of the other ranks' rows are dropped."""
-    device = param.device if param.is_meta else _mesh_device(axes.mesh)
+    is_offloaded = isinstance(offload_policy, CPUOffloadPolicy)
+    home = torch.device("cpu") if is_offloaded else _mesh_device(axes.mesh)
+    device = param.device if param.is_meta else home
     rank, num_ranks = axes.shard_rank, axes.shard.size
     shape = shard_shape(param.shape, 0, num_ranks, rank)
     start = min(rank * padded_rows(param.shape[0], num_ranks), param.shape[0])
     rows = param.detach().narrow(0, start, shape[0])
     # A storage of its own, so that the full one is freed, with room for the padding.
     padded = torch.zeros(padded_shape(param.shape, 0, num_ranks), dtype=param.dtype, device=device)
+    if is_offloaded and offload_policy.pin_memory and device.type == "cpu" and torch.cuda.is_available():
+        padded = padded.pin_memory()
     local = padded.narrow(0, 0, shape[0])
     if not param.is_meta:
         local.copy_(rows)
+    # from_local would move an offloaded shard to the mesh's device: it makes the spec only.
+    like = local if local.device.type == axes.mesh.device_type else torch.empty_like(local, device="meta")
+    sharded = DTensor.from_local(
+        like, axes.mesh, axes.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+    if like is not local:
+        sharded = DTensor(local, sharded._spec, requires_grad=False)
+    return nn.Parameter(sharded, requires_grad=param.requires_grad)
+
+
+def _shard_extended(param: nn.Parameter, axes: _Axes, offload_policy: OffloadPolicy) -> nn.Parameter:
+    """The same of a tensor subclass that says itself how it is gathered: its rows stay what they are."""
+    rank, num_ranks = axes.shard_rank, axes.shard.size
+    device = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else _mesh_device(axes.mesh)
+    pieces = torch.chunk(param.detach(), num_ranks)
+    local = pieces[rank] if rank < len(pieces) else param.detach().narrow(0, 0, 0)
+    local = local.clone() if local.device == device else local.to(device)
     sharded = DTensor.from_local(
         local, axes.mesh, axes.placements, run_check=False, shape=param.shape, stride=param.stride()
     )

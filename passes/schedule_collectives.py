@@ -36,7 +36,7 @@ from typing import ClassVar
 from torch import fx
 
 from graphshard.buckets import UNPACK
-from graphshard.collectives import ALL_GATHER, REDUCE_SCATTER, is_collective, is_wait, short_name
+from graphshard.collectives import GATHERS, REDUCE_SCATTERS, is_collective, is_wait, short_name
 from graphshard.context import PassContext
 from graphshard.errors import OptionError
 from graphshard.facts import Fact
@@ -52,6 +52,9 @@ class ScheduleCollectives:
     Attributes:
         prefetch: how many gathers ahead of use one starts; 0 starts each right before its wait.
         reductions_in_flight: reductions that may be open at a time, at least 1.
+
+    A unit whose user named the units to prefetch starts those gathers instead, and a user's own limit
+    of open reductions replaces ``reductions_in_flight`` (both are in the context).
     """
 
     name: ClassVar[str] = "schedule_collectives"
@@ -72,7 +75,9 @@ class ScheduleCollectives:
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
         """Counts "gathers", "reductions" placed; other collectives stay and are named as skipped."""
-        placement = _Placement(gm, ctx, prefetch=self.prefetch, in_flight=self.reductions_in_flight)
+        placement = _Placement(
+            gm, ctx, prefetch=self.prefetch, in_flight=ctx.max_reductions or self.reductions_in_flight
+        )
         order = placement.order()
         changed = order != list(gm.graph.nodes)
         if changed:
@@ -101,9 +106,9 @@ class _Placement:
         self._open: list[fx.Node] = []
         movable = []
         for node in filter(is_collective, self.gm.graph.nodes):
-            if node.target is ALL_GATHER and shards_behind(node, self.ctx):
+            if node.target in GATHERS and shards_behind(node, self.ctx):
                 movable.append(node)
-            elif node.target is REDUCE_SCATTER:
+            elif node.target in REDUCE_SCATTERS:
                 self.reductions.append(node)
             else:
                 self.skipped.append(
@@ -151,14 +156,24 @@ class _Placement:
             return
         for source in node.all_input_nodes:
             self._place(source)
-        if node.target is REDUCE_SCATTER:
+        if node.target in REDUCE_SCATTERS:
             self._close_reductions(before=node)
         self._placed[node] = None
         if is_wait(node) and node.args[0] in self._rank:
             self._unpack(node)
-            rank = self._rank[node.args[0]]
-            for upcoming in self.gathers[rank + 1 : rank + 1 + self.prefetch]:
+            for upcoming in self._upcoming(node.args[0]):
                 self._place(upcoming)
+
+    def _upcoming(self, gather: fx.Node) -> list[fx.Node]:
+        """The gathers to start once this one is copied out: those the user named, else the next ones."""
+        later = self.gathers[self._rank[gather] + 1 :]
+        named = self.ctx.prefetched_after(self._unit_of(gather)) if self.prefetch else ()
+        if not named:
+            return later[: self.prefetch]
+        return [other for unit in named for other in later if self._unit_of(other) == unit]
+
+    def _unit_of(self, gather: fx.Node) -> str:
+        return shards_behind(gather, self.ctx)[0].unit
 
     def _unpack(self, wait: fx.Node) -> None:
         """All copies out of a bucket at once: then the bucket, and later each copy, can be freed."""

@@ -26,9 +26,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.versions",
     ),
     # ops, collectives, typed edits
+    ("graphshard.user_comms", "graphshard.lockstep"),
     ("graphshard.collectives", "graphshard.buckets", "graphshard.rewrite", "graphshard.casts", "graphshard.spread"),
     # a unit and its state; the ops find it
+    ("graphshard.together", "graphshard.extensions"),
     ("graphshard.unit",),
+    ("graphshard.uncompiled",),
     ("graphshard.ops",),
     # what can be said about a graph
     ("graphshard.graph_text", "graphshard.context", "graphshard.provenance", "graphshard.facts"),
