@@ -99,7 +99,7 @@ def check_gathered(gm: fx.GraphModule, ctx: PassContext) -> list[str]:
     problems = []
     for placeholder in gm.graph.find_nodes(op="placeholder"):
         binding = ctx.binding(placeholder.name)
-        if binding is not None:
+        if binding is not None and binding.group_size > 1:  # a whole parameter is no shard
             problems += [
                 f"{reader.name} ({reader.target}) reads a shard of {binding.name} ungathered"
                 for reader in ungathered_readers(placeholder)

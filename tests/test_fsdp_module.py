@@ -57,7 +57,7 @@ def test_every_method_exists(name: str) -> None:
     [
         "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle",
         "fully_shard", "register_fsdp_forward_method", "share_comm_ctx",
-    ],  # fmt: skip
+    ],
 )
 def test_what_torch_exports_is_exported(name: str) -> None:
     assert name in graphshard.__all__ and hasattr(torch.distributed.fsdp, name)

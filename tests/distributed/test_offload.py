@@ -45,7 +45,8 @@ def train_offloaded(implementation: str, pin_memory: bool) -> None:
 def test_a_cpu_mesh_trains_with_the_policy(
     run_on_gloo_ranks: Callable[..., list[Any]], implementation: str
 ) -> None:
-    run_on_gloo_ranks(2, train_offloaded, implementation, True)
+    # FSDP2 cannot pin memory where there is no accelerator; graphshard leaves it unpinned there.
+    run_on_gloo_ranks(2, train_offloaded, implementation, implementation != "fsdp2")
 
 
 def _call(name: str, unit: str, shape: list[int]) -> UnshardCall:
