@@ -3,13 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train examples test test-all lint types bench clean
+.PHONY: help train examples test test-all lint types gpu-check bench clean
 
 help:
 	@echo "make train      train a small GPT on two processes (or one per GPU)"
 	@echo "make examples   the shorter examples"
 	@echo "make test       lint, type check and the tests that CI runs"
 	@echo "make test-all   the slow tests too"
+	@echo "make gpu-check  the tests that need GPUs (skipped where there are none)"
 	@echo "make bench      step time against FSDP2, DDP and the unsharded model"
 	@echo "make clean      remove the virtual environment and everything built"
 
@@ -43,6 +44,9 @@ test: lint types
 
 test-all: lint types
 	$(BIN)/python -m pytest -q -m ""
+
+gpu-check: .venv/.installed
+	$(BIN)/python -m pytest -q -m gpu
 
 bench: .venv/.installed
 	$(BIN)/python benchmarks/step_time.py $(ARGS)

@@ -3,11 +3,22 @@
 ``fully_shard`` a plain model, then ``torch.compile(model, backend="graphshard")``.
 """
 
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from .api import fully_shard
 from .errors import GraphShardError
-from .fsdp_module import FSDPModule
+from .fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
+from .module import register_fsdp_forward_method
 
-__all__ = ["FSDPModule", "GraphShardError", "MixedPrecisionPolicy", "OffloadPolicy", "fully_shard"]
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "GraphShardError",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]
 __version__ = "0.1.0"

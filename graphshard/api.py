@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from .errors import (
@@ -28,6 +28,7 @@ from .errors import (
     StaleOptimizerError,
     UnsupportedShardingError,
 )
+from .extensions import has_extension
 from .fsdp_module import FSDPModule
 from .layouts import DataParallelAxes, Layout, layout_of
 from .mesh import NO_AXIS, MeshAxis, axis_of
@@ -74,10 +75,11 @@ def fully_shard(
         shard_placement_fn: called with each parameter; returns None (cut dim 0), ``Shard(dim)``
             (negative counts from the end) or torch's ``ShardPlacementResult``, which also gives the
             parameter a mesh of its own.
-        offload_policy: accepted at its default only.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
         dp_mesh_dims: torch's ``DataParallelMeshDims``: ``mesh`` is then the mesh of all parallelisms,
             these are the axes of data parallelism in it, and every parameter is a DTensor on it.
+        offload_policy: ``CPUOffloadPolicy`` keeps shards, gradients and so the optimizer's state on the
+            CPU; they are copied to the mesh's device before each gather and back after each reduction.
 
     Returns:
         ``module`` itself, its class renamed ``FSDP<Class>``.
@@ -112,11 +114,12 @@ def fully_shard(
     )
     if mesh.device_type != "cpu":
         unit.input_device = _mesh_device(mesh)
+        unit.compute_device = unit.input_device if isinstance(offload_policy, CPUOffloadPolicy) else None
     unit.regather = _regather_axis(axes.mesh, reshard_after_forward)
     _move_buffers(modules, mesh)
     for entry in owned:
         if not _is_sharded(entry):
-            _install(entry, unit, layouts)
+            _install(entry, unit, layouts, offload_policy)
     _swap_classes(modules, unit)
     relabel(modules)
     for each in modules:
@@ -136,9 +139,10 @@ class _Owned:
 
 
 def _refuse_unsupported(offload_policy: Any) -> None:
-    if type(offload_policy) is not OffloadPolicy:
+    if type(offload_policy) not in (OffloadPolicy, CPUOffloadPolicy):
         raise UnsupportedShardingError(
-            "fully_shard: offload_policy is not supported yet; leave it at its default"
+            f"fully_shard: offload_policy={type(offload_policy).__name__} is unknown; use OffloadPolicy() or "
+            "CPUOffloadPolicy()"
         )
 
 
@@ -297,7 +301,7 @@ def _mesh_device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _install(entry: _Owned, unit: Unit, layouts: dict[int, Layout]) -> None:
+def _install(entry: _Owned, unit: Unit, layouts: dict[int, Layout], offload_policy: OffloadPolicy) -> None:
     successor = getattr(entry.param, _SUCCESSOR, None)
     if successor is None:
         layout = layouts[id(entry.param)]
@@ -311,7 +315,9 @@ def _install(entry: _Owned, unit: Unit, layouts: dict[int, Layout]) -> None:
             outer=layout.outer,
         )
         unit.slots.append(slot)
-        successor = (_shard(entry.param, layout), slot)
+        slot.is_extended = has_extension(_local_piece(entry.param).detach(), entry.path)
+        shard = _shard_extended if slot.is_extended else _shard
+        successor = (shard(entry.param, layout, offload_policy), slot)
         setattr(entry.param, _SUCCESSOR, successor)
     param, slot = successor
     slot.owners.append((entry.owner, entry.name))
@@ -324,23 +330,51 @@ def _local_piece(param: nn.Parameter) -> torch.Tensor:
     return param._local_tensor if isinstance(param, DTensor) else param
 
 
-def _shard(param: nn.Parameter, layout: Layout) -> nn.Parameter:
+def _shard(param: nn.Parameter, layout: Layout, offload_policy: OffloadPolicy) -> nn.Parameter:
     """This rank's shard as a DTensor parameter; the values of the other ranks' shards are dropped."""
     full, dim = _local_piece(param).detach(), layout.dim
-    device = full.device if full.is_meta else _mesh_device(layout.mesh)
+    is_offloaded = isinstance(offload_policy, CPUOffloadPolicy)
+    device = full.device if full.is_meta else _home(layout, offload_policy)
     rank, num_ranks = layout.axes.shard_rank, layout.axes.shard.size
     size = shard_shape(full.shape, dim, num_ranks, rank)[dim]
     start = min(rank * padded_rows(full.shape[dim], num_ranks), full.shape[dim])
     # A storage of its own, so that the full one is freed, with room for the padding.
     padded = torch.zeros(padded_shape(full.shape, dim, num_ranks), dtype=param.dtype, device=device)
+    if is_offloaded and offload_policy.pin_memory and device.type == "cpu" and torch.cuda.is_available():
+        padded = padded.pin_memory()
     # An uneven cut along another dim than the first would not be contiguous: it does without the room.
     local = padded.narrow(dim, 0, size).contiguous()
     if not full.is_meta:
         local.copy_(full.narrow(dim, start, size))
+    # from_local would move an offloaded shard to the mesh's device: it makes the spec only.
+    like = local if local.device.type == layout.mesh.device_type else torch.empty_like(local, device="meta")
+    sharded = DTensor.from_local(
+        like, layout.mesh, layout.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+    if like is not local:
+        sharded = DTensor(local, sharded._spec, requires_grad=False)
+    return nn.Parameter(sharded, requires_grad=param.requires_grad)
+
+
+def _shard_extended(param: nn.Parameter, layout: Layout, offload_policy: OffloadPolicy) -> nn.Parameter:
+    """The same of a tensor subclass that says itself how it is gathered: its rows stay what they are."""
+    full = _local_piece(param).detach()
+    rank, num_ranks = layout.axes.shard_rank, layout.axes.shard.size
+    device = _home(layout, offload_policy)
+    pieces = torch.chunk(full, num_ranks)
+    local = pieces[rank] if rank < len(pieces) else full.narrow(0, 0, 0)
+    local = local.clone() if local.device == device else local.to(device)
     sharded = DTensor.from_local(
         local, layout.mesh, layout.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
     return nn.Parameter(sharded, requires_grad=param.requires_grad)
+
+
+def _home(layout: Layout, offload_policy: OffloadPolicy) -> torch.device:
+    """Where shards live."""
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        return torch.device("cpu")
+    return _mesh_device(layout.mesh)
 
 
 def _swap_classes(modules: list[nn.Module], unit: Unit) -> None:

@@ -26,7 +26,7 @@ from .boundary import cross_boundary
 from .collectives import group_name, is_collective
 from .context import PassContext, context_from_shard_ops, pieces_of
 from .errors import ScheduleOrderError
-from .graph_text import collective_text, graph_text, group_labels, node_names
+from .graph_text import collective_text, graph_text, group_labels, node_names, text_fingerprint
 from .halves import Half, Variant
 from .inductor import (
     CustomGraphPass,
@@ -44,6 +44,7 @@ from .memory import kept_inputs, memory_timeline
 from .ops import REDUCE_GRAD, UNSHARD
 from .options import BackendOptions
 from .pipeline import PassRecord, Pipeline
+from .provenance import reduced_parameters, shards_behind
 from .rewrite import output_values
 
 JOINT_PIPELINE = Pipeline(passes.MergeUnshards(), passes.SpreadParameters(), passes.TagRecompute())
@@ -134,7 +135,7 @@ class _Compilation:
         is_backward = bool(kwargs.get("is_backward"))
         half = "backward" if is_backward else "inference" if kwargs.get("is_inference") else "forward"
         if not any(node.target in (UNSHARD, REDUCE_GRAD) for node in gm.graph.nodes):
-            return self._compile(gm, example_inputs, half, frozenset(), kwargs)
+            return self._compile(Variant(gm, list(example_inputs)), half, kwargs)
         later = compile_later(self.patches)
         result = Half(
             gm=gm,
@@ -142,6 +143,7 @@ class _Compilation:
             is_backward=is_backward,
             pieces=frozenset(piece.placeholder for piece in self.context.pieces),
             compile_variant=lambda variant: self._compile_variant(variant, half, kwargs, later),
+            what=f"graph {self.index} ({half})",
         )
         if not is_backward:
             result.compile()
@@ -151,19 +153,11 @@ class _Compilation:
         self, variant: Variant, half: str, kwargs: dict[str, Any], later: Callable[[], Any]
     ) -> Any:
         with later():
-            return self._compile(
-                variant.gm, variant.example_inputs, half, variant.unreduced_outputs, dict(kwargs)
-            )
+            return self._compile(variant, half, dict(kwargs))
 
-    def _compile(
-        self,
-        gm: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        half: str,
-        unreduced: frozenset[int],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _compile(self, variant: Variant, half: str, kwargs: dict[str, Any]) -> Any:
         """The passes on one half, the agreement of the ranks, Inductor, the check of the order."""
+        gm, unreduced = variant.gm, variant.unreduced_outputs
         context = self.context.for_backward(unreduced) if half == "backward" else self.context.for_forward()
         nodes = gm.graph.nodes
         if any(is_collective(node) or node.target in (UNSHARD, REDUCE_GRAD) for node in nodes):
@@ -171,23 +165,27 @@ class _Compilation:
             self._dump_records(half, half_pipeline(self.options).run(gm, context))
             self._dump_memory(gm, half)
             if self.options.verify != "off":
-                self._agree(gm, context, half)
+                variant.collectives = self._agree(gm, context, half)
         if half == "forward":
             kept = [value for value in output_values(gm.graph) if isinstance(value, fx.Node)]
             bindings = [context.binding(value.name) for value in kept if value.op == "placeholder"]
             self.regathered.update(binding.name for binding in bindings if binding is not None)
         planned = planned_order(gm)
         pin_order(gm)
-        compiled = compile_fx_inner(gm, example_inputs, **kwargs)
+        compiled = compile_fx_inner(gm, variant.example_inputs, **kwargs)
         if planned and self.options.verify != "off":
             self._check_order(planned, getattr(compiled, "source_code", None), half)
         return compiled
 
-    def _agree(self, gm: fx.GraphModule, context: PassContext, half: str) -> None:
+    def _agree(self, gm: fx.GraphModule, context: PassContext, half: str) -> str:
+        """Agrees on the collectives of each group; returns a fingerprint of all of them."""
         labels = group_labels(gm, context.mesh)
+        served = reduced_parameters(gm, context)
         sequences: dict[str, list[str]] = {}
         for node in filter(is_collective, gm.graph.nodes):
-            sequences.setdefault(group_name(node), []).append(collective_text(node, labels))
+            names = sorted(binding.name for binding in served.get(node) or shards_behind(node, context))
+            text = collective_text(node, labels) + (f" of {', '.join(names)}" if names else "")
+            sequences.setdefault(group_name(node), []).append(text)
         for name, sequence in sequences.items():
             group = group_by_name(name)
             if dist.get_backend(group) == "fake":  # there is no other rank to agree with
@@ -199,6 +197,7 @@ class _Compilation:
                 timeout_seconds=group_timeout_seconds(group),
             )
             agreement.require(sequence, what=f"graph {self.index} ({half})")
+        return text_fingerprint("\n".join(text for name in sorted(sequences) for text in sequences[name]))
 
     def _check_order(self, planned: list[str], source: str | None, half: str) -> None:
         if source is None:

@@ -47,3 +47,15 @@ def _map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
         rebuild: Any = type(value)
         return items if rebuild is dict else rebuild(items)
     return value
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Every tensor inside a value, however deep in containers."""
+    found: list[Tensor] = []
+
+    def take(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    _map_tensors(take, value)
+    return found

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from .params import ReduceGradCall, UnshardCall, gradient_scaling, padded_rows, padded_shape
+from .params import ReduceGradCall, Scaling, UnshardCall, gradient_scaling, padded_rows, padded_shape
+from .user_comms import ALL_REDUCE_HOOK, CUSTOM_ALL_GATHER, CUSTOM_REDUCE_SCATTER
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -25,6 +26,10 @@ ALL_REDUCE = c10d.all_reduce.default
 ALL_TO_ALL = c10d.all_to_all_single.default
 WAIT = c10d.wait_tensor.default
 
+#: Each with the object a user gave in its place.
+GATHERS = (ALL_GATHER, CUSTOM_ALL_GATHER)
+REDUCE_SCATTERS = (REDUCE_SCATTER, CUSTOM_REDUCE_SCATTER)
+
 #: Where each collective keeps the name of its process group, and what else the ranks must agree on.
 _GROUP_NAME_INDEX: dict[Any, int] = {
     ALL_GATHER: 2,
@@ -35,6 +40,9 @@ _GROUP_NAME_INDEX: dict[Any, int] = {
     c10d.reduce_scatter_tensor_coalesced.default: 3,
     c10d.all_reduce_coalesced.default: 2,
     c10d.broadcast.default: 2,
+    CUSTOM_ALL_GATHER: 2,
+    CUSTOM_REDUCE_SCATTER: 3,
+    ALL_REDUCE_HOOK: 2,
 }
 _SETTING_INDEX: dict[Any, int] = {
     c10d.broadcast.default: 1,
@@ -42,6 +50,8 @@ _SETTING_INDEX: dict[Any, int] = {
     ALL_REDUCE: 1,
     c10d.reduce_scatter_tensor_coalesced.default: 1,
     c10d.all_reduce_coalesced.default: 1,
+    CUSTOM_REDUCE_SCATTER: 1,
+    ALL_REDUCE_HOOK: 1,
 }
 
 
@@ -63,6 +73,13 @@ def short_name(node: fx.Node) -> str:
 def group_name(node: fx.Node) -> str:
     """Name of the process group of a collective."""
     return str(node.args[_GROUP_NAME_INDEX[node.target]])
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The values a collective communicates: its inputs, less the handle that leads to a user's object."""
+    has_handle = node.target in (CUSTOM_ALL_GATHER, CUSTOM_REDUCE_SCATTER, ALL_REDUCE_HOOK)
+    handle = node.args[-1] if has_handle else None
+    return [source for source in node.all_input_nodes if source is not handle]
 
 
 def setting(node: fx.Node) -> str:
@@ -90,15 +107,15 @@ class EagerEmitter:
 
 
 def emit_unshard(emit: Emitter, call: UnshardCall) -> Any:
-    """Cast a shard, gather it along its dim and drop the padding: a contiguous tensor of ``call.shape``.
+    """Move and cast a shard, gather it along its dim, drop the padding: contiguous, of ``call.shape``.
 
     The shard is the padded or the unpadded piece; a piece that lacks rows is padded with zeros.
     """
     piece = padded_shape(call.shape, call.dim, call.group_size)
-    shard = emit_cast(emit, emit_pad(emit, call.shard, piece), call.dtype)
+    shard = emit_gather_input(emit, call)
     if call.group_size == 1:
         return shard
-    gathered = emit(WAIT, emit(ALL_GATHER, emit_contiguous(emit, shard), call.group_size, call.group_name))
+    gathered = emit(WAIT, emit_all_gather(emit, emit_contiguous(emit, shard), call))
     if call.dim != 0:
         gathered = _ranks_to_dim(emit, gathered, piece, call.dim, call.group_size)
     if emit.tensor(gathered).shape[call.dim] != call.shape[call.dim]:
@@ -106,44 +123,81 @@ def emit_unshard(emit: Emitter, call: UnshardCall) -> Any:
     return gathered
 
 
+def emit_gather_input(emit: Emitter, call: UnshardCall) -> Any:
+    """What a gather sends: the shard padded, on the device and in the dtype of the full parameter."""
+    piece = padded_shape(call.shape, call.dim, call.group_size)
+    return emit_cast(emit, emit_move(emit, emit_pad(emit, call.shard, piece), call.device), call.dtype)
+
+
+def emit_all_gather(emit: Emitter, value: Any, call: UnshardCall) -> Any:
+    """Starts the gather of a contiguous value, with the user's own collective if one is set."""
+    if "all_gather" in call.custom.split(","):
+        return emit(CUSTOM_ALL_GATHER, value, call.group_size, call.group_name, call.handle)
+    return emit(ALL_GATHER, value, call.group_size, call.group_name)
+
+
 def emit_reduce_grad(emit: Emitter, call: ReduceGradCall) -> Any:
     """Reduce a full gradient over the ranks and keep this rank's piece.
 
     Cast to the dtype of the reduction, add what earlier micro-batches left, pad, reduce-scatter
-    along the dim, all-reduce over the copies, scale, cast to the shard's dtype and cut to its shape.
-    Without the all-reduce the result is the partial sum: unscaled, padded, in the reduction's dtype.
+    along the dim, all-reduce over the copies, call the user's hook, scale, cast to the shard's dtype
+    and cut to its shape. Without the all-reduce the result is the partial sum: unscaled, padded, in
+    the reduction's dtype.
     """
-    grad = emit_cast(emit, call.grad, call.reduce_dtype)
-    if call.unreduced is not None:
-        grad = emit(aten.add.Tensor, call.unreduced, grad)
-    num_ranks = call.group_size * call.replicate_size
-    dtype = emit.tensor(grad).dtype
-    scaling = gradient_scaling(dtype, num_ranks, call.divide_factor, call.force_sum)
-    reduced = _emit_reduce_scatter(emit, emit_scale(emit, grad, scaling.before), call, scaling.op)
+    prepared, scaling = emit_reduction_input(emit, call)
+    reduced = prepared if call.group_size == 1 else emit_reduce_scatter(emit, prepared, scaling.op, call)
     if call.partial is not None:
         reduced = emit(aten.add.Tensor, call.partial, reduced)
     if not call.all_reduce:
         return reduced
-    if call.replicate_size > 1:
-        whole = emit_contiguous(emit, reduced)
-        reduced = emit(WAIT, emit(ALL_REDUCE, whole, scaling.op, call.replicate_group))
-    reduced = emit_cast(emit, emit_scale(emit, reduced, scaling.after), call.dtype)
-    if emit.tensor(reduced).shape[call.dim] != call.shard_shape[call.dim]:
-        cut = emit(aten.slice.Tensor, reduced, call.dim, 0, call.shard_shape[call.dim])
-        reduced = emit_contiguous(emit, cut)
-    return reduced
+    reduced = emit_all_reduce(emit, reduced, scaling.op, call)
+    return emit_reduction_output(emit, reduced, scaling, call)
 
 
-def _emit_reduce_scatter(emit: Emitter, grad: Any, call: ReduceGradCall, op: str) -> Any:
+def emit_reduction_input(emit: Emitter, call: ReduceGradCall) -> tuple[Any, Scaling]:
+    """What a reduce-scatter sends, the pieces of the ranks one after the other, and how it is scaled."""
+    grad = emit_cast(emit, call.grad, call.reduce_dtype)
+    if call.unreduced is not None:
+        grad = emit(aten.add.Tensor, call.unreduced, grad)
+    num_ranks = call.group_size * call.replicate_size
+    scaling = gradient_scaling(emit.tensor(grad).dtype, num_ranks, call.divide_factor, call.force_sum)
+    grad = emit_scale(emit, grad, scaling.before)
     if call.group_size == 1:
-        return grad
+        return grad, scaling
     shape = list(emit.tensor(grad).shape)
     shape[call.dim] = padded_rows(shape[call.dim], call.group_size) * call.group_size
     padded = emit_pad(emit, grad, shape)
     if call.dim != 0:
         padded = _dim_to_ranks(emit, padded, shape, call.dim, call.group_size)
-    started = emit(REDUCE_SCATTER, emit_contiguous(emit, padded), op, call.group_size, call.group_name)
-    return emit(WAIT, started)
+    return emit_contiguous(emit, padded), scaling
+
+
+def emit_reduce_scatter(emit: Emitter, value: Any, op: str, call: ReduceGradCall) -> Any:
+    """The reduce-scatter of a contiguous value and its wait."""
+    if "reduce_scatter" in call.custom.split(","):
+        arguments = (value, op, call.group_size, call.group_name, call.handle)
+        return emit(WAIT, emit(CUSTOM_REDUCE_SCATTER, *arguments))
+    return emit(WAIT, emit(REDUCE_SCATTER, value, op, call.group_size, call.group_name))
+
+
+def emit_all_reduce(emit: Emitter, value: Any, op: str, call: ReduceGradCall) -> Any:
+    """The sum over the copies, if there are any, and the user's hook, if there is one."""
+    if call.replicate_size > 1:
+        whole = emit_contiguous(emit, value)
+        value = emit(WAIT, emit(ALL_REDUCE, whole, op, call.replicate_group))
+    if "all_reduce_hook" in call.custom.split(","):
+        whole = emit_contiguous(emit, value)
+        value = emit(WAIT, emit(ALL_REDUCE_HOOK, whole, "hook", call.group_name, call.handle))
+    return value
+
+
+def emit_reduction_output(emit: Emitter, reduced: Any, scaling: Scaling, call: ReduceGradCall) -> Any:
+    """The shard's gradient from its padded sum: scaled, cast, cut and moved to where the shard is."""
+    reduced = emit_cast(emit, emit_scale(emit, reduced, scaling.after), call.dtype)
+    if emit.tensor(reduced).shape[call.dim] != call.shard_shape[call.dim]:
+        cut = emit(aten.slice.Tensor, reduced, call.dim, 0, call.shard_shape[call.dim])
+        reduced = emit_contiguous(emit, cut)
+    return emit_move(emit, reduced, call.device)
 
 
 def emit_cast(emit: Emitter, value: Any, dtype: torch.dtype | None) -> Any:
@@ -151,6 +205,17 @@ def emit_cast(emit: Emitter, value: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None or emit.tensor(value).dtype == dtype:
         return value
     return emit(prims.convert_element_type.default, value, dtype)
+
+
+def emit_move(emit: Emitter, value: Any, device: torch.device | None) -> Any:
+    """The value on ``device``; itself when it is there already, or when ``device`` is None.
+
+    To an accelerator the copy is asynchronous (it is ordered before the gather that reads it); to
+    the CPU it waits, because whoever reads the result there knows of no stream.
+    """
+    if device is None or emit.tensor(value).device == device:
+        return value
+    return emit(aten._to_copy.default, value, device=device, non_blocking=device.type != "cpu")
 
 
 def emit_scale(emit: Emitter, value: Any, factor: float) -> Any:

@@ -13,6 +13,9 @@ from .params import ParameterBinding, UnshardCall
 from .rewrite import output_values
 from .spread import KEEP_PIECE
 
+#: For a unit, the units whose gathers start once its own are copied out.
+PrefetchOrder = tuple[tuple[str, tuple[str, ...]], ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassContext:
@@ -26,6 +29,8 @@ class PassContext:
         full_checks: recompute every fake value when TYPED is checked.
         pieces: parameters of which a backward half takes a piece kept from the forward.
         unreduced: parameters, by position, whose gradient leaves this graph unreduced on purpose.
+        forward_prefetch, backward_prefetch: the prefetches a user asked for, in either half.
+        max_reductions: reductions that may be open at a time; 0 for the schedule's own.
     """
 
     mesh: MeshLayout = field(default_factory=MeshLayout)
@@ -34,11 +39,19 @@ class PassContext:
     full_checks: bool = False
     unreduced: frozenset[int] = frozenset()
     pieces: tuple[ParameterBinding, ...] = ()
+    forward_prefetch: PrefetchOrder = ()
+    backward_prefetch: PrefetchOrder = ()
+    max_reductions: int = 0
 
     def binding(self, placeholder: str) -> ParameterBinding | None:
         """The parameter whose shard, or kept piece, enters through the placeholder of this name."""
         known = (*self.parameters, *self.pieces)
         return next((binding for binding in known if binding.placeholder == placeholder), None)
+
+    def prefetched_after(self, unit: str) -> tuple[str, ...]:
+        """The units to gather once this one is copied out; empty where the user asked for none."""
+        order = self.forward_prefetch if self.first_gradient is None else self.backward_prefetch
+        return next((units for name, units in order if name == unit), ())
 
     def for_forward(self) -> PassContext:
         """The context of the forward (or inference) half."""
@@ -68,6 +81,8 @@ def context_from_shard_ops(gm: fx.GraphModule, *, full_checks: bool = False) -> 
     position = {node: index for index, node in enumerate(primals)}
     axes: list[MeshAxis] = []
     bindings: dict[fx.Node, ParameterBinding] = {}
+    prefetch: dict[str, tuple[str, str]] = {}
+    max_reductions = 0
     for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
         call = UnshardCall(*node.args)
         if call.replicate_size > 1:  # the outer axis of a mesh
@@ -77,6 +92,11 @@ def context_from_shard_ops(gm: fx.GraphModule, *, full_checks: bool = False) -> 
         if call.reshard_group:
             label = f"{call.axis}/{call.reshard}"
             axes.append(MeshAxis(label=label, size=call.reshard, group_name=call.reshard_group))
+        if call.reduce_group:
+            label = f"{call.axis}/reduce"
+            axes.append(MeshAxis(label=label, size=call.group_size, group_name=call.reduce_group))
+        prefetch.setdefault(call.unit, (call.forward_prefetch, call.backward_prefetch))
+        max_reductions = max(max_reductions, call.max_reductions)
         if call.shard in position and call.shard not in bindings:
             bindings[call.shard] = _binding(call, position[call.shard])
     is_joint = len(primals) < len(placeholders)
@@ -85,7 +105,14 @@ def context_from_shard_ops(gm: fx.GraphModule, *, full_checks: bool = False) -> 
         parameters=tuple(sorted(bindings.values(), key=lambda binding: binding.position)),
         first_gradient=len(output_values(gm.graph)) - len(primals) if is_joint else None,
         full_checks=full_checks,
+        forward_prefetch=_prefetch_of(prefetch, 0),
+        backward_prefetch=_prefetch_of(prefetch, 1),
+        max_reductions=max_reductions,
     )
+
+
+def _prefetch_of(prefetch: dict[str, tuple[str, str]], half: int) -> PrefetchOrder:
+    return tuple((unit, tuple(both[half].split(","))) for unit, both in prefetch.items() if both[half])
 
 
 def pieces_of(gm: fx.GraphModule) -> tuple[ParameterBinding, ...]:
@@ -111,5 +138,7 @@ def _binding(call: UnshardCall, position: int) -> ParameterBinding:
         reshard=call.reshard,
         replicate_axis=call.replicate_axis,
         replicate_size=call.replicate_size,
-        group_names=tuple(filter(None, (call.group_name, call.reshard_group, call.replicate_group))),
+        group_names=tuple(
+            filter(None, (call.group_name, call.reshard_group, call.replicate_group, call.reduce_group))
+        ),
     )

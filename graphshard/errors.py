@@ -13,6 +13,10 @@ class OptionError(GraphShardError, ValueError):
     """An option of the backend, of ``fully_shard`` or of a pass has a value it cannot take."""
 
 
+class OptionTypeError(GraphShardError, TypeError):
+    """An option has a value of the wrong type."""
+
+
 class ShardingError(GraphShardError, ValueError):
     """A model, mesh or parameter cannot be sharded as asked."""
 
@@ -35,6 +39,18 @@ class ShardDimError(GraphShardError, AssertionError):
 
 class ParameterStateError(GraphShardError, RuntimeError):
     """A sharded parameter is not in a state in which the forward could use it."""
+
+
+class NotRootError(GraphShardError, RuntimeError):
+    """A method that concerns the whole model was called on one of its inner units."""
+
+
+class ConflictingCommError(GraphShardError, AssertionError):
+    """A setting of a unit's collectives contradicts one that was made before."""
+
+
+class ExtensionError(GraphShardError, AssertionError):
+    """A tensor's all-gather extension is incomplete, or returns what cannot be gathered."""
 
 
 class StaleOptimizerError(GraphShardError, RuntimeError):

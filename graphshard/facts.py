@@ -12,7 +12,7 @@ from enum import Enum
 import torch
 from torch import fx
 
-from .collectives import ALL_GATHER, is_collective, is_wait, short_name
+from .collectives import GATHERS, is_collective, is_wait, short_name
 from .context import PassContext
 from .graph_text import value_text
 from .ops import REDUCE_GRAD, UNSHARD
@@ -171,7 +171,7 @@ def check_scheduled(gm: fx.GraphModule, ctx: PassContext) -> list[str]:
     problems = []
     nodes = list(gm.graph.nodes)
     for index, wait in enumerate(nodes):
-        if not is_wait(wait) or wait.all_input_nodes[0].target is not ALL_GATHER:
+        if not is_wait(wait) or wait.all_input_nodes[0].target not in GATHERS:
             continue
         unpacked = {wait}
         for node in nodes[index + 1 :]:

@@ -6,15 +6,24 @@ effect at once: between a forward and its backward, and between two micro-batche
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ._compat import group_by_name
 from .copying import copy_sharded
-from .errors import OptionError, ParameterStateError
+from .errors import (
+    ConflictingCommError,
+    NotRootError,
+    OptionError,
+    OptionTypeError,
+    ParameterStateError,
+    UnsupportedShardingError,
+)
 from .unit import UNIT, PendingGather, Unit, slots_of
 
 
@@ -61,6 +70,28 @@ class FSDPModule:
     def reshard(self) -> None:
         """Frees this unit's gathered parameters; ``module.parameters()`` shows the shards again."""
         _unit(self).reshard()
+
+    def reset_iter_state(self) -> None:
+        """Recovers after an exception in a forward or a backward: drops what that iteration has left.
+
+        Frees gathered parameters and drops gradients that are not reduced, those of earlier
+        micro-batches too. Gradients already in ``.grad`` stay: call ``zero_grad()``. On all ranks.
+
+        Raises:
+            NotRootError: (a RuntimeError) this is not the outermost unit.
+        """
+        unit = _unit(self)
+        if not unit.is_root:
+            raise NotRootError(
+                f"reset_iter_state was called on unit {unit.label}; call it on the outermost module given to "
+                "fully_shard"
+            )
+        unit.tree.reset()
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """``nn.Module._apply`` (``.to()`` and its like) on the shards, never on gathered parameters."""
+        self.reshard()
+        return super()._apply(fn, recurse)  # type: ignore[misc]
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backwards reduce gradients; False adds them up unreduced, in the reduction's dtype.
@@ -110,6 +141,190 @@ class FSDPModule:
         unit = _unit(self)
         unit.force_sum = _flag(enable, "enable")
         unit.refresh()
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """The units whose gathers start in a forward once this unit's parameters are copied out.
+
+        It replaces the compiled schedule's next unit; compiled graphs are traced again. Uncompiled,
+        only gathers named here start early.
+
+        Raises:
+            OptionError: (a ValueError) an entry is not an :class:`FSDPModule`.
+        """
+        unit = _unit(self)
+        unit.forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
+        unit.refresh()
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """The same for the backward. Uncompiled, a backward gathers nothing, so it has no effect there."""
+        unit = _unit(self)
+        unit.backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
+        unit.refresh()
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gathers this unit's parameters with ``comm``, an object as FSDP2's ``AllGather``.
+
+        It is called once per dtype with one flat buffer, and waited for at once: compiled, it starts
+        where the schedule puts it but nothing overlaps with it.
+        """
+        _check_comm(comm, "set_custom_all_gather")
+        unit = _unit(self)
+        unit.comms.all_gather = comm
+        unit.refresh()
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce-scatters this unit's gradients with ``comm``, an object as FSDP2's ``ReduceScatter``."""
+        _check_comm(comm, "set_custom_reduce_scatter")
+        unit = _unit(self)
+        unit.comms.reduce_scatter = comm
+        unit.refresh()
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], Any], *, stream: Any = None) -> None:
+        """Has ``hook(flat)`` change this unit's sums in place before they are divided and cast.
+
+        It sees the result of the reduce-scatter, with hybrid sharding that of the all-reduce, as one
+        flat tensor per dtype, on every rank in the same order.
+
+        Args:
+            hook: may communicate on groups of its own.
+            stream: None; a hook runs on the stream of the collectives.
+
+        Raises:
+            OptionError: (a ValueError) a stream with hybrid sharding.
+            UnsupportedShardingError: any other stream.
+        """
+        unit = _unit(self)
+        if not callable(hook):
+            raise OptionError(f"set_all_reduce_hook: {hook!r} is not callable")
+        if stream is not None and any(slot.replicate.size > 1 for slot in unit.slots):
+            raise OptionError(
+                "set_all_reduce_hook: with hybrid sharding the hook runs where the all-reduce does; leave stream out"
+            )
+        if stream is not None:
+            raise UnsupportedShardingError(
+                "set_all_reduce_hook: stream= is not supported, since a hook is a node of the graph and runs on "
+                "its stream; switch streams inside the hook"
+            )
+        unit.comms.all_reduce_hook = hook
+        unit.refresh()
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Has what follows on the current stream, the next gathers among it, wait for ``event``."""
+        event.wait()
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether parameters that got no gradient take part in the reductions, with zeros.
+
+        For models whose ranks use different parameters in one step. Uncompiled, the unit's gradients
+        are then reduced together at the end of the backward. Compiled, ranks run equal graphs, so what
+        one leaves unused all do: its gradient becomes zeros.
+        """
+        for unit in _units(self, recurse):
+            unit.reduces_unused = _flag(reduce_scatter_unused_params, "reduce_scatter_unused_params")
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reductions of a compiled backward may be open at a time; the model's largest counts.
+
+        Raises:
+            OptionTypeError: (a TypeError) not an int.
+            OptionError: (a ValueError) less than 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise OptionTypeError(
+                f"set_reduce_scatter_max_input_buffers: {max_input_buffers!r} is a "
+                f"{type(max_input_buffers).__name__}; give an int"
+            )
+        if max_input_buffers < 1:
+            raise OptionError(f"set_reduce_scatter_max_input_buffers: {max_input_buffers} must be at least 1")
+        for unit in _units(self, recurse):
+            unit.max_reductions = max_input_buffers
+        tree = _unit(self).tree
+        tree.max_reductions = max((unit.max_reductions for unit in tree.units()), default=max_input_buffers)
+        for unit in tree.units():
+            unit.refresh()
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Whether reduce-scatters run on a process group of their own, so that gathers do not queue behind them.
+
+        Makes one group per set of ranks; call it on all of them.
+        """
+        enable = _flag(enable, "enable")
+        made: dict[str, str] = {}
+        for unit in _units(self, recurse):
+            unit.reduce_group = ""
+            for slot in unit.slots if enable else ():
+                name = slot.axis.group_name
+                if name not in made:
+                    ranks = dist.get_process_group_ranks(group_by_name(name))
+                    made[name] = dist.new_group(ranks, use_local_synchronization=True).group_name
+                unit.reduce_group = made[name]
+            unit.refresh()
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Accepted for compatibility: a compiled backward gathers exactly the parameters it reads."""
+        _flag(unshard_in_backward, "unshard_in_backward")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Refused when enabled: the buffers of a compiled graph are Inductor's.
+
+        Raises:
+            ConflictingCommError: (an AssertionError) a custom collective was set before.
+            UnsupportedShardingError: otherwise.
+        """
+        if not _flag(enable, "enable"):
+            return
+        self._refuse_buffers("set_allocate_memory_from_process_group_for_comm")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Refused, as :meth:`set_allocate_memory_from_process_group_for_comm`."""
+        if backend != "NCCL":
+            raise OptionError(f"set_symm_mem_for_comm: backend={backend!r} must be 'NCCL'")
+        self._refuse_buffers("set_symm_mem_for_comm")
+
+    def _refuse_buffers(self, method: str) -> NoReturn:
+        comms = _unit(self).comms
+        if comms.all_gather is not None or comms.reduce_scatter is not None:
+            raise ConflictingCommError(
+                f"{method}: this unit has a custom collective, which allocates its own buffers"
+            )
+        raise UnsupportedShardingError(
+            f"{method} is not supported: the buffers of a compiled graph belong to Inductor; give the unit "
+            "set_custom_all_gather / set_custom_reduce_scatter objects whose allocate() uses the memory you want"
+        )
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted for compatibility: gathers allocate on the stream of the compute as it is."""
+        _flag(async_op, "async_op")
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Accepted for compatibility: models share no streams because they have none of their own.
+
+    Raises:
+        OptionError: (a ValueError) an entry is not an :class:`FSDPModule`.
+    """
+    _units_of(modules, "share_comm_ctx")
+
+
+def _units_of(modules: Iterable[Any], method: str) -> list[Unit]:
+    found = []
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise OptionError(
+                f"{method}: a {type(module).__name__} is not an FSDPModule; give it to fully_shard first"
+            )
+        found.append(_unit(module))
+    return found
+
+
+def _check_comm(comm: Any, method: str) -> None:
+    if not callable(comm) or not callable(getattr(comm, "allocate", None)):
+        raise OptionError(
+            f"{method}: a {type(comm).__name__} is no collective; it needs allocate(size, *, dtype, device) "
+            "and __call__(output_tensor=, input_tensor=, group=, ...)"
+        )
 
 
 def _refuse_unsharded_state(module: Any, state_dict: dict[str, Any], prefix: str) -> None:

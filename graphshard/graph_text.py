@@ -18,14 +18,14 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .collectives import group_name, is_collective, setting, short_name
+from .collectives import group_name, is_collective, operands, setting, short_name
 from .mesh import MeshLayout
 from .ops import REDUCE_GRAD, UNSHARD
 from .params import ParameterBinding, ReduceGradCall, UnshardCall
 from .spread import KEEP_PIECE, SPREAD
 
 #: The arguments of the shard ops that hold group names; the labels of their axes stand beside them.
-_GROUP_ARGUMENTS = ("group_name", "replicate_group", "reshard_group")
+_GROUP_ARGUMENTS = ("group_name", "replicate_group", "reshard_group", "reduce_group")
 _CALLS: dict[Any, Any] = {UNSHARD: UnshardCall, REDUCE_GRAD: ReduceGradCall}
 _POSITIONAL = ("shard", "grad", "handle", "name", "shape", "shard_shape")
 _SILENT: dict[str, Any] = {
@@ -37,6 +37,11 @@ _SILENT: dict[str, Any] = {
     "divide_factor": None,
     "force_sum": False,
     "all_reduce": True,
+    "device": None,
+    "custom": "",
+    "forward_prefetch": "",
+    "backward_prefetch": "",
+    "max_reductions": 0,
 }
 _INPUT_NAME = re.compile(r"(primals|tangents|arg\d+)_\d+")
 _TAGS = {CheckpointPolicy.MUST_RECOMPUTE: "recompute", CheckpointPolicy.MUST_SAVE: "save"}
@@ -91,7 +96,7 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 def collective_text(node: fx.Node, labels: Mapping[str, str]) -> str:
     """One collective as every rank must issue it: op, reduction, input types, axis label."""
-    inputs = ", ".join(value_text(arg.meta["val"]) for arg in node.all_input_nodes)
+    inputs = ", ".join(value_text(arg.meta["val"]) for arg in operands(node))
     return f"{short_name(node)}({', '.join(filter(None, (inputs, setting(node))))}) over {labels[group_name(node)]}"
 
 

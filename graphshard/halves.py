@@ -72,11 +72,14 @@ class Variant:
 
     Attributes:
         unreduced_outputs: outputs that are gradients and are not reduced.
+        collectives: fingerprint of the collectives, set when it is compiled; "" if there are none, or
+            if the ranks do not check each other.
     """
 
     gm: fx.GraphModule
     example_inputs: list[Any]
     unreduced_outputs: frozenset[int] = frozenset()
+    collectives: str = ""
 
 
 @dataclass
@@ -93,6 +96,8 @@ class Half:
     is_backward: bool
     compile_variant: Callable[[Variant], Callable[[list[Any]], Any]]
     pieces: frozenset[str] = frozenset()
+    what: str = "a graph"
+    _collectives: dict[Selection, str] = field(default_factory=dict)
     _compiled: dict[Selection, Callable[[list[Any]], Any]] = field(default_factory=dict)
     _boxed_call: bool = True
 
@@ -100,26 +105,40 @@ class Half:
         self._gathers, self._reductions = _shard_ops(self.gm, self.pieces)
         handles = {gather.handle for gather in self._gathers}
         self._handles = sorted(handles | {reduction.handle for reduction in self._reductions})
+        self._group_name = _first_group(self.gm)
         self.source_code = None
 
     def compile(self, selection: Selection = PLAIN) -> None:
         """Compiles the variant for a state, unless that was done."""
         if selection not in self._compiled:
-            self._compiled[selection] = self.compile_variant(self._specialise(selection))
+            variant = self._specialise(selection)
+            self._compiled[selection] = self.compile_variant(variant)
+            self._collectives[selection] = variant.collectives
 
     def __call__(self, args: list[Any]) -> Any:
         found = {position: unit_of(args[position]) for position in self._handles}
         units = {position: unit for position, unit in found.items() if unit is not None}
+        if self.is_backward and any(unit.reduces_unused for unit in units.values()):
+            next(iter(units.values())).tree.queue_end_of_backward()
         if all(map(self._is_plain, units.values())):
             self.compile()
+            self._follow(PLAIN, units)
             return self._compiled[PLAIN](args)
         selection = self._select(units)
         values = [*args, *self._extra_inputs(selection, units)]
         self._release(units)
         self.compile(selection)
+        self._follow(selection, units)
         args.clear()
         outputs = list(self._compiled[selection](values))
         return self._distribute(selection, units, outputs)
+
+    def _follow(self, selection: Selection, units: dict[int, Unit]) -> None:
+        """Makes sure, where it is not certain, that the other ranks run the same collectives."""
+        collectives = self._collectives[selection]
+        if collectives and units:
+            tree = next(iter(units.values())).tree
+            tree.follow(self._group_name, collectives, f"run {self.what}")
 
     def _is_plain(self, unit: Unit) -> bool:
         if unit.is_gathered or unit.tree.waiting:
@@ -276,6 +295,16 @@ def _shard_ops(gm: fx.GraphModule, pieces: frozenset[str]) -> tuple[list[_Gather
         has_replicas = reduction.replicate_size > 1
         reductions.append(_Reduction(reduction.name, position[reduction.handle], output, has_replicas))
     return gathers, reductions
+
+
+def _first_group(gm: fx.GraphModule) -> str:
+    """The process group over which a half's first shard op communicates."""
+    for node in gm.graph.nodes:
+        if node.target is UNSHARD:
+            return UnshardCall(*node.args).group_name
+        if node.target is REDUCE_GRAD:
+            return ReduceGradCall(*node.args).group_name
+    return ""
 
 
 def _full_of(gather: fx.Node) -> tuple[Tensor, Sequence[Any], torch.dtype]:

@@ -156,7 +156,8 @@ def pin_order(gm: fx.GraphModule) -> None:
 
 
 _CALL = re.compile(
-    r"^\s*(?:(?P<result>\w+) = )?torch\.ops\._c10d_functional\.(?P<op>\w+?)_?\.default\((?P<first>\[?\w+)"
+    r"^\s*(?:(?P<result>\w+) = )?torch\.ops\."
+    r"(?:_c10d_functional|graphshard(?=\.(?:custom_|all_reduce_hook)))\.(?P<op>\w+?)_?\.default\((?P<first>\[?\w+)"
 )
 _ALIAS = re.compile(r"^\s*(?P<new>\w+) = (?P<old>\w+)(?:\[\d+\])?(?:;|\s*#|\s*$)")
 

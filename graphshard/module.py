@@ -9,6 +9,8 @@ property to one node.
 from __future__ import annotations
 
 import functools
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,9 +18,10 @@ from torch import nn
 
 from ._compat import in_recomputation
 from .casts import cast_tensors, move_tensors
-from .errors import ParameterStateError, ShardingError
+from .errors import ParameterStateError, ShardingError, UnsupportedShardingError
 from .fsdp_module import FSDPModule
 from .ops import UNSHARD
+from .uncompiled import drop_prefetched, full_parameter, take_part_unused, watch_outputs
 from .unit import SLOTS, UNIT, ParameterSlot, Unit, local_shard
 from .versions import version_of
 
@@ -34,9 +37,16 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     unit = slot.unit
     if param is None or not (unit.tree.in_forward or _in_recomputation()):
         return param
-    local = local_shard(slot)
     if not torch.compiler.is_compiling():
         _check_version(slot)
+        return slot.as_read(full_parameter(slot) if slot.needs_op else local_shard(slot))
+    if slot.is_extended:
+        raise UnsupportedShardingError(
+            f"parameter {slot.name} has an all-gather extension (fsdp_pre_all_gather), which cannot be compiled: "
+            "leave the module that holds it out of torch.compile (torch.compiler.disable on its forward), or store "
+            "plain tensors and use MixedPrecisionPolicy(param_dtype=...)"
+        )
+    local = local_shard(slot)
     return slot.as_read(UNSHARD(local, unit.handle, *slot.arguments) if slot.needs_op else local)
 
 
@@ -122,22 +132,59 @@ def _forward_inside_tree(cls: type[nn.Module]) -> Any:
 
     @functools.wraps(original)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        unit: Unit = self.__dict__[UNIT]
-        tree, policy = unit.tree, unit.mp_policy
-        if unit.input_device is not None:
-            args, kwargs = move_tensors((args, kwargs), unit.input_device)
-        if policy.cast_forward_inputs and policy.param_dtype is not None:
-            args, kwargs = cast_tensors((args, kwargs), policy.param_dtype)
-        was_in_forward = tree.in_forward
-        tree.in_forward = True
-        try:
-            outputs = original(self, *args, **kwargs)
-        finally:
-            tree.in_forward = was_in_forward
-            if unit.is_gathered and unit.reshards and not torch.compiler.is_compiling():
-                unit.reshard()
-        if policy.output_dtype is not None:
-            outputs = cast_tensors(outputs, policy.output_dtype)
-        return outputs
+        return run_inside_tree(self, functools.partial(original, self), args, kwargs)
 
     return forward
+
+
+def run_inside_tree(
+    module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Runs a method of a unit's module as a forward: inputs moved and cast, parameters gathered."""
+    unit: Unit = module.__dict__[UNIT]
+    tree, policy = unit.tree, unit.mp_policy
+    if unit.input_device is not None:
+        args, kwargs = move_tensors((args, kwargs), unit.input_device)
+    if policy.cast_forward_inputs and policy.param_dtype is not None:
+        args, kwargs = cast_tensors((args, kwargs), policy.param_dtype)
+    is_compiling = torch.compiler.is_compiling()
+    was_in_forward = tree.in_forward
+    tree.in_forward = True
+    outer = None if is_compiling else unit.begin_forward()
+    try:
+        if not is_compiling and unit.reduces_unused:
+            take_part_unused(unit)
+        outputs = method(*args, **kwargs)
+        if not is_compiling and not was_in_forward:
+            watch_outputs(tree, outputs)
+    finally:
+        tree.in_forward = was_in_forward
+        if not is_compiling:
+            unit.end_forward(outer)
+            if not was_in_forward:
+                drop_prefetched(tree)
+    if policy.output_dtype is not None:
+        outputs = cast_tensors(outputs, policy.output_dtype)
+    return outputs
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Has another method of a unit's module gather parameters and cast inputs as ``forward`` does.
+
+    Does nothing to a module that is no unit, so that a model may call it sharded or not.
+
+    Raises:
+        ShardingError: (a ValueError) the module has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    original = getattr(module, method_name, None)
+    if not callable(original):
+        name = type(module).__name__
+        raise ShardingError(f"register_fsdp_forward_method: {name} has no method {method_name!r}")
+
+    @functools.wraps(original)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run_inside_tree(self, original, args, kwargs)
+
+    setattr(module, method_name, types.MethodType(method, module))

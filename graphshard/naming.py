@@ -30,6 +30,7 @@ def relabel(roots: Iterable[nn.Module]) -> None:
                 unit.label = _label(unit, path, module)
             for name, slot in module.__dict__.get(SLOTS, {}).items():
                 slot.name = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
+    outer.tree.max_reductions = max(unit.max_reductions for unit in outer.tree.units())
     for root in roots:
         for module in root.modules():
             for slot in module.__dict__.get(SLOTS, {}).values():

@@ -43,6 +43,12 @@ def unshard(
     reduce_dtype: torch.dtype | None,
     divide_factor: float | None,
     force_sum: bool,
+    device: torch.device | None = None,
+    reduce_group: str = "",
+    custom: str = "",
+    forward_prefetch: str = "",
+    backward_prefetch: str = "",
+    max_reductions: int = 0,
 ) -> Tensor:
     """Gather a parameter's shards into the full parameter; :class:`UnshardCall` names the arguments.
 
@@ -52,11 +58,14 @@ def unshard(
     call = UnshardCall(
         shard, handle, name, unit, shape, dim, dtype, reshard, reshard_group, axis, group_size,
         group_name, replicate_axis, replicate_size, replicate_group, reduce_dtype, divide_factor, force_sum,
+        device, reduce_group, custom, forward_prefetch, backward_prefetch, max_reductions,
     )  # fmt: skip
     owner = unit_of(handle)
     kept = owner.gathered_value(name) if owner is not None else None
     if kept is not None:
         return kept.view(kept.shape)  # a tensor of its own: autograd writes on it
+    if owner is not None:
+        owner.meet_for_gather([name], call)
     full = emit_unshard(EagerEmitter(), call)
     full = full.clone() if full is shard else full
     if owner is not None and owner.keeps_from_forward:
@@ -73,9 +82,10 @@ def _(
     shape: Sequence[int],
     dim: int,
     dtype: torch.dtype | None,
-    *_: Any,
+    *rest: Any,
 ) -> Tensor:
-    return shard.new_empty(shape, dtype=dtype if dtype is not None else shard.dtype)
+    call = UnshardCall(shard, handle, name, unit, shape, dim, dtype, *rest)
+    return shard.new_empty(shape, dtype=dtype or shard.dtype, device=call.device or shard.device)
 
 
 @torch.library.custom_op("graphshard::reduce_grad", mutates_args=())
@@ -99,6 +109,8 @@ def reduce_grad(
     divide_factor: float | None,
     force_sum: bool,
     all_reduce: bool,
+    device: torch.device | None = None,
+    custom: str = "",
 ) -> Tensor:
     """Reduce a full gradient over the ranks and keep this rank's piece; see :class:`ReduceGradCall`.
 
@@ -109,6 +121,7 @@ def reduce_grad(
     call = ReduceGradCall(
         grad, unreduced, partial, handle, name, unit, shard_shape, dim, dtype, axis, group_size, group_name,
         replicate_axis, replicate_size, replicate_group, reduce_dtype, divide_factor, force_sum, all_reduce,
+        device, custom,
     )  # fmt: skip
     reduced: Tensor = emit_reduce_grad(EagerEmitter(), call)
     is_input = any(reduced is given for given in (grad, unreduced, partial))
@@ -119,7 +132,7 @@ def reduce_grad(
 def _(*arguments: Any) -> Tensor:
     call = ReduceGradCall(*arguments)
     if call.all_reduce:
-        return call.grad.new_empty(call.shard_shape, dtype=call.dtype)
+        return call.grad.new_empty(call.shard_shape, dtype=call.dtype, device=call.device or call.grad.device)
     shape = padded_shape(call.grad.shape, call.dim, call.group_size)
     return call.grad.new_empty(shape, dtype=call.reduce_dtype or call.grad.dtype)
 
@@ -127,14 +140,18 @@ def _(*arguments: Any) -> Tensor:
 def _save_for_reduction(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     call = UnshardCall(*inputs)
     ctx.save_for_backward(call.handle)
-    ctx.call = gradient_call(call._replace(handle=None), None, call.shard.shape, call.shard.dtype)
+    shard = call.shard
+    ctx.call = gradient_call(call._replace(handle=None), None, shard.shape, shard.dtype, shard.device)
 
 
 def _reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (handle,) = ctx.saved_tensors
     call = ctx.call._replace(grad=grad, handle=handle)
     owner = unit_of(handle)
-    reduced = owner.reduce(call) if owner is not None else torch.ops.graphshard.reduce_grad(*call)
+    if owner is not None:
+        (reduced,) = owner.reduce([call])
+    else:
+        reduced = torch.ops.graphshard.reduce_grad(*call)
     return (reduced,) + (None,) * (len(UnshardCall._fields) - 1)
 
 

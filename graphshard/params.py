@@ -59,6 +59,13 @@ class UnshardCall(NamedTuple):
         reduce_dtype: dtype in which gradients are summed; None for the gradient's own.
         divide_factor: what the summed gradient is divided by; None for the number of ranks (a mean).
         force_sum: sum and divide, even where the process group knows a mean.
+        device: where the full parameter is, if not where the shard is (shards offloaded to the CPU).
+        reduce_group: process group of the reduce-scatter, if not the one of the gather; else "".
+        custom: which steps of the communication the user replaced, joined by ",": "all_gather",
+            "reduce_scatter", "all_reduce_hook" (see :mod:`graphshard.user_comms`).
+        forward_prefetch, backward_prefetch: labels of the units, joined by ",", whose gathers start once
+            this unit's are copied out; "" for the unit that comes next.
+        max_reductions: reductions of the model that may be open at a time; 0 for the schedule's own.
     """
 
     shard: Any
@@ -79,6 +86,12 @@ class UnshardCall(NamedTuple):
     reduce_dtype: torch.dtype | None
     divide_factor: float | None
     force_sum: bool
+    device: torch.device | None = None
+    reduce_group: str = ""
+    custom: str = ""
+    forward_prefetch: str = ""
+    backward_prefetch: str = ""
+    max_reductions: int = 0
 
 
 class ReduceGradCall(NamedTuple):
@@ -91,6 +104,8 @@ class ReduceGradCall(NamedTuple):
         shard_shape: shape of the piece to return (the shape the shard had).
         dtype: dtype of the result (the shard's).
         all_reduce: sum over the replicate axis too; False returns the partial sum in ``reduce_dtype``.
+        group_name: process group of the reduce-scatter.
+        device: where the result goes, if not where the gradient is.
     """
 
     grad: Any
@@ -112,12 +127,18 @@ class ReduceGradCall(NamedTuple):
     divide_factor: float | None
     force_sum: bool
     all_reduce: bool
+    device: torch.device | None = None
+    custom: str = ""
 
 
 def gradient_call(
-    call: UnshardCall, grad: Any, shard_shape: Sequence[int], dtype: torch.dtype
+    call: UnshardCall,
+    grad: Any,
+    shard_shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | None = None,
 ) -> ReduceGradCall:
-    """The reduction that belongs to a gather: its backward."""
+    """The reduction that belongs to a gather: its backward. Shape, dtype and device are the shard's."""
     return ReduceGradCall(
         grad=grad,
         unreduced=None,
@@ -130,7 +151,7 @@ def gradient_call(
         dtype=dtype,
         axis=call.axis,
         group_size=call.group_size,
-        group_name=call.group_name,
+        group_name=call.reduce_group or call.group_name,
         replicate_axis=call.replicate_axis,
         replicate_size=call.replicate_size,
         replicate_group=call.replicate_group,
@@ -138,6 +159,8 @@ def gradient_call(
         divide_factor=call.divide_factor,
         force_sum=call.force_sum,
         all_reduce=True,
+        device=None if call.device is None else device,
+        custom=call.custom,
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from .buckets import UNPACK
-from .collectives import ALL_GATHER, REDUCE_SCATTER, group_name, is_collective, is_wait
+from .collectives import GATHERS, REDUCE_SCATTERS, group_name, is_collective, is_wait
 from .context import PassContext
 from .provenance import is_layout, shards_behind
 
@@ -47,20 +47,22 @@ class Movable:
         reductions: reduce-scatters over the axes that hold shards, in graph order.
         others: every other collective; these stay between the compute around them.
         lazy: gathers, what packs them, waits, what unpacks them.
+        named: for a gather, those the user wants started once it is copied out.
     """
 
     def __init__(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         self.graph = gm.graph
         collectives = list(filter(is_collective, gm.graph.nodes))
-        found = [node for node in collectives if node.target is ALL_GATHER and shards_behind(node, ctx)]
+        found = [node for node in collectives if node.target in GATHERS and shards_behind(node, ctx)]
         self.reductions = [
             node
             for node in collectives
-            if node.target is REDUCE_SCATTER and _is_of_data_parallelism(node, ctx)
+            if node.target in REDUCE_SCATTERS and _is_of_data_parallelism(node, ctx)
         ]
         self.others = [node for node in collectives if node not in found and node not in self.reductions]
         self.lazy = _lazy_nodes(gm.graph, ctx, set(found))
         self.gathers = self._by_first_need(found)
+        self.named = self._named_by_user(ctx)
 
     def _by_first_need(self, gathers: list[fx.Node]) -> list[fx.Node]:
         found: dict[fx.Node, None] = {}
@@ -80,6 +82,16 @@ class Movable:
             if node not in self.lazy:
                 visit(node)
         return list(found) + [node for node in gathers if node not in found]
+
+    def _named_by_user(self, ctx: PassContext) -> dict[fx.Node, list[fx.Node]]:
+        units = {gather: shards_behind(gather, ctx)[0].unit for gather in self.gathers}
+        named = {}
+        for index, gather in enumerate(self.gathers):
+            later = self.gathers[index + 1 :]
+            wanted = ctx.prefetched_after(units[gather])
+            if wanted:
+                named[gather] = [other for unit in wanted for other in later if units[other] == unit]
+        return named
 
 
 class Placement:
@@ -128,9 +140,14 @@ class Placement:
         self._placed[node] = None
         if is_wait(node) and node.args[0] in self._rank:
             self._unpack(node)
-            rank = self._rank[node.args[0]]
-            for upcoming in self._movable.gathers[rank + 1 : rank + 1 + self._decisions.prefetch]:
+            for upcoming in self._upcoming(node.args[0]):
                 self._place(upcoming)
+
+    def _upcoming(self, gather: fx.Node) -> Sequence[fx.Node]:
+        """The gathers to start once this one is copied out: those the user named, else the next ones."""
+        rank, distance = self._rank[gather], self._decisions.prefetch
+        next_ones = self._movable.gathers[rank + 1 : rank + 1 + distance]
+        return self._movable.named.get(gather, next_ones) if distance else ()
 
     def _start_what_precedes(self, collective: fx.Node) -> None:
         """Gathers only: a reduction cannot start before its gradients exist."""

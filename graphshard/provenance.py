@@ -7,19 +7,21 @@ slices, scales and casts of its reduction. Following these chains needs no hidde
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
 
 from .buckets import PACK, UNPACK
 from .collectives import (
-    ALL_GATHER,
     ALL_REDUCE,
-    REDUCE_SCATTER,
+    GATHERS,
+    REDUCE_SCATTERS,
     aten,
     group_name,
     is_collective,
     is_wait,
+    operands,
     setting,
 )
 from .context import PassContext
@@ -27,9 +29,16 @@ from .graph_text import dtype_text
 from .ops import UNSHARD
 from .params import ParameterBinding
 from .rewrite import output_values
+from .user_comms import ALL_REDUCE_HOOK
 
 #: What a collective is called in bucket keys and counts.
-KINDS = {ALL_GATHER: "gather", REDUCE_SCATTER: "reduction", ALL_REDUCE: "all-reduce"}
+KINDS: dict[Any, str] = {
+    **dict.fromkeys(GATHERS, "gather"),
+    **dict.fromkeys(REDUCE_SCATTERS, "reduction"),
+    ALL_REDUCE: "all-reduce",
+    ALL_REDUCE_HOOK: "hook",
+}
+_REDUCTIONS = {target for target, kind in KINDS.items() if kind != "gather"}
 
 _SCALE_OPS = {aten.mul.Tensor, aten.div.Tensor}
 
@@ -66,7 +75,7 @@ def is_layout(node: fx.Node) -> bool:
 def shards_behind(node: fx.Node, ctx: PassContext) -> list[ParameterBinding]:
     """The parameters whose shards, and nothing else, flow into a gather over their axis; empty otherwise."""
     found: dict[str, ParameterBinding] = {}
-    pending = list(node.all_input_nodes)
+    pending = operands(node)
     while pending:
         source = pending.pop()
         binding = ctx.binding(source.name) if source.op == "placeholder" else None
@@ -104,7 +113,7 @@ def reductions_of(gradient: fx.Node, binding: ParameterBinding) -> list[fx.Node]
     node: fx.Node | None = gradient
     while node is not None:
         if is_collective(node):
-            if node.target not in (REDUCE_SCATTER, ALL_REDUCE) or group_name(node) not in binding.group_names:
+            if node.target not in _REDUCTIONS or group_name(node) not in binding.group_names:
                 break
             found.append(node)
         elif not (is_wait(node) or is_layout(node) or _is_accumulation(node)):
@@ -139,9 +148,9 @@ def bucket_keys(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, tuple[str
     reduced = reduced_parameters(gm, ctx)
     keys: dict[fx.Node, tuple[str, ...]] = {}
     for node in filter(is_collective, gm.graph.nodes):
-        if node.target is ALL_GATHER:
+        if node.target in GATHERS:
             bindings = shards_behind(node, ctx)
-        elif node.target in (REDUCE_SCATTER, ALL_REDUCE):
+        elif node.target in _REDUCTIONS:
             bindings = reduced.get(node, [])
         else:
             continue

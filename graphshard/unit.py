@@ -10,7 +10,7 @@ read when a graph runs, so flipping a flag between a forward and its backward co
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,17 +20,28 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from ._compat import queue_after_backward
-from .buckets import PACK, UNPACK
-from .collectives import ALL_GATHER, WAIT, EagerEmitter, emit_cast, emit_pad
 from .errors import ParameterStateError
+from .extensions import calls_before, full_after
+from .lockstep import meet
 from .mesh import NO_AXIS, MeshAxis
 from .outer_layout import OuterLayout
-from .params import ReduceGradCall, UnshardCall, gradient_call, padded_shape
+from .params import ReduceGradCall, UnshardCall, gradient_call
+from .together import StartedGather, reduce_together
+from .user_comms import COMMS, UserComms
 from .versions import Version, version_of
 
 #: Where a module keeps the slots of its sharded parameters, and a unit's modules and handle the unit.
 SLOTS = "_graphshard_slots"
 UNIT = "_graphshard_unit"
+
+_GATHER_REMEDY = (
+    "Ranks that use different parts of a model must gather the same parameters: shard the module that holds "
+    "all of these parts as one unit, and call set_reduce_scatter_unused_params(True) on it"
+)
+_REDUCE_REMEDY = (
+    "Parameters without a gradient on some ranks need set_reduce_scatter_unused_params(True) on their module"
+)
+_RUN_REMEDY = "Every rank must take the same branches of compiled code"
 
 
 @dataclass(eq=False)
@@ -42,13 +53,35 @@ class Tree:
         roots: the outermost modules.
         is_last_backward: what is left over is reduced at the end of this backward.
         waiting: gradients of some unit wait for their reduction.
+        max_reductions: the largest that any unit asks for.
     """
 
     in_forward: bool = False
     roots: list[nn.Module] = field(default_factory=list)
     is_last_backward: bool = True
     waiting: bool = False
+    max_reductions: int = 0
     _end_is_queued: bool = False
+    _last_run: str = ""
+    _next_run: dict[str, str] = field(default_factory=dict)
+
+    def follow(self, group_name: str, run: str, what: str) -> None:
+        """Called before a compiled graph whose collectives are ``run`` starts.
+
+        Where it follows what it followed the last time, nothing happens. Elsewhere the ranks meet:
+        they have the same past, so if one of them runs something else, at least one gets here.
+        """
+        if self._next_run.get(self._last_run) != run:
+            meet(group_name, f"run {run}", what=what, remedy=_RUN_REMEDY)
+        self._next_run[self._last_run] = run
+        self._last_run = run
+
+    def reset(self) -> None:
+        """Drops what a forward or a backward that was cut short has left."""
+        self.in_forward = self.waiting = self._end_is_queued = False
+        self._last_run = ""
+        for unit in self.units():
+            unit.drop_iteration()
 
     def units(self) -> list[Unit]:
         """The units below the roots, outermost first."""
@@ -68,6 +101,8 @@ class Tree:
         queue_after_backward(self._end_backward)
 
     def _end_backward(self) -> None:
+        if not self._end_is_queued:  # the iteration was reset
+            return
         self._end_is_queued = False
         for unit in self.units():
             if unit.reshard_after_backward:
@@ -88,6 +123,7 @@ class ParameterSlot:
         arguments: what follows shard and handle in a call of ``graphshard::unshard``.
         hidden: the sharded parameter, while the owners show the gathered one.
         version: its version when an uncompiled forward last read it.
+        is_extended: the shard is a tensor subclass that says itself how it is gathered.
     """
 
     unit: Unit
@@ -102,6 +138,7 @@ class ParameterSlot:
     needs_op: bool = True
     hidden: nn.Parameter | None = None
     version: Version | None = None
+    is_extended: bool = False
 
     @property
     def param(self) -> nn.Parameter:
@@ -146,11 +183,22 @@ class ParameterSlot:
             reduce_dtype=policy.reduce_dtype,
             divide_factor=self.unit.divide_factor,
             force_sum=self.unit.force_sum,
+            device=self.unit.compute_device,
+            reduce_group=self.unit.reduce_group,
+            custom=self.unit.comms.names(),
+            forward_prefetch=_labels(self.unit.forward_prefetch),
+            backward_prefetch=_labels(self.unit.backward_prefetch),
+            max_reductions=self.unit.tree.max_reductions,
         )
         self.arguments = tuple(call[2:])
         is_alone = self.axis.size == 1 and self.replicate.size == 1
-        self.needs_op = not is_alone or any(
-            setting is not None for setting in (call.dtype, call.reduce_dtype, call.divide_factor)
+        self.needs_op = (
+            not is_alone
+            or self.is_extended
+            or any(
+                setting is not None
+                for setting in (call.dtype, call.reduce_dtype, call.divide_factor, call.device)
+            )
         )
 
     def replace(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -197,8 +245,16 @@ class Unit:
         reduce_grads: reduce gradients in the backward; False adds them up unreduced.
         all_reduce_grads: with a replicate axis, also sum over it; False keeps the partial sums.
         reshard_after_backward: free kept parameters once a backward has used them.
+        compute_device: where full parameters are, if their shards are kept on the CPU; else None.
+        comms: the collectives the user put in place of the process group's.
+        reduce_group: process group of the reduce-scatters, if not the one of the gathers; else "".
+        forward_prefetch, backward_prefetch: units whose gathers start right after this one's.
+        max_reductions: reductions of the model that may be open at a time; 0 for the schedule's own.
+        reduces_unused: reduce zeros for parameters that got no gradient.
         unreduced: full gradients by parameter name, in the dtype of the reduction.
         partial: reduce-scattered gradients by parameter name, in the dtype of the reduction.
+        in_use: the full parameters by name, while an uncompiled forward of the unit runs (empty before
+            the first of them is read); else None.
     """
 
     tree: Tree
@@ -214,19 +270,32 @@ class Unit:
     reduce_grads: bool = True
     all_reduce_grads: bool = True
     reshard_after_backward: bool = True
+    compute_device: torch.device | None = None
+    comms: UserComms = field(default_factory=UserComms)
+    reduce_group: str = ""
+    forward_prefetch: list[Unit] = field(default_factory=list)
+    backward_prefetch: list[Unit] = field(default_factory=list)
+    max_reductions: int = 0
+    reduces_unused: bool = False
     slots: list[ParameterSlot] = field(default_factory=list)
     unreduced: dict[str, Tensor] = field(default_factory=dict)
     partial: dict[str, Tensor] = field(default_factory=dict)
     handle: Tensor = field(init=False)
+    in_use: dict[str, Tensor] | None = None
     _gathered: dict[str, _Gathered] = field(default_factory=dict)
+    _prefetched: PendingGather | None = None
+    _has_run: bool = False
 
     def __post_init__(self) -> None:
         self.handle = torch.empty(0, dtype=torch.int8)
         setattr(self.handle, UNIT, self)
+        setattr(self.handle, COMMS, self.comms)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         """A unit of the copied modules, which enter themselves; a root until a copied root claims it."""
-        fresh: dict[str, Any] = {"slots": [], "unreduced": {}, "partial": {}, "_gathered": {}}
+        fresh: dict[str, Any] = {"slots": [], "unreduced": {}, "partial": {}, "_gathered": {}, "in_use": None}
+        fresh |= {"comms": UserComms(**vars(self.comms)), "_prefetched": None, "_has_run": False}
+        fresh |= {"forward_prefetch": [], "backward_prefetch": []}
         return replace(self, tree=Tree(), modules=[], label="root", is_root=True, **fresh)
 
     # -- parameters -------------------------------------------------------------------------------
@@ -267,13 +336,68 @@ class Unit:
         """Whether any parameter of the unit is gathered."""
         return bool(self._gathered)
 
-    def start_unshard(self) -> PendingGather:
-        """Starts gathering every parameter that is not gathered: one collective per dtype and group."""
-        missing = []
-        for slot in self.slots:
-            if self.gathered_value(slot.name) is None:
-                missing.append((slot, local_shard(slot)))
-        return PendingGather.start(self, missing)
+    def start_unshard(self, slots: Sequence[ParameterSlot] | None = None) -> PendingGather:
+        """Starts gathering parameters (all, or ``slots``) that are not gathered: one collective per dtype."""
+        wanted = self.slots if slots is None else slots
+        missing = [(slot, local_shard(slot)) for slot in wanted if self.gathered_value(slot.name) is None]
+        return PendingGather(self, missing)
+
+    def prefetch(self) -> None:
+        """Starts gathering for the forward that comes, unless that was done."""
+        if self._prefetched is None:
+            self._prefetched = self.start_unshard()
+
+    def gather(self, slots: Sequence[ParameterSlot]) -> list[Tensor]:
+        """The full parameters of ``slots``, gathered now where they are not yet; keeps what is to be kept."""
+        pending, self._prefetched = self._prefetched or self.start_unshard(slots), None
+        fresh = pending.take()
+        result = []
+        for slot in slots:
+            full = fresh.get(slot.name)
+            if full is None:
+                kept = self.gathered_value(slot.name)
+                assert kept is not None, f"{slot.name} is neither gathered nor being gathered"
+                full = kept.detach()
+            elif self.keeps_from_forward:
+                self.keep(slot.name, full)
+            result.append(full)
+        return result
+
+    def meet_for_gather(self, names: Sequence[str], call: UnshardCall) -> None:
+        """Meets the other ranks before they gather the named parameters of this unit."""
+        if call.group_size > 1:
+            step = f"gather unit {self.label}: {', '.join(names)}"
+            meet(call.group_name, step, what=_shortened(step), remedy=_GATHER_REMEDY)
+
+    def begin_forward(self) -> dict[str, Tensor] | None:
+        """An uncompiled forward of the unit begins; returns what :meth:`end_forward` takes."""
+        outer, self.in_use = self.in_use, {}
+        return outer
+
+    def end_forward(self, outer: dict[str, Tensor] | None) -> None:
+        """An uncompiled forward of the unit ends: frees its parameters (autograd keeps what it needs)."""
+        self.in_use = outer
+        if self.reshards and self.is_gathered:
+            self.reshard()
+
+    def drop_prefetched(self) -> None:
+        """Waits for a gather that nothing has asked for, and frees its result."""
+        if self._prefetched is not None:
+            self._prefetched.take()
+            self._prefetched = None
+
+    def drop_iteration(self) -> None:
+        """Forgets gathered parameters and gradients that are not reduced."""
+        self.drop_prefetched()
+        self.reshard()
+        self.unreduced.clear()
+        self.partial.clear()
+        self.in_use = None
+        self._has_run = False
+
+    def mark_run(self) -> None:
+        """A forward that will have a backward has run: the unit takes part in its reductions."""
+        self._has_run = True
 
     def reshard(self) -> None:
         """Frees the gathered parameters and shows the shards."""
@@ -302,31 +426,49 @@ class Unit:
         _add(self.partial, name, grad)
         self.tree.waiting = True
 
-    def reduce(self, call: ReduceGradCall) -> Tensor | None:
-        """What an uncompiled backward does with a gradient: the shard's gradient, or None for later."""
+    def reduce(self, calls: Sequence[ReduceGradCall]) -> list[Tensor | None]:
+        """What an uncompiled backward does with gradients: those of the shards, or None for later."""
         self.tree.queue_end_of_backward()
-        if not self.reduce_grads:
+        if self.reduce_grads and not self.reduces_unused:
+            return self._reduce_now(calls)
+        for call in calls:
             self.add_unreduced(call.name, call.grad.to(call.reduce_dtype or call.grad.dtype, copy=True))
-            return None
-        return self._reduce_now(call)
+        return [None] * len(calls)
 
-    def _reduce_now(self, call: ReduceGradCall) -> Tensor | None:
-        call = call._replace(
-            unreduced=self.unreduced.pop(call.name, None),
-            partial=self.partial.pop(call.name, None),
-            all_reduce=self.all_reduce_grads or call.replicate_size == 1,
-        )
-        reduced = torch.ops.graphshard.reduce_grad(*call)
-        if call.all_reduce:
-            return reduced
-        self.add_partial(call.name, reduced)
-        return None
+    def _reduce_now(self, calls: Sequence[ReduceGradCall]) -> list[Tensor | None]:
+        calls = [
+            call._replace(
+                unreduced=self.unreduced.pop(call.name, None),
+                partial=self.partial.pop(call.name, None) if call.replicate_size > 1 else None,
+                all_reduce=self.all_reduce_grads or call.replicate_size == 1,
+            )
+            for call in calls
+        ]
+        for group_name in _groups_of(calls):
+            step = f"reduce the gradients of unit {self.label}: {', '.join(call.name for call in calls)}"
+            meet(group_name, step, what=_shortened(step), remedy=_REDUCE_REMEDY)
+        result: list[Tensor | None] = []
+        for call, reduced in zip(calls, reduce_together(calls), strict=True):
+            if call.all_reduce:
+                result.append(reduced)
+            else:
+                self.add_partial(call.name, reduced)
+                result.append(None)
+        return result
 
     def reduce_left_over(self) -> None:
-        """Reduces what earlier micro-batches left for parameters that the last one did not use."""
+        """Reduces what no backward has: of earlier micro-batches, or zeros for unused parameters."""
         if not self.reduce_grads:
             return
         waiting = set(self.unreduced) | (set(self.partial) if self.all_reduce_grads else set())
+        if self.reduces_unused:
+            trainable = [slot for slot in self.slots if slot.param.requires_grad]
+            if self._has_run:
+                waiting.update(slot.name for slot in trainable)
+            else:
+                _fill_with_zeros(slot.param for slot in trainable if slot.name not in waiting)
+            self._has_run = False
+        slots, calls = [], []
         for slot in self.slots:
             if slot.name not in waiting:
                 continue
@@ -334,8 +476,11 @@ class Unit:
             call = UnshardCall(local, self.handle, *slot.arguments)
             grad = self.unreduced.pop(slot.name, None)
             if grad is None:
-                grad = self.partial[slot.name].new_zeros(slot.shape)
-            reduced = self._reduce_now(gradient_call(call, grad, local.shape, local.dtype))
+                dtype = call.reduce_dtype or call.dtype or local.dtype
+                grad = torch.zeros(slot.shape, dtype=dtype, device=call.device or local.device)
+            slots.append(slot)
+            calls.append(gradient_call(call, grad, local.shape, local.dtype, local.device))
+        for slot, reduced in zip(slots, self._reduce_now(calls) if calls else (), strict=True):
             if reduced is not None:
                 _add_gradient(slot.param, reduced)
 
@@ -343,40 +488,37 @@ class Unit:
 class PendingGather:
     """A gather of several parameters of a unit that was started and not waited for."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, members: list[tuple[ParameterSlot, Tensor]]) -> None:
         self._unit = unit
-        self._parts: list[tuple[list[tuple[ParameterSlot, Tensor]], list[list[int]], Tensor]] = []
+        self._members = members
+        self._calls = [UnshardCall(local, unit.handle, *slot.arguments) for slot, local in members]
+        # What each member gathers: itself, or what its extension makes of it.
+        self._parts: list[tuple[int, Any]] = []
+        parts: list[UnshardCall] = []
+        for (slot, _), call in zip(members, self._calls, strict=True):
+            own, metadata = _extended_calls(slot, call) if slot.is_extended else ([call], None)
+            parts += own
+            self._parts.append((len(own), metadata))
+        if parts:
+            unit.meet_for_gather([call.name for call in self._calls], self._calls[0])
+        self._started = StartedGather(parts)
 
-    @staticmethod
-    def start(unit: Unit, members: list[tuple[ParameterSlot, Tensor]]) -> PendingGather:
-        pending = PendingGather(unit)
-        emit = EagerEmitter()
-        groups: dict[tuple[Any, ...], list[tuple[ParameterSlot, Tensor, Tensor]]] = {}
-        for slot, local in members:
-            call = UnshardCall(local, None, *slot.arguments)
-            piece = emit_pad(emit, local.detach(), padded_shape(call.shape, call.dim, call.group_size))
-            piece = emit_cast(emit, piece, call.dtype)
-            key = (piece.dtype, call.group_name, call.group_size)
-            groups.setdefault(key, []).append((slot, local, piece))
-        for (_, group_name, group_size), entries in groups.items():
-            pieces = [piece for _, _, piece in entries]
-            packed = PACK(pieces, 1)
-            gathered = ALL_GATHER(packed, group_size, group_name) if group_size > 1 else packed
-            owners = [(slot, local) for slot, local, _ in entries]
-            pending._parts.append((owners, [list(piece.shape) for piece in pieces], gathered))
-        return pending
+    def take(self) -> dict[str, Tensor]:
+        """Waits; the full parameters by name."""
+        gathered = self._started.wait() if self._members else []
+        fulls = {}
+        for (slot, local), call, (num_parts, metadata) in zip(
+            self._members, self._calls, self._parts, strict=True
+        ):
+            own, gathered = gathered[:num_parts], gathered[num_parts:]
+            fulls[slot.name] = full_after(local, own, metadata, call) if slot.is_extended else own[0]
+        return fulls
 
     def wait(self) -> None:
-        """Waits, copies the parameters out of their buckets, and makes the unit show them."""
-        for owners, shapes, gathered in self._parts:
-            sizes = [int(torch.Size(shape).numel()) for shape in shapes]
-            group_size = owners[0][0].axis.size
-            flat = UNPACK(WAIT(gathered) if group_size > 1 else gathered, group_size, sizes)
-            for (slot, _), shape, piece in zip(owners, shapes, flat, strict=True):
-                by_rank = piece.view(group_size, *shape).unbind(0)
-                full = torch.cat(by_rank, slot.dim).narrow(slot.dim, 0, slot.shape[slot.dim]).contiguous()
-                self._unit.keep(slot.name, full)
-        self._parts.clear()
+        """Waits, and makes the unit keep and show its full parameters."""
+        for name, full in self.take().items():
+            self._unit.keep(name, full)
+        self._members, self._calls, self._parts = [], [], []
         for slot in self._unit.slots:
             kept = self._unit.gathered_value(slot.name)
             if kept is not None:
@@ -401,6 +543,17 @@ def local_shard(slot: ParameterSlot) -> Tensor:
             f"a sharded parameter must stay a DTensor: use distribute_tensor() on the new value"
         )
     local = param.to_local()
+    if slot.unit.compute_device is not None and local.device.type not in ("cpu", "meta"):
+        found = [
+            f"({each.name}, {each.param.to_local().device})"
+            for unit in slot.unit.tree.units()
+            for each in unit.slots
+            if unit.compute_device is not None and each.param.to_local().device.type != "cpu"
+        ]
+        raise ParameterStateError(
+            f"with CPUOffloadPolicy parameters stay on the CPU, but these do not: {', '.join(found)}; load them "
+            'there, or call model.to_empty(device="cpu") and initialise them'
+        )
     if local.device.type == "meta":
         modules = [module for root in slot.unit.tree.roots for module in root.modules()]
         slots = [each for module in modules for _, each in slots_of(module)]
@@ -427,3 +580,39 @@ def _add(grads: dict[str, Tensor], name: str, grad: Tensor) -> None:
 def _add_gradient(param: nn.Parameter, reduced: Tensor) -> None:
     grad = DTensor(reduced, param._spec, requires_grad=False)
     param.grad = grad if param.grad is None else param.grad + grad
+    for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+        hook(param)
+
+
+def _fill_with_zeros(params: Iterable[nn.Parameter]) -> None:
+    for param in params:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+
+
+def _extended_calls(slot: ParameterSlot, call: UnshardCall) -> tuple[list[UnshardCall], Any]:
+    param = slot.param
+    assert isinstance(param, DTensor)
+    mesh = param.device_mesh
+    shard_mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
+    shard = call.shard.detach()
+    if call.device is not None:
+        shard = shard.to(call.device)
+    owner, _ = slot.owners[0]
+    policy = slot.unit.mp_policy
+    return calls_before(call._replace(shard=shard), shard_mesh, param.stride(), owner, policy)
+
+
+def _groups_of(calls: Sequence[ReduceGradCall]) -> list[str]:
+    """The process groups that reductions run on."""
+    groups = [call.group_name for call in calls if call.group_size > 1]
+    groups += [call.replicate_group for call in calls if call.replicate_size > 1 and call.all_reduce]
+    return list(dict.fromkeys(groups))
+
+
+def _labels(units: Sequence[Unit]) -> str:
+    return ",".join(unit.label for unit in units)
+
+
+def _shortened(text: str, limit: int = 300) -> str:
+    return text if len(text) <= limit else text[:limit] + " ..."

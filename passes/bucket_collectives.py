@@ -36,7 +36,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from graphshard.buckets import PACK, UNPACK
-from graphshard.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT, aten, is_collective, is_wait, short_name
+from graphshard.collectives import REDUCE_SCATTERS, WAIT, aten, is_collective, is_wait, operands, short_name
 from graphshard.context import PassContext
 from graphshard.errors import OptionError
 from graphshard.facts import Fact
@@ -88,14 +88,14 @@ class BucketCollectives:
 
 
 def _merge_gathers(graph: fx.Graph, members: list[fx.Node]) -> None:
-    group_size, group_name = members[0].args[1:]
+    _, group_size, *rest = members[0].args
     inputs = [_input_of(member) for member in members]
     for moved in _chains_to_shards(inputs):
         members[0].prepend(moved)
     with graph.inserting_before(members[0]):
         emit = GraphEmitter(graph, origin=members[0], extra_meta=_tags(members[0]))
         sizes = [emit.tensor(value).numel() for value in inputs]
-        gathered = emit(WAIT, emit(ALL_GATHER, emit(PACK, inputs, 1), group_size, group_name))
+        gathered = emit(WAIT, emit(members[0].target, emit(PACK, inputs, 1), group_size, *rest))
         unpacked = emit(UNPACK, gathered, group_size, sizes)
         results = [
             _view(emit, emit(operator.getitem, unpacked, index), list(member.meta["val"].shape))
@@ -108,7 +108,7 @@ def _merge_reductions(graph: fx.Graph, members: list[fx.Node]) -> None:
     _, *arguments = members[0].args
     inputs = [_input_of(member) for member in members]
     target = members[0].target
-    num_rows = arguments[1] if target is REDUCE_SCATTER else 1
+    num_rows = arguments[1] if target in REDUCE_SCATTERS else 1
     with graph.inserting_before(members[-1]):
         emit = GraphEmitter(graph, origin=members[-1])
         whole = _bucket_of_slices(inputs) if num_rows == 1 else None
@@ -124,7 +124,7 @@ def _merge_reductions(graph: fx.Graph, members: list[fx.Node]) -> None:
 
 
 def _input_of(member: fx.Node) -> fx.Node:
-    (value,) = member.all_input_nodes
+    (value,) = operands(member)
     return value
 
 

@@ -60,6 +60,9 @@ class ScheduleCollectives:
         reductions_in_flight: reductions that may be open at a time, at least 1.
         memory: "free" overlaps only where the predicted peak of this graph stays what it is without
             overlap; "any" overlaps whatever it costs.
+
+    A unit whose user named the units to prefetch starts those gathers instead, whatever it costs, and a
+    user's own limit of open reductions replaces ``reductions_in_flight`` (both are in the context).
     """
 
     name: ClassVar[str] = "schedule_collectives"
@@ -90,8 +93,9 @@ class ScheduleCollectives:
             f"{node.name} ({short_name(node)}) is not a gather of shards or a reduction"
             for node in movable.others
         ]
-        decisions = Decisions(prefetch=self.prefetch, in_flight=self.reductions_in_flight)
-        if self.memory == "free" and (movable.gathers or movable.reductions):
+        in_flight = ctx.max_reductions or self.reductions_in_flight
+        decisions = Decisions(prefetch=self.prefetch, in_flight=in_flight)
+        if self.memory == "free" and not movable.named and (movable.gathers or movable.reductions):
             decisions, declined = fit(gm, movable, decisions)
             skipped += declined
         order = Placement(movable, decisions).order()

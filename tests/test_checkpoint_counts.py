@@ -9,7 +9,7 @@ import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from checkpointed_models import TRACEABLE, build_checkpointed, units_of
-from small_graphs import copy_graph, num_targets, run_pass
+from small_graphs import num_targets, run_pass
 from test_counts import HELD
 from torch import Tensor, nn
 from torch.autograd.graph import region_activation_memory_budget
@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import graphshard
 from graphshard.collectives import ALL_GATHER, REDUCE_SCATTER
 from graphshard.passes import BucketCollectives
-from graphshard.rewrite import output_values
+from graphshard.rewrite import copy_graph, output_values
 from graphshard.testing import CapturedGraphs, capture_graphs
 
 NUM_BLOCKS = 2

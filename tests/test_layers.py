@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.versions",
     ),
     # ops, collectives, typed edits
+    ("graphshard.user_comms", "graphshard.lockstep"),
     (
         "graphshard.collectives",
         "graphshard.buckets",
@@ -35,7 +36,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.spread",
     ),
     # a unit and its state; the ops find it
+    ("graphshard.together", "graphshard.extensions"),
     ("graphshard.unit",),
+    ("graphshard.uncompiled",),
     ("graphshard.ops",),
     # what can be said about a graph
     (
