@@ -65,7 +65,7 @@ class BucketCollectives:
             raise OptionError(f"bucket_collectives: by={self.by!r} is unknown; known: 'unit'")
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
-        """Counts "gather buckets", "reduction buckets" and "all-reduce buckets" made."""
+        """Counts "gather buckets", "reduction buckets", "all-reduce buckets" and, if any, "hook buckets"."""
         keys = bucket_keys(gm, ctx)
         groups: dict[tuple[str, ...], list[fx.Node]] = {}
         for node, key in keys.items():
@@ -75,12 +75,12 @@ class BucketCollectives:
             for node in gm.graph.nodes
             if is_collective(node) and node not in keys
         ]
-        counts = {f"{kind} buckets": 0 for kind in KINDS.values()}
+        counts = {f"{kind} buckets": 0 for kind in KINDS.values() if kind != "hook"}
         for (kind, *_), members in groups.items():
             if len(members) == 1:
                 continue
             (_merge_gathers if kind == "gather" else _merge_reductions)(gm.graph, members)
-            counts[f"{kind} buckets"] += 1
+            counts[f"{kind} buckets"] = counts.get(f"{kind} buckets", 0) + 1
         changed = any(counts.values())
         if changed:
             stable_topological_sort(gm.graph)
