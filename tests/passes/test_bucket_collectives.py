@@ -44,7 +44,7 @@ def test_a_bucket_of_one_is_left_alone(captured):
     graphs = captured("tied_embedding", 2)
     record = run_pass(BucketCollectives(), graphs.forward, graphs.context.for_forward(), *HELD)
     assert not record.report.changed
-    assert record.report.counts == {"gather buckets": 0, "reduction buckets": 0, "all-reduce buckets": 0, "hook buckets": 0}
+    assert record.report.counts == {"gather buckets": 0, "reduction buckets": 0, "all-reduce buckets": 0}
 
 
 @pytest.mark.parametrize("half", ["forward", "backward"])
@@ -144,7 +144,7 @@ def test_gathers_of_different_groups_stay_apart():
     second = gm.graph.find_nodes(op="call_function", target=ALL_GATHER)[1]
     second.args = (*second.args[:2], "another_group")
     record = run_pass(BucketCollectives(), gm, ctx, *HELD)
-    assert record.report.counts == {"gather buckets": 0, "reduction buckets": 1, "all-reduce buckets": 0, "hook buckets": 0}
+    assert record.report.counts == {"gather buckets": 0, "reduction buckets": 1, "all-reduce buckets": 0}
     assert second.args[2] != GROUP
 
 
@@ -170,7 +170,7 @@ def test_all_reduces_of_a_unit_are_merged_without_a_copy():
     LOWERING.run(gm, ctx)
     bucketed = copy_graph(gm)
     record, second = run_twice(BucketCollectives(), bucketed, ctx, *HELD)
-    assert record.report.counts == {"gather buckets": 1, "reduction buckets": 1, "all-reduce buckets": 1, "hook buckets": 0}
+    assert record.report.counts == {"gather buckets": 1, "reduction buckets": 1, "all-reduce buckets": 1}
     assert not second.report.changed and check_bucketed(bucketed, ctx) == []
     assert num_targets(bucketed, PACK) == 2  # into the gather and into the reduce-scatter
     (total,) = bucketed.graph.find_nodes(op="call_function", target=ALL_REDUCE)
@@ -204,7 +204,7 @@ def test_all_reduces_of_pending_sums_are_merged_with_a_copy():
     LOWERING.run(gm, ctx)
     bucketed = copy_graph(gm)
     record = run_pass(BucketCollectives(), bucketed, ctx, *HELD)
-    assert record.report.counts == {"gather buckets": 0, "reduction buckets": 1, "all-reduce buckets": 1, "hook buckets": 0}
+    assert record.report.counts == {"gather buckets": 0, "reduction buckets": 1, "all-reduce buckets": 1}
     assert num_targets(bucketed, PACK) == 2
     inputs = [
         [torch.randn(node.meta["val"].shape, dtype=torch.float64) for node in [*grads, *pending, tangent]]
