@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = '''
+SCRIPT = """
 import sys
 
 import torch
@@ -70,7 +70,7 @@ class Transformer(nn.Module):
         x = self.tokens(tokens)
         for layer in self.layers:
             x = layer(x)
-        return self.output(self.norm(x))
+        return self.output(self.norm(x)) / DIM**0.5
 
 
 def split_over(model, tp):
@@ -137,10 +137,11 @@ def main(layout):
 
 if __name__ == "__main__":
     main(sys.argv[1])
-'''
+"""
 
 IMPORTS = {"fsdp2": "torch.distributed.fsdp", "sharded": "graphshard", "compiled": "graphshard"}
 COMPILE_LINE = 'model = torch.compile(model, backend="graphshard")'
+TIMEOUT_S = 600.0  # three graphs are compiled one after the other
 NUM_LOSSES, NUM_NORMS, MAX_NORM = 10, 5, 0.5
 
 
@@ -179,7 +180,7 @@ def test_the_scripts_differ_by_the_import_and_one_line():
     [
         pytest.param("1-D", 2, 1e-5, id="1-D"),
         # bfloat16 has 8 bits: fused kernels round less often than single ones.
-        pytest.param("1-D mixed", 2, 2e-2, id="1-D in bfloat16"),
+        pytest.param("1-D mixed", 2, 2e-2, id="1-D in bfloat16", marks=pytest.mark.slow),
         pytest.param("hybrid", 4, 1e-5, id="hybrid 2x2"),
         pytest.param("2-D", 4, 1e-5, id="2-D dp x tp 2x2"),
     ],
@@ -189,7 +190,9 @@ def test_same_losses(run_on_gloo_ranks, tmp_path: Path, layout, num_ranks, toler
     for implementation in IMPORTS:
         path = tmp_path / f"{implementation}.py"
         path.write_text(script_text(implementation))
-        printed[implementation] = run_on_gloo_ranks(num_ranks, run_script, str(path), layout)
+        printed[implementation] = run_on_gloo_ranks(
+            num_ranks, run_script, str(path), layout, timeout_s=TIMEOUT_S
+        )
     for rank in range(num_ranks):
         losses = {key: printed_values(texts[rank], "loss") for key, texts in printed.items()}
         norms = {key: printed_values(texts[rank], "norm") for key, texts in printed.items()}
