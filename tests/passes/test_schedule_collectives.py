@@ -151,7 +151,8 @@ def test_a_hybrid_model_keeps_its_results(memory, with_partial):
     scheduled = _scheduled(gm, ctx, memory=memory)
     shapes = [node.meta["val"].shape for node in gm.graph.find_nodes(op="placeholder")]
     inputs = [
-        [torch.randn(shape, dtype=torch.float64) for shape in shapes if tuple(shape) != (0,)] for _ in range(4)
+        [torch.randn(shape, dtype=torch.float64) for shape in shapes if tuple(shape) != (0,)]
+        for _ in range(4)
     ]
     before, after = (run_values(graph, inputs, ctx.mesh) for graph in (gm, scheduled))
     torch.testing.assert_close(after, before, rtol=0.0, atol=0.0)
