@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -118,6 +119,8 @@ class _Compilation:
     context: PassContext = field(default_factory=PassContext)
     regathered: set[str] = field(default_factory=set)
     """Names of the parameters whose shards the forward keeps for the backward."""
+    variants: Counter[str] = field(default_factory=Counter)
+    """How often each half was compiled: once for each state its units were in."""
 
     def run_joint(self, gm: fx.GraphModule) -> None:
         """The joint passes; remembers mesh and parameters for the halves."""
@@ -159,11 +162,12 @@ class _Compilation:
         """The passes on one half, the agreement of the ranks, Inductor, the check of the order."""
         gm, unreduced = variant.gm, variant.unreduced_outputs
         context = self.context.for_backward(unreduced) if half == "backward" else self.context.for_forward()
+        dumped_as = self._variant_name(half)
         nodes = gm.graph.nodes
         if any(is_collective(node) or node.target in (UNSHARD, REDUCE_GRAD) for node in nodes):
-            self._dump(half, "0-partitioned", self._text(gm, context))
-            self._dump_records(half, half_pipeline(self.options).run(gm, context))
-            self._dump_memory(gm, half)
+            self._dump(dumped_as, "0-partitioned", self._text(gm, context))
+            self._dump_records(dumped_as, half_pipeline(self.options).run(gm, context))
+            self._dump_memory(gm, dumped_as)
             if self.options.verify != "off":
                 variant.collectives = self._agree(gm, context, half)
         if half == "forward":
@@ -210,23 +214,28 @@ class _Compilation:
             raise ScheduleOrderError(message)
         warnings.warn(message, stacklevel=2)
 
+    def _variant_name(self, half: str) -> str:
+        """``backward`` for the first state it is compiled for, then ``backward-2``, ..."""
+        self.variants[half] += 1
+        return half if self.variants[half] == 1 else f"{half}-{self.variants[half]}"
+
     def _text(self, gm: fx.GraphModule, context: PassContext) -> str:
         if self.options.dump is None:
             return ""
         return graph_text(gm, mesh=context.mesh, parameters=context.parameters)
 
-    def _dump_records(self, half: str, records: list[PassRecord]) -> None:
+    def _dump_records(self, stage: str, records: list[PassRecord]) -> None:
         for step, record in enumerate(records, start=1):
-            self._dump(half, f"{step}-{record.name}", record.text)
+            self._dump(stage, f"{step}-{record.name}", record.text)
 
-    def _dump_memory(self, gm: fx.GraphModule, half: str) -> None:
+    def _dump_memory(self, gm: fx.GraphModule, stage: str) -> None:
         if self.options.dump is not None:
             timeline = memory_timeline(gm, kept=kept_inputs(gm))
-            self._dump(half, "memory", timeline.text(node_names(gm)))
+            self._dump(stage, "memory", timeline.text(node_names(gm)))
 
-    def _dump(self, half: str, stage: str, text: str) -> None:
+    def _dump(self, stage: str, step: str, text: str) -> None:
         if self.options.dump is not None:
-            (self.options.dump / f"graph{self.index}.{half}.{stage}.txt").write_text(text)
+            (self.options.dump / f"graph{self.index}.{stage}.{step}.txt").write_text(text)
 
 
 class _JointPasses(CustomGraphPass):

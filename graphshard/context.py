@@ -91,10 +91,11 @@ def context_from_shard_ops(gm: fx.GraphModule, *, full_checks: bool = False) -> 
         axes.append(MeshAxis(label=call.axis, size=call.group_size, group_name=call.group_name))
         if call.reshard_group:
             label = f"{call.axis}/{call.reshard}"
-            axes.append(MeshAxis(label=label, size=call.reshard, group_name=call.reshard_group))
+            name = call.reshard_group
+            axes.append(MeshAxis(label=label, size=call.reshard, group_name=name, part_of=call.axis))
         if call.reduce_group:
-            label = f"{call.axis}/reduce"
-            axes.append(MeshAxis(label=label, size=call.group_size, group_name=call.reduce_group))
+            label, name = f"{call.axis}/reduce", call.reduce_group
+            axes.append(MeshAxis(label=label, size=call.group_size, group_name=name, part_of=call.axis))
         prefetch.setdefault(call.unit, (call.forward_prefetch, call.backward_prefetch))
         max_reductions = max(max_reductions, call.max_reductions)
         if call.shard in position and call.shard not in bindings:

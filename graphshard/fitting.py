@@ -85,7 +85,7 @@ class _Fitting:
         """Decides for one collective; returns the position at which it starts."""
         if collective in self._movable.gathers:
             return self._start_early(collective)
-        if collective in self._movable.reductions:
+        if collective in self._movable.reductions:  # an all-reduce stays where the sequence has it
             self._wait_late(collective)
         return self._position[collective]
 
@@ -157,7 +157,7 @@ class _Fitting:
 
     def _needed_by(self, node: fx.Node) -> Iterator[fx.Node]:
         for user in node.users:
-            if user in self._movable.lazy:
+            if user in self._movable.lazy and user not in self._movable.all_reduces:
                 yield from self._needed_by(user)
             else:
                 yield user

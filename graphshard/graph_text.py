@@ -27,7 +27,7 @@ from .spread import KEEP_PIECE, SPREAD
 #: The arguments of the shard ops that hold group names; the labels of their axes stand beside them.
 _GROUP_ARGUMENTS = ("group_name", "replicate_group", "reshard_group", "reduce_group")
 _CALLS: dict[Any, Any] = {UNSHARD: UnshardCall, REDUCE_GRAD: ReduceGradCall}
-_POSITIONAL = ("shard", "grad", "handle", "name", "shape", "shard_shape")
+_POSITIONAL = ("shard", "grad", "handle", "name")
 _SILENT: dict[str, Any] = {
     "unreduced": None,
     "partial": None,

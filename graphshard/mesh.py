@@ -6,6 +6,7 @@ goldens and fingerprints holds axis labels, which do not. This is the one place 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,11 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshAxis:
-    """One axis of a mesh: ``label`` for people, ``size`` ranks, ``group_name`` for torch."""
+    """One axis of a mesh: ``label`` for people, ``size`` ranks, ``group_name`` for torch.
+
+    ``part_of`` is the label of the axis whose ranks this one groups, ``size`` neighbours at a time;
+    "" for an axis of its own. A part adds groups to a mesh, and no ranks.
+    """
 
     label: str
     size: int
     group_name: str
+    part_of: str = ""
 
 
 #: The axis a parameter does not have.
@@ -27,17 +33,14 @@ NO_AXIS = MeshAxis(label="", size=1, group_name="")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshLayout:
-    """The axes of a mesh, outermost first; ranks are numbered row-major over them."""
+    """The axes of a mesh, outermost first; ranks are numbered row-major over those that are no parts."""
 
     axes: tuple[MeshAxis, ...] = ()
 
     @property
     def num_ranks(self) -> int:
-        """Product of the axis sizes."""
-        total = 1
-        for axis in self.axes:
-            total *= axis.size
-        return total
+        """Product of the sizes of the axes that are no parts of others."""
+        return math.prod(axis.size for axis in self._whole_axes())
 
     def find(self, group_name: str) -> MeshAxis | None:
         """The axis whose process group has this name."""
@@ -45,13 +48,21 @@ class MeshLayout:
 
     def peers(self, rank: int, axis: MeshAxis) -> list[int]:
         """Ranks that share ``axis``'s process group with ``rank``, in group order."""
+        if axis.part_of:
+            whole = next(each for each in self._whole_axes() if each.label == axis.part_of)
+            line = self.peers(rank, whole)
+            start = line.index(rank) // axis.size * axis.size
+            return line[start : start + axis.size]
         stride = 1
-        for other in reversed(self.axes):
+        for other in reversed(self._whole_axes()):
             if other == axis:
                 break
             stride *= other.size
         coordinate = rank // stride % axis.size
         return [rank + (index - coordinate) * stride for index in range(axis.size)]
+
+    def _whole_axes(self) -> tuple[MeshAxis, ...]:
+        return tuple(axis for axis in self.axes if not axis.part_of)
 
     @staticmethod
     def of_axes(axes: Iterable[MeshAxis]) -> MeshLayout:

@@ -3,6 +3,9 @@
 :class:`Placement` rebuilds an order by placing each node after what it needs. Compute keeps its
 order. The nodes that only collectives need (gathers, what packs them, waits, what unpacks them) are
 *lazy*: they are placed when something asks for them, and a few decisions say when to ask earlier.
+
+With copies of the shards a gradient is reduced twice: the all-reduce of what was reduce-scattered is
+lazy too. It starts when its reduce-scatter is closed, and is waited for when the next one starts.
 """
 
 from __future__ import annotations
@@ -13,9 +16,9 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from .buckets import UNPACK
-from .collectives import GATHERS, REDUCE_SCATTERS, group_name, is_collective, is_wait
+from .collectives import ALL_REDUCE, GATHERS, REDUCE_SCATTERS, group_name, is_collective, is_wait
 from .context import PassContext
-from .provenance import is_layout, shards_behind
+from .provenance import is_accumulation, is_layout, shards_behind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +29,8 @@ class Decisions:
         prefetch: each gather starts right after the wait, and the copies out, of the gather this
             many places earlier, or at the top of the graph; 0 for right before its wait.
         in_flight: reductions that may be open at a time: the oldest is closed when one more starts.
-        sequence: an order of starts to keep: before a collective starts, so do the gathers named
-            before it.
+        sequence: an order of starts to keep: before a collective starts, so do the gathers and the
+            all-reduces named before it.
         starts: gathers to start in front of a node, at the latest.
         closes: reductions to close in front of a node, at the latest.
     """
@@ -45,8 +48,9 @@ class Movable:
     Attributes:
         gathers: gathers of shards, in the order in which compute first asks for them.
         reductions: reduce-scatters over the axes that hold shards, in graph order.
+        all_reduces: all-reduces, over copies, of the results of ``reductions``, in graph order.
         others: every other collective; these stay between the compute around them.
-        lazy: gathers, what packs them, waits, what unpacks them.
+        lazy: gathers, what packs them, waits, what unpacks them, and ``all_reduces``.
         named: for a gather, those the user wants started once it is copied out.
     """
 
@@ -59,8 +63,11 @@ class Movable:
             for node in collectives
             if node.target in REDUCE_SCATTERS and _is_of_data_parallelism(node, ctx)
         ]
-        self.others = [node for node in collectives if node not in found and node not in self.reductions]
-        self.lazy = _lazy_nodes(gm.graph, ctx, set(found))
+        second = _second_reductions(gm.graph, ctx, self.reductions)
+        self.all_reduces = [node for node in second if node.target is ALL_REDUCE]
+        known = {*found, *self.reductions, *self.all_reduces}
+        self.others = [node for node in collectives if node not in known]
+        self.lazy = _lazy_nodes(gm.graph, ctx, {*found, *second})
         self.gathers = self._by_first_need(found)
         self.named = self._named_by_user(ctx)
 
@@ -105,6 +112,7 @@ class Placement:
         self._next_in_sequence = 0
         self._placed: dict[fx.Node, None] = {}
         self._open: list[fx.Node] = []
+        self._open_all_reduce: fx.Node | None = None
 
     def order(self) -> list[fx.Node]:
         """All nodes, inputs before their readers."""
@@ -118,6 +126,9 @@ class Placement:
                 continue
             for reduction in self._decisions.closes.get(node, ()):
                 self._close(reduction)
+            if node.op == "output":
+                for all_reduce in self._movable.all_reduces:  # each starts before its result is asked for
+                    self._place(all_reduce)
             for source in node.all_input_nodes:  # waits and copies out come before the next start
                 self._place(source)
             for gather in self._decisions.starts.get(node, ()):
@@ -137,6 +148,8 @@ class Placement:
             self._make_room(node)
         if node in self._sequence_rank:
             self._start_what_precedes(node)
+        if node in self._movable.all_reduces:
+            self._close_all_reduce_before(node)
         self._placed[node] = None
         if is_wait(node) and node.args[0] in self._rank:
             self._unpack(node)
@@ -150,11 +163,11 @@ class Placement:
         return self._movable.named.get(gather, next_ones) if distance else ()
 
     def _start_what_precedes(self, collective: fx.Node) -> None:
-        """Gathers only: a reduction cannot start before its gradients exist."""
+        """Gathers and all-reduces: a reduction of gradients cannot start before they exist."""
         while self._next_in_sequence < self._sequence_rank[collective]:
             earlier = self._decisions.sequence[self._next_in_sequence]
             self._next_in_sequence += 1
-            if earlier in self._rank:
+            if earlier in self._rank or earlier in self._movable.all_reduces:
                 self._place(earlier)
 
     def _unpack(self, wait: fx.Node) -> None:
@@ -171,15 +184,33 @@ class Placement:
             self._close(self._open.pop(0))
         self._open.append(reduction)
 
+    def _close_all_reduce_before(self, upcoming: fx.Node) -> None:
+        """One is open at a time: it holds a bucket of shards, and its group does one after the other."""
+        if self._open_all_reduce is not None:
+            self._close(self._open_all_reduce)
+        self._open_all_reduce = upcoming
+
     def _close(self, reduction: fx.Node) -> None:
         for wait in reduction.users:
             self._place_with_unpacking(wait)
 
     def _place_with_unpacking(self, node: fx.Node) -> None:
+        """A wait and what is made of it alone; an all-reduce of it starts, where no sequence says when."""
         self._place(node)
         for user in node.users:
-            if user in self._movable.lazy and user not in self._placed:
+            if user not in self._movable.lazy or user in self._placed or not self._is_ready(user):
+                continue
+            if user not in self._movable.all_reduces:
                 self._place_with_unpacking(user)
+            elif not self._decisions.sequence:
+                self._place(user)
+
+    def _is_ready(self, node: fx.Node) -> bool:
+        """True if placing a lazy node places no compute."""
+        return all(
+            source in self._placed or (source in self._movable.lazy and self._is_ready(source))
+            for source in node.all_input_nodes
+        )
 
 
 def _is_of_data_parallelism(node: fx.Node, ctx: PassContext) -> bool:
@@ -187,9 +218,29 @@ def _is_of_data_parallelism(node: fx.Node, ctx: PassContext) -> bool:
     return not ctx.mesh.axes or ctx.mesh.find(group_name(node)) is not None
 
 
-def _lazy_nodes(graph: fx.Graph, ctx: PassContext, gathers: set[fx.Node]) -> set[fx.Node]:
-    """Nodes placed only when something needs them."""
-    lazy: set[fx.Node] = set(gathers)
+def _second_reductions(graph: fx.Graph, ctx: PassContext, reductions: list[fx.Node]) -> list[fx.Node]:
+    """All-reduces of what ``reductions`` give, and the sums with earlier micro-batches in between."""
+    found: dict[fx.Node, None] = {}
+    reduced: set[fx.Node] = set()
+    for node in graph.nodes:
+        sources = [source for source in node.all_input_nodes if source.op != "placeholder"]
+        if is_wait(node) and node.args[0] in reductions:
+            reduced.add(node)
+        elif not sources or not all(source in reduced for source in sources):
+            continue
+        elif node.target is ALL_REDUCE and _is_of_data_parallelism(node, ctx):
+            found[node] = None
+        elif is_accumulation(node):
+            found[node] = None
+            reduced.add(node)
+        elif is_layout(node):
+            reduced.add(node)
+    return list(found)
+
+
+def _lazy_nodes(graph: fx.Graph, ctx: PassContext, moved: set[fx.Node]) -> set[fx.Node]:
+    """Nodes placed only when something needs them: ``moved``, and what packs and unpacks them."""
+    lazy: set[fx.Node] = set(moved)
     for node in graph.nodes:
         if is_wait(node):
             lazy.add(node)

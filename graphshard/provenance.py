@@ -116,15 +116,15 @@ def reductions_of(gradient: fx.Node, binding: ParameterBinding) -> list[fx.Node]
             if node.target not in _REDUCTIONS or group_name(node) not in binding.group_names:
                 break
             found.append(node)
-        elif not (is_wait(node) or is_layout(node) or _is_accumulation(node)):
+        elif not (is_wait(node) or is_layout(node) or is_accumulation(node)):
             break
         sources = [source for source in node.all_input_nodes if source.op != "placeholder"]
         node = sources[0] if len(sources) == 1 else None
     return found
 
 
-def _is_accumulation(node: fx.Node) -> bool:
-    """A sum with what earlier micro-batches left, which enters as an input."""
+def is_accumulation(node: fx.Node) -> bool:
+    """True for a sum with what earlier micro-batches left, which enters as an input."""
     return node.target is aten.add.Tensor and any(
         source.op == "placeholder" for source in node.all_input_nodes
     )

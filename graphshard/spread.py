@@ -29,8 +29,13 @@ def spread(full: Tensor, dim: int, group_size: int, group_name: str) -> Tensor:
     Returns:
         A contiguous tensor with ``ceil(full.shape[dim] / group_size)`` rows, zeros where rows run out.
     """
+    return piece_of(full, dim, group_size, group_by_name(group_name).rank())
+
+
+def piece_of(full: Tensor, dim: int, group_size: int, rank: int) -> Tensor:
+    """What :func:`spread` returns on ``rank`` of the group."""
     rows = padded_rows(full.shape[dim], group_size)
-    start = min(group_by_name(group_name).rank() * rows, full.shape[dim])
+    start = min(rank * rows, full.shape[dim])
     here = min(rows, full.shape[dim] - start)
     if here == rows:
         return full.narrow(dim, start, rows).clone(memory_format=torch.contiguous_format)

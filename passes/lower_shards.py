@@ -5,7 +5,7 @@ The first pass on a half: until then it stays at level 1, where the state of its
 
 Before::
 
-    %unshard_0: f32[5, 4] = unshard(%primals_1, %primals_2, 'w', unit='root', [5, 4], dim=0, ...)
+    %unshard_0: f32[5, 4] = unshard(%primals_1, %primals_2, 'w', unit='root', shape=[5, 4], dim=0, ...)
 
 After::
 

@@ -7,6 +7,10 @@ Each wait stands right before the first reader of its result. A reduction starts
 is waited for where its result is needed, but at most ``reductions_in_flight`` reductions are open at
 a time, because each holds a full gradient bucket.
 
+Where shards have copies (hybrid sharding), what a reduction gives is all-reduced: the all-reduce
+starts right after that wait, so the compute in between overlaps with the reduction, and is waited for
+when the next one starts, so the compute of a unit overlaps with it too.
+
 With ``memory="free"`` a gather starts later, and a reduction is waited for earlier, where the memory
 model says that the peak of the graph would otherwise exceed the one without any overlap. Every rank
 keeps the same sequence of starts: it does not depend on the sizes of activations.
@@ -87,7 +91,7 @@ class ScheduleCollectives:
             )
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
-        """Counts "gathers", "reductions" placed; other collectives stay and are named as skipped."""
+        """Counts "gathers", "reductions", "all-reduces" placed; others stay and are named as skipped."""
         movable = Movable(gm, ctx)
         skipped = [
             f"{node.name} ({short_name(node)}) is not a gather of shards or a reduction"
@@ -104,6 +108,10 @@ class ScheduleCollectives:
             apply_order(gm.graph, order)
         return PassReport(
             changed=changed,
-            counts={"gathers": len(movable.gathers), "reductions": len(movable.reductions)},
+            counts={
+                "gathers": len(movable.gathers),
+                "reductions": len(movable.reductions),
+                "all-reduces": len(movable.all_reduces),
+            },
             skipped=tuple(skipped),
         )

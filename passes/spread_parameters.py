@@ -50,7 +50,7 @@ class SpreadParameters:
     name: ClassVar[str] = "spread_parameters"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.TYPED, Fact.MERGED})
     provides: ClassVar[frozenset[Fact]] = frozenset()
-    breaks: ClassVar[frozenset[Fact]] = frozenset()
+    breaks: ClassVar[frozenset[Fact]] = frozenset({Fact.TAGGED})
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
         """Counts "spread" parameters; one that no gradient needs is skipped."""

@@ -50,7 +50,7 @@ def captured() -> Callable[..., CapturedGraphs]:
     cache: dict[object, CapturedGraphs] = {}
 
     def capture(
-        name: str, num_ranks: int, rank: int = 0, *, reshard: bool | None = None, grad: bool = True
+        name: str, num_ranks: int, rank: int = 0, *, reshard: bool | int | None = None, grad: bool = True
     ) -> CapturedGraphs:
         key = (name, num_ranks, rank, reshard, grad)
         if key not in cache:

@@ -39,6 +39,23 @@ def test_peers_are_the_ranks_of_the_torch_group(fake_group, rank):
         assert layout.peers(rank, axis) == dist.get_process_group_ranks(mesh.get_group(dim))
 
 
+@pytest.mark.parametrize("sizes", [(2, 4), (1, 4), (3, 2)])
+@pytest.mark.parametrize("is_hybrid", [True, False])
+def test_a_part_groups_neighbours_and_adds_no_ranks(sizes, is_hybrid):
+    """Two at a time, as the rows of the ranks of the shard axis."""
+    num_replicas, num_shards = sizes if is_hybrid else (1, sizes[1])
+    num_ranks = num_replicas * num_shards
+    shard = MeshAxis(label="shard", size=num_shards, group_name="g1")
+    replicate = MeshAxis(label="replicate", size=num_replicas, group_name="g0")
+    pairs = MeshAxis(label="shard/2", size=2, group_name="g2", part_of="shard")
+    layout = MeshLayout(axes=(replicate, shard, pairs) if is_hybrid else (shard, pairs))
+    assert layout.num_ranks == num_ranks and layout.find("g2") is pairs
+    rows = torch.arange(num_ranks).view(-1, 2).tolist()
+    for rank in range(num_ranks):
+        assert layout.peers(rank, pairs) == next(row for row in rows if rank in row)
+        assert layout.peers(rank, shard) == list(range(rank - rank % num_shards, num_ranks))[:num_shards]
+
+
 def test_a_mesh_without_names_gets_the_default_label(fake_group):
     assert axis_of(fake_group(4)).label == "shard"
     assert axis_of(fake_group(4), default_label="data").label == "data"

@@ -1,11 +1,14 @@
 """`run_on_all_ranks`: each collective computes what torch's would, and a mismatch is an error."""
 
+import operator
+
 import pytest
 import torch
 from small_graphs import GROUP, GraphBuilder, aten, one_axis
 
 from graphshard.collectives import ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WAIT, c10d
 from graphshard.mesh import MeshAxis, MeshLayout
+from graphshard.spread import KEEP_PIECE, SPREAD
 from graphshard.testing import CollectiveMismatchError, run_on_all_ranks
 
 NUM_RANKS = 3
@@ -102,6 +105,24 @@ def test_two_axes(sizes):
     grid = torch.arange(mesh.num_ranks, dtype=torch.float64).view(sizes)
     results = _run(gm, list(grid.reshape(-1, 1)), mesh)
     assert all(torch.equal(result, grid.sum(0)) for result in results)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 5])
+def test_pieces_are_those_of_neighbours(num_rows):
+    """Four ranks in pairs: ranks 0 and 2 keep the first rows, 1 and 3 the others, padded with zeros."""
+    pairs = MeshAxis(label="shard/2", size=2, group_name="pairs", part_of="shard")
+    mesh = MeshLayout(axes=(*one_axis(4).axes, pairs))
+    build = GraphBuilder()
+    full = build.input("x", num_rows, 3)
+    kept = build(KEEP_PIECE, full, 0, 2, "pairs")
+    whole, piece = build(operator.getitem, kept, 0), build(operator.getitem, kept, 1)
+    gm = build.finish(whole, piece, build(SPREAD, full, 0, 2, "pairs"), build.gather(piece, 2, "pairs"))
+    value = torch.randn(num_rows, 3, dtype=torch.float64)
+    padded = torch.cat([value, value.new_zeros(num_rows % 2, 3)])
+    for rank, result in enumerate(run_on_all_ranks(gm, [[value]] * 4, mesh)):
+        whole, piece, spread, gathered = result
+        assert torch.equal(whole, value) and torch.equal(gathered, padded)
+        assert torch.equal(piece, padded.chunk(2)[rank % 2]) and torch.equal(spread, piece)
 
 
 def test_ranks_of_different_groups_run_at_their_own_pace():

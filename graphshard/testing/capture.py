@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from ..backend import JOINT_PIPELINE
 from ..boundary import cross_boundary
-from ..context import PassContext, context_from_shard_ops
+from ..context import PassContext, context_from_shard_ops, pieces_of
 from ..passes import LowerShards
 from ..pipeline import Pipeline
 
@@ -60,6 +60,7 @@ def capture_graphs(
         context = context_from_shard_ops(gm, full_checks=full_checks)
         captured = copy.deepcopy(gm)
         pipeline.run(gm, context)
+        context = replace(context, pieces=pieces_of(gm))
         found.append(CapturedGraphs(captured=captured, joint=copy.deepcopy(gm), context=context))
 
     def lower(half: fx.GraphModule, context: PassContext) -> fx.GraphModule:

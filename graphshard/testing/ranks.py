@@ -31,6 +31,7 @@ from ..graph_text import value_text
 from ..mesh import MeshAxis, MeshLayout
 from ..ops import REDUCE_GRAD, UNSHARD
 from ..params import ReduceGradCall, UnshardCall
+from ..spread import KEEP_PIECE, SPREAD, piece_of
 
 
 class CollectiveMismatchError(GraphShardError, RuntimeError):
@@ -80,7 +81,10 @@ def run_on_all_ranks(
     if len(inputs) != num_ranks:
         raise ValueError(f"the mesh has {num_ranks} ranks, but inputs are given for {len(inputs)}")
     per_rank = [graphs] * num_ranks if isinstance(graphs, fx.GraphModule) else list(graphs)
-    ranks = [_run_rank(graph, values) for graph, values in zip(per_rank, inputs, strict=True)]
+    ranks = [
+        _run_rank(graph, values, rank, mesh)
+        for rank, (graph, values) in enumerate(zip(per_rank, inputs, strict=True))
+    ]
     results: dict[int, Any] = {}
     pending: dict[int, _Request] = {}
     for rank in range(num_ranks):
@@ -218,7 +222,15 @@ def _run_shard_op(node: fx.Node, args: tuple[Any, ...]) -> _Rank:
             answers.append((yield emit.request))
 
 
-def _run_rank(gm: fx.GraphModule, values: Sequence[Any]) -> _Rank:
+def _run_piece_op(node: fx.Node, args: tuple[Any, ...], rank: int, mesh: MeshLayout) -> Any:
+    """``spread`` and ``keep_piece`` communicate nothing, but ask which rank they run on."""
+    full, dim, group_size, _ = args
+    peers = mesh.peers(rank, _axis_of(_Request(node.target, args), mesh))
+    piece = piece_of(full, dim, group_size, peers.index(rank))
+    return (full.clone(), piece) if node.target is KEEP_PIECE else piece
+
+
+def _run_rank(gm: fx.GraphModule, values: Sequence[Any], rank: int, mesh: MeshLayout) -> _Rank:
     """One rank as a coroutine: yields each collective it reaches, receives its result."""
     interpreter = fx.Interpreter(gm)
     environment: dict[fx.Node, Any] = {}
@@ -232,6 +244,8 @@ def _run_rank(gm: fx.GraphModule, values: Sequence[Any]) -> _Rank:
             return args[0]
         if node.target in (UNSHARD, REDUCE_GRAD):
             environment[node] = yield from _run_shard_op(node, args)
+        elif node.target in (SPREAD, KEEP_PIECE):
+            environment[node] = _run_piece_op(node, args, rank, mesh)
         elif is_collective(node):
             environment[node] = yield _Request(node.target, args)
         else:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.testing import assert_close
 
 from .implementations import compile_if_asked, shard_units
@@ -44,6 +45,15 @@ def train_with_dump(folder: str) -> None:
     lockstep.train(2)
 
 
+def accumulate_with_dump(folder: str) -> None:
+    """The first micro-batch leaves gradients unreduced, the second adds to them and reduces."""
+    lockstep = start_lockstep(WORKLOADS["mlp_even"], "sharded")
+    forward = compile_if_asked("compiled", lockstep.model, dump=f"{folder}/{dist.get_rank()}")
+    for step in range(2):
+        lockstep.model.set_requires_gradient_sync(step == 1)
+        lockstep.workload.loss(forward, lockstep.workload.batch_of(dist.get_rank(), step)).backward()
+
+
 def train_with_options(options: dict[str, object]) -> None:
     lockstep = start_lockstep(WORKLOADS["mlp_7_15_3"], "sharded")
     lockstep.forward = compile_if_asked("compiled", lockstep.model, **options)
@@ -76,6 +86,22 @@ def test_dump_holds_the_graphs_of_forward_and_backward(run_on_gloo_ranks, tmp_pa
     texts = {path.name: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
     assert any("all_gather" in text for text in texts.values()), sorted(texts)
     assert any("reduce_scatter" in text for text in texts.values()), sorted(texts)
+
+
+def test_a_half_for_another_state_is_dumped_beside_the_first(run_on_gloo_ranks, tmp_path: Path):
+    run_on_gloo_ranks(2, accumulate_with_dump, str(tmp_path))
+    for rank in ("0", "1"):
+        names = {path.name for path in (tmp_path / rank).iterdir()}
+        first = {name for name in names if name.startswith("graph0.backward.")}
+        second = {name for name in names if name.startswith("graph0.backward-2.")}
+        assert first and len(second) == len(first), sorted(names)
+        assert {name for name in names if ".forward" in name or ".joint" in name} == names - first - second
+        planned = [
+            (tmp_path / rank / f"graph0.{half}.0-partitioned.txt").read_text()
+            for half in ("backward", "backward-2")
+        ]
+        assert "reduce_grad(" not in planned[0] and "%saved.unreduced_0" not in planned[0]
+        assert "reduce_grad(" in planned[1] and "%saved.unreduced_0" in planned[1]
 
 
 @pytest.mark.parametrize(

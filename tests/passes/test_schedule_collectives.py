@@ -57,26 +57,28 @@ def test_golden(captured, golden, half):
     golden(text_of(gm, ctx), f"schedule_collectives.{half}.after")
 
 
-def _three_layers(half, batch):
-    """A half of three products in units of their own, whose activations have ``batch`` rows of four."""
+def _three_layers(half, batch, num_replicas=1, num_layers=3, with_partial=False):
+    """A half of products in units of their own, whose activations have ``batch`` rows of four."""
     build = GraphBuilder()
-    specs = [ParameterSpec((4, 4), unit=str(index)) for index in range(3)]
-    shards = [build.input(f"primals_{i}", 2, 4) for i in range(3)]
+    layers = range(num_layers)
+    specs = [ParameterSpec((4, 4), unit=str(index), num_replicas=num_replicas) for index in layers]
+    shards = [build.input(f"primals_{i}", 2, 4) for i in layers]
     if half == "forward":
-        value, saved = build.input("primals_3", batch, 4), []
+        value, saved = build.input(f"primals_{num_layers}", batch, 4), []
         for index, spec in enumerate(specs):
             value = build(aten.mm.default, value, unshard(build, shards[index], f"p{index}", spec, 2))
             saved.append(value)
         gm = build.finish(*saved)
         ctx = context_from_shard_ops(gm, full_checks=True)
     else:
-        saved = [build.input(f"mm_{i}", batch, 4) for i in range(3)]
-        value, results = build.input("tangents_1", batch, 4), [None] * 3
-        for index in (2, 1, 0):
+        saved = [build.input(f"mm_{i}", batch, 4) for i in layers]
+        partial = [build.input(f"partial_{i}", 2, 4) for i in layers] if with_partial else [None] * num_layers
+        value, results = build.input("tangents_1", batch, 4), [None] * num_layers
+        for index in reversed(layers):
             full = unshard(build, shards[index], f"p{index}", specs[index], 2)
             grad = build(aten.mm.default, build(aten.t.default, saved[index]), value)
             value = build(aten.mm.default, value, build(aten.t.default, full))
-            results[index] = reduce_grad(build, grad, f"p{index}", specs[index], 2)
+            results[index] = reduce_grad(build, grad, f"p{index}", specs[index], 2, partial=partial[index])
         gm = build.finish(*results, value)
         # The context of a joint graph takes every input that is no tangent for one of the forward.
         ctx = replace(context_from_shard_ops(gm, full_checks=True), first_gradient=0)
@@ -90,6 +92,70 @@ def test_golden_where_memory_is_free(golden, half):
     golden(text_of(gm, ctx), f"schedule_collectives.free.{half}.before")
     run_pass(ScheduleCollectives(), gm, ctx, *HELD)
     golden(text_of(gm, ctx), f"schedule_collectives.free.{half}.after")
+
+
+def test_golden_with_copies_of_shards(golden):
+    gm, ctx = _three_layers("backward", batch=64, num_replicas=2)
+    golden(text_of(gm, ctx), "schedule_collectives.hybrid.before")
+    run_pass(ScheduleCollectives(memory="any"), gm, ctx, *HELD)
+    golden(text_of(gm, ctx), "schedule_collectives.hybrid.after")
+
+
+def _compute_while_open(gm, target):
+    """For each collective of a kind, the products between its start and its wait."""
+    nodes = list(gm.graph.nodes)
+    position = {node: index for index, node in enumerate(nodes)}
+    found = []
+    for start in gm.graph.find_nodes(op="call_function", target=target):
+        (wait,) = start.users
+        between = nodes[position[start] : position[wait]]
+        found.append(sum(node.target is aten.mm.default for node in between))
+    return found
+
+
+@pytest.mark.parametrize("with_partial", [False, True])
+@pytest.mark.parametrize("memory", ["free", "any"])
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_compute_overlaps_with_both_reductions_of_a_hybrid_model(in_flight, memory, with_partial):
+    """The last units' collectives are waited for at the end: no compute is left."""
+    gm, ctx = _three_layers("backward", 256, num_replicas=2, num_layers=6, with_partial=with_partial)
+    in_place = _compute_while_open(gm, REDUCE_SCATTER), _compute_while_open(gm, ALL_REDUCE)
+    assert in_place == ([0] * 6, [0] * 6)
+    record = run_pass(ScheduleCollectives(memory=memory, reductions_in_flight=in_flight), gm, ctx, *HELD)
+    assert record.report.counts == {"gathers": 6, "reductions": 6, "all-reduces": 6}
+    # The gradient of each layer's weight and of its input are two products.
+    scattered, summed = _compute_while_open(gm, REDUCE_SCATTER), _compute_while_open(gm, ALL_REDUCE)
+    assert all(scattered[:-1]) and all(summed[: 6 - in_flight - 1])
+    assert _open_reductions(gm) == in_flight
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16, 64])
+def test_the_sequence_of_a_hybrid_model_does_not_depend_on_activations(batch):
+    wanted = _starts(_scheduled(*_three_layers("backward", 64, num_replicas=2, num_layers=5), memory="any"))
+    gm, ctx = _three_layers("backward", batch, num_replicas=2, num_layers=5)
+    assert _starts(_scheduled(gm, ctx)) == _starts(_scheduled(gm, ctx, memory="any")) == wanted
+
+
+@pytest.mark.parametrize("with_partial", [False, True])
+@pytest.mark.parametrize("memory", ["free", "any"])
+def test_second_run_on_a_hybrid_model_changes_nothing(memory, with_partial):
+    gm, ctx = _three_layers("backward", 64, num_replicas=2, with_partial=with_partial)
+    first, second = run_twice(ScheduleCollectives(memory=memory), gm, ctx, *HELD)
+    assert first.report.changed and not second.report.changed
+
+
+@pytest.mark.parametrize("with_partial", [False, True])
+@pytest.mark.parametrize("memory", ["free", "any"])
+def test_a_hybrid_model_keeps_its_results(memory, with_partial):
+    gm, ctx = _three_layers("backward", 4, num_replicas=2, with_partial=with_partial)
+    scheduled = _scheduled(gm, ctx, memory=memory)
+    shapes = [node.meta["val"].shape for node in gm.graph.find_nodes(op="placeholder")]
+    inputs = [
+        [torch.randn(shape, dtype=torch.float64) for shape in shapes if tuple(shape) != (0,)]
+        for _ in range(4)
+    ]
+    before, after = (run_values(graph, inputs, ctx.mesh) for graph in (gm, scheduled))
+    torch.testing.assert_close(after, before, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize("half", ["forward", "backward"])
@@ -126,7 +192,11 @@ def test_the_sequence_of_starts_does_not_depend_on_activations(half, batch):
 
 @pytest.mark.parametrize("half", ["forward", "backward"])
 def test_free_overlap_does_not_raise_the_peak(captured, half):
-    for gm, ctx in (_three_layers(half, 64), _bucketed_half(captured, "blocks_3", 2, half)):
+    for gm, ctx in (
+        _three_layers(half, 64),
+        _three_layers(half, 64, num_replicas=2),
+        _bucketed_half(captured, "blocks_3", 2, half),
+    ):
         in_place = _peak(_scheduled(gm, ctx, prefetch=0, reductions_in_flight=1))
         assert _peak(_scheduled(gm, ctx)) <= in_place
         if half == "backward":
@@ -173,7 +243,7 @@ def test_nothing_to_schedule():
     gm = build.finish(build(aten.relu.default, build.input("primals_1", 2, 2)))
     record = run_pass(ScheduleCollectives(), gm, PassContext())
     assert not record.report.changed
-    assert record.report.counts == {"gathers": 0, "reductions": 0}
+    assert record.report.counts == {"gathers": 0, "reductions": 0, "all-reduces": 0}
 
 
 @pytest.mark.parametrize("memory", ["free", "any"])
@@ -292,9 +362,9 @@ def test_gathers_follow_the_order_of_need():
 STEPS = st.lists(st.one_of(st.integers(0, 3), st.just("reduce")), min_size=1, max_size=8)
 
 
-def _random_program(steps, gathers_first, rows=4):
-    """Matrix products with four parameters and reductions of what came out so far, on two ranks."""
-    build, spec, used = GraphBuilder(), ParameterSpec((4, 4)), {}
+def _random_program(steps, gathers_first, rows=4, num_replicas=1):
+    """Matrix products with four parameters and reductions of what came out so far, on two shards."""
+    build, spec, used = GraphBuilder(), ParameterSpec((4, 4), num_replicas=num_replicas), {}
     shards = [build.input(f"primals_{i}", 2, 4) for i in range(4)]
     value = build.input("primals_4", rows, 4)
     results = []
@@ -321,11 +391,12 @@ def _random_program(steps, gathers_first, rows=4):
     in_flight=st.integers(1, 3),
     memory=st.sampled_from(["free", "any"]),
     rows=st.sampled_from([4, 32]),
+    num_replicas=st.sampled_from([1, 2]),
 )
 def test_any_program_keeps_its_compute_and_its_result(
-    steps, gathers_first, prefetch, in_flight, memory, rows
+    steps, gathers_first, prefetch, in_flight, memory, rows, num_replicas
 ):
-    gm, ctx = _random_program(steps, gathers_first, rows)
+    gm, ctx = _random_program(steps, gathers_first, rows, num_replicas)
     scheduled = copy_graph(gm)
     options = {"prefetch": prefetch, "reductions_in_flight": in_flight}
     step = ScheduleCollectives(**options, memory=memory)
@@ -346,7 +417,7 @@ def test_any_program_keeps_its_compute_and_its_result(
     full = [torch.randn(4, 4, dtype=torch.float64) for _ in range(4)]
     shards = [pieces(value, 0, 2) for value in full]
     batch = torch.randn(rows, 4, dtype=torch.float64)
-    inputs = [[*(shard[rank] for shard in shards), batch] for rank in range(2)]
+    inputs = [[*(shard[rank % 2] for shard in shards), batch] for rank in range(2 * num_replicas)]
     before, after = (run_values(graph, inputs, ctx.mesh) for graph in (gm, scheduled))
     torch.testing.assert_close(after, before, rtol=0.0, atol=0.0)
 
