@@ -164,10 +164,10 @@ CONTENDERS: dict[str, Contender] = {
 }
 
 
-def copy_source(name: str, folder: Path) -> ModuleType:
-    """Import a private copy of gpt.py, written to `folder`, for the contender `name`."""
-    module_name = f"gpt_{name.replace('-', '_')}"
-    path = Path(shutil.copy(gpt.__file__, folder / f"{module_name}.py"))
+def copy_source(name: str, folder: Path, original: str = gpt.__file__) -> ModuleType:
+    """Import a private copy of the file `original`, written to `folder`, for the contender `name`."""
+    module_name = f"{Path(original).stem}_{name.replace('-', '_')}"
+    path = Path(shutil.copy(original, folder / f"{module_name}.py"))
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

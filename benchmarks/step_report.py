@@ -53,7 +53,7 @@ def _slower_rank(name: str, ranks: Sequence[RankRecord]) -> list[list[float]]:
     return [[1e3 * max(step) for step in zip(*turn, strict=True)] for turn in zip(*per_rank, strict=True)]
 
 
-def _round_ratios(samples: list[list[float]], reference: list[list[float]]) -> tuple[float, float, float]:
+def round_ratios(samples: list[list[float]], reference: list[list[float]]) -> tuple[float, float, float]:
     """Lower quartile, median and upper quartile of the per-round ratios of medians."""
     ratios = [
         statistics.median(ours) / statistics.median(theirs)
@@ -70,7 +70,7 @@ def _make_row(name: str, ranks: Sequence[RankRecord], cold: frozenset[str]) -> R
     steps = [step for turn in samples for step in turn]
     low = middle = high = None
     if REFERENCE in ranks[0]:
-        low, middle, high = _round_ratios(samples, _slower_rank(REFERENCE, ranks))
+        low, middle, high = round_ratios(samples, _slower_rank(REFERENCE, ranks))
 
     def largest(field: str, contender: str = name) -> float:
         return max(rank[contender][field] for rank in ranks)

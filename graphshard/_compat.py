@@ -23,6 +23,7 @@ except ImportError:  # torch before it had a mesh per parameter
 
 __all__ = [
     "ShardPlacementResult",
+    "below_autograd",
     "detect_fake_mode",
     "flatten_mesh",
     "group_by_name",
@@ -41,6 +42,10 @@ def in_recomputation() -> bool:
     A hook in a backward with ``create_graph=True`` looks the same.
     """
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+
+
+#: A context in which ops skip autograd's kernels, but views and versions are still tracked (checked: 2.13).
+below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:

@@ -29,6 +29,8 @@ def pack(pieces: Sequence[Tensor], num_rows: int) -> Tensor:
     Returns:
         A 1-D tensor with the elements of all pieces.
     """
+    if num_rows == 1:
+        return torch.cat([piece.reshape(-1) for piece in pieces])
     return torch.cat([piece.reshape(num_rows, -1) for piece in pieces], 1).view(-1)
 
 
@@ -41,7 +43,9 @@ def unpack(bucket: Tensor, num_rows: int, sizes: Sequence[int]) -> list[Tensor]:
         num_rows: rows of the bucket (the group's size after a gather).
         sizes: elements of each member in one row.
     """
-    pieces = torch.split_with_sizes_copy(bucket.view(num_rows, -1), list(sizes), 1)
+    if num_rows == 1:
+        return list(torch.split_with_sizes_copy(bucket, sizes))
+    pieces = torch.split_with_sizes_copy(bucket.view(num_rows, -1), sizes, 1)
     return [piece.view(-1) for piece in pieces]
 
 

@@ -290,3 +290,29 @@ def test_a_sum_of_reductions_cannot_wait(x):
     unit.reduce_grads = False
     with pytest.raises(UnsupportedShardingError, match="parameter a is read in several ways"):
         half([x, x, unit.handle])
+
+
+def test_a_variant_runs_below_autograd_and_is_compiled_with_it():
+    def is_recorded():
+        return (torch.ones(2, requires_grad=True) * 2).requires_grad
+
+    seen = {}
+
+    def compile_variant(variant):
+        seen["compiling"] = is_recorded()
+
+        def run(args):
+            seen["running"] = is_recorded()
+            return args[:1]
+
+        return run
+
+    setup = Setup(_forward(), is_backward=False)
+    setup.half.compile_variant = compile_variant
+    setup.run(torch.eye(2, dtype=torch.float64))
+    assert seen == {"compiling": True, "running": False}
+    seen.clear()
+    setup.units[0].keep("a", setup.shards[0])  # another state, another path
+    setup.run(torch.eye(2, dtype=torch.float64))
+    assert seen == {"compiling": True, "running": False}
+    assert is_recorded()
