@@ -201,7 +201,8 @@ class _Compilation:
                 timeout_seconds=group_timeout_seconds(group),
             )
             agreement.require(sequence, what=f"graph {self.index} ({half})")
-        return text_fingerprint("\n".join(text for name in sorted(sequences) for text in sequences[name]))
+        # In the order in which the groups are first used: their names differ between ranks.
+        return text_fingerprint("\n".join(text for sequence in sequences.values() for text in sequence))
 
     def _check_order(self, planned: list[str], source: str | None, half: str) -> None:
         if source is None:

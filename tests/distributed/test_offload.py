@@ -98,7 +98,7 @@ def _ops(gm: fx.GraphModule) -> list[Any]:
 
 def _lower(gm: fx.GraphModule) -> fx.GraphModule:
     context = context_from_shard_ops(gm, full_checks=True)
-    steps = (LowerShards(), BucketCollectives(), ScheduleCollectives())
+    steps = (LowerShards(), BucketCollectives(), ScheduleCollectives(memory="any"))
     Pipeline(*steps, given=frozenset({Fact.TYPED, Fact.MERGED})).run(gm, context)
     return gm
 

@@ -36,11 +36,11 @@ def _set_prefetch(layers: list[nn.Module], distance: int) -> None:
         layer.set_modules_to_backward_prefetch(layers[max(index - distance, 0) : index][::-1])
 
 
-def _scheduled(model: nn.Module) -> dict[str, list[str]]:
+def _scheduled(model: nn.Module, overlap: bool | str = True) -> dict[str, list[str]]:
     """`start U` and `wait U` of the gathers, and of reductions with a `-`, in each scheduled half."""
     found: dict[str, list[str]] = {}
     graphs = capture_graphs(model, torch.ones(2, 5))
-    pipeline = half_pipeline(BackendOptions())
+    pipeline = half_pipeline(BackendOptions(overlap=overlap))
     halves = {
         "forward": (graphs.forward, graphs.context.for_forward()),
         "backward": (graphs.backward, graphs.context.for_backward()),
@@ -107,11 +107,11 @@ def _most_open_reductions(order: list[str]) -> int:
 def test_input_buffers_limit_open_reductions(fake_group: Callable[..., DeviceMesh]) -> None:
     model = build_mlp(*SIZES)
     layers = _shard_layers(fully_shard, model, fake_group(2))
-    assert _most_open_reductions(_scheduled(model)["backward"]) == 2
+    assert _most_open_reductions(_scheduled(model, "always")["backward"]) == 2
     layers[0].set_reduce_scatter_max_input_buffers(3)
-    assert _most_open_reductions(_scheduled(model)["backward"]) == 3
+    assert _most_open_reductions(_scheduled(model, "always")["backward"]) == 3
     layers[0].set_reduce_scatter_max_input_buffers(1)
-    assert _most_open_reductions(_scheduled(model)["backward"]) == 1
+    assert _most_open_reductions(_scheduled(model, "always")["backward"]) == 1
 
 
 def train_with_prefetch(implementation: str, distance: int) -> None:

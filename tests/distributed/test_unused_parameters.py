@@ -235,11 +235,11 @@ def test_compiled_branches_that_part(run_on_gloo_ranks: Callable[..., list[Any]]
 
 
 def part_from_the_known_path() -> tuple[str, float]:
-    """The last time, the positive branch followed the negative one: only rank 1 leaves that path."""
+    """Only the positive branch has ever run together: rank 1 leaves the known path, rank 0 does not."""
     forward = _routed_by_data(_short_lived_mesh(COMPILING_LIMIT_S))
     with torch.no_grad():
-        for sign in (1.0, -1.0, 1.0, -1.0):
-            forward(sign * torch.ones(2, 5))
+        for _ in range(2):
+            forward(torch.ones(2, 5))
         sign = 1.0 if dist.get_rank() == 0 else -1.0
         return _error_of(lambda: forward(sign * torch.ones(2, 5)))
 
