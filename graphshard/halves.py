@@ -139,7 +139,8 @@ class Half:
         collectives = self._collectives[selection]
         if collectives and units:
             tree = next(iter(units.values())).tree
-            tree.follow(self._group_name, collectives, f"run {self.what}", is_backward=self.is_backward)
+            branch = "" if self.is_backward else self._collectives[PLAIN]
+            tree.follow(self._group_name, collectives, f"run {self.what}", branch=branch)
 
     def _run(self, selection: Selection, args: list[Any]) -> Any:
         """Runs a variant. AOTAutograd differentiates around it, so the Python autograd of its collectives,

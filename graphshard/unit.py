@@ -66,16 +66,19 @@ class Tree:
     _next_run: dict[str, str] = field(default_factory=dict)
     _branches: dict[str, set[str]] = field(default_factory=dict)
 
-    def follow(self, group_name: str, run: str, what: str, *, is_backward: bool) -> None:
+    def follow(self, group_name: str, run: str, what: str, *, branch: str) -> None:
         """Called before a compiled graph whose collectives are ``run`` starts.
 
-        Where nothing but it has ever followed the graph before, nothing happens. Elsewhere the ranks
-        meet: they have the same past, so if one of them runs something else, at least one gets here.
-        Where several forward graphs (branches) have followed, all ranks meet each time.
+        Where it follows what it followed the last time, nothing happens. Elsewhere the ranks meet:
+        they have the same past, so if one of them runs something else, at least one gets here. Where
+        several branches have followed, all ranks meet each time.
+
+        Args:
+            branch: tells forward graphs apart, whatever the state of their units; "" for a backward.
         """
         branches = self._branches.setdefault(self._last_run, set())
-        if not is_backward:
-            branches.add(what)
+        if branch:
+            branches.add(branch)
         if self._next_run.get(self._last_run) != run or len(branches) > 1:
             meet(group_name, f"run {run}", what=what, remedy=_RUN_REMEDY)
         self._next_run[self._last_run] = run
