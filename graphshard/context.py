@@ -9,7 +9,7 @@ from torch import fx
 
 from .mesh import MeshAxis, MeshLayout
 from .ops import UNSHARD
-from .params import ParameterBinding, UnshardCall
+from .params import ParameterBinding, PlainParameter, UnshardCall
 from .rewrite import output_values
 from .spread import KEEP_PIECE
 
@@ -29,6 +29,7 @@ class PassContext:
         full_checks: recompute every fake value when TYPED is checked.
         pieces: parameters of which a backward half takes a piece kept from the forward.
         unreduced: parameters, by position, whose gradient leaves this graph unreduced on purpose.
+        plain: full parameters among the inputs of a graph captured without ``fully_shard``.
         forward_prefetch, backward_prefetch: the prefetches a user asked for, in either half.
         max_reductions: reductions that may be open at a time; 0 for the schedule's own.
     """
@@ -42,6 +43,7 @@ class PassContext:
     forward_prefetch: PrefetchOrder = ()
     backward_prefetch: PrefetchOrder = ()
     max_reductions: int = 0
+    plain: tuple[PlainParameter, ...] = ()
 
     def binding(self, placeholder: str) -> ParameterBinding | None:
         """The parameter whose shard, or kept piece, enters through the placeholder of this name."""

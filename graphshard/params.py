@@ -193,6 +193,21 @@ def gradient_scaling(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlainParameter:
+    """A parameter of a graph captured without ``fully_shard``, and how it is to be sharded.
+
+    Attributes:
+        placeholder: the graph input that holds the full parameter.
+        call: the gather to be; its ``shard`` and ``handle`` are ignored.
+        dtype: dtype in which the shard is kept.
+    """
+
+    placeholder: str
+    call: UnshardCall
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterBinding:
     """One sharded parameter of one captured graph.
 

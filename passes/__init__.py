@@ -7,6 +7,7 @@ if __name__ != "graphshard.passes":
     raise ImportError("import this package as graphshard.passes, not as " + repr(__name__))
 
 from .bucket_collectives import BucketCollectives
+from .insert_shards import InsertShards
 from .lower_shards import LowerShards
 from .merge_unshards import MergeUnshards
 from .schedule_collectives import ScheduleCollectives
@@ -16,6 +17,7 @@ from .tag_recompute import TagRecompute
 KNOWN = {
     step.name: step
     for step in (
+        InsertShards,
         MergeUnshards,
         SpreadParameters,
         TagRecompute,
@@ -28,6 +30,7 @@ KNOWN = {
 __all__ = [
     "KNOWN",
     "BucketCollectives",
+    "InsertShards",
     "LowerShards",
     "MergeUnshards",
     "ScheduleCollectives",

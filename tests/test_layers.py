@@ -54,6 +54,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("graphshard.pipeline",),
     (
         "graphshard.passes.bucket_collectives",
+        "graphshard.passes.insert_shards",
         "graphshard.passes.lower_shards",
         "graphshard.passes.merge_unshards",
         "graphshard.passes.schedule_collectives",

@@ -1,0 +1,154 @@
+"""insert_shards: a plain joint graph becomes the joint graph of the sharded model.
+
+The graph holds full parameters and full gradients, as a capture without ``fully_shard`` has them. Each
+parameter's input becomes its shard with an ``unshard`` behind it, each of its gradients gets a
+``reduce_grad`` in front of the output, and each unit gets the input that is its handle, as in the
+graphs Dynamo captures of a sharded model. What is said about a parameter (unit, axes, dtypes) is an
+:class:`~graphshard.params.UnshardCall` without its tensors.
+
+Before::
+
+    %primals_1: f32[8, 4] = input
+    %mm_0: f32[2, 8] = mm(%primals_2, ...)
+    return [%mm_0, %mm_1, None]
+
+After::
+
+    %primals_1: f32[4, 4] = shard w Shard(0) of [8, 4] over shard=2, unit root
+    %root_handle: i8[0] = input
+    %unshard_0: f32[8, 4] = unshard(%primals_1, %root_handle, 'w', unit='root', shape=[8, 4], ...)
+    %mm_0: f32[2, 8] = mm(%primals_2, ...)
+    %reduce_grad_0: f32[4, 4] = reduce_grad(%mm_1, ...)
+    return [%mm_0, %reduce_grad_0, None, None]
+
+Numerics: what sharded data parallelism computes instead of one rank: gradients are means over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from graphshard.context import PassContext
+from graphshard.errors import ShardingError
+from graphshard.facts import Fact
+from graphshard.ops import REDUCE_GRAD, UNSHARD
+from graphshard.params import PlainParameter, UnshardCall, gradient_call, padded_shape
+from graphshard.pipeline import PassReport
+from graphshard.rewrite import GraphEmitter, fake_result, output_values
+
+
+@dataclass(frozen=True, kw_only=True)
+class InsertShards:
+    """See the module docstring; no options. The context's ``plain`` names the inputs to shard."""
+
+    name: ClassVar[str] = "insert_shards"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.TYPED})
+    provides: ClassVar[frozenset[Fact]] = frozenset()
+    breaks: ClassVar[frozenset[Fact]] = frozenset({Fact.MERGED, Fact.REDUCED})
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
+        """Counts "parameters" and "gradients".
+
+        Raises:
+            ShardingError: names inputs that are missing, are no inputs, or have another shape (all
+                are listed, and the graph is unchanged).
+        """
+        inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
+        pending = {
+            given.placeholder: given
+            for given in ctx.plain
+            if given.placeholder not in inputs or not _is_inserted(inputs[given.placeholder])
+        }
+        _refuse_misfits(pending, inputs)
+        primals = [node for name, node in inputs.items() if not name.startswith("tangents_")]
+        outputs = output_values(gm.graph)
+        is_joint = len(primals) < len(inputs)
+        num_results = len(outputs) - len(primals) if is_joint else len(outputs)
+        results = outputs[:num_results]
+        grads = dict(zip(primals, outputs[num_results:], strict=True)) if is_joint else {}
+        counts = {"parameters": 0, "gradients": 0}
+        handles: dict[str, fx.Node] = {}
+        position = {node: index for index, node in enumerate(gm.graph.nodes)}
+        for node in primals:
+            if node.name not in pending:
+                continue
+            given = pending[node.name]
+            unit = given.call.unit
+            if unit not in handles:
+                handles[unit] = _add_handle(gm.graph, node, unit)
+            call = given.call._replace(shard=node, handle=handles[unit])
+            _gather(gm.graph, call, given.dtype, position)
+            counts["parameters"] += 1
+            if isinstance(grad := grads.get(node), fx.Node):
+                grads[node] = _reduce(gm.graph, call, grad, given.dtype)
+                counts["gradients"] += 1
+        if grads and counts["parameters"]:
+            _set_outputs(gm.graph, results, grads)
+        return PassReport(changed=bool(counts["parameters"]), counts=counts)
+
+
+def _is_inserted(node: fx.Node) -> bool:
+    return any(user.target is UNSHARD for user in node.users)
+
+
+def _refuse_misfits(pending: Mapping[str, PlainParameter], inputs: Mapping[str, fx.Node]) -> None:
+    wrong = []
+    for name, given in pending.items():
+        if name not in inputs:
+            wrong.append(f"{given.call.name}: the graph has no input {name}")
+            continue
+        shape = list(inputs[name].meta["val"].shape)
+        if shape != list(given.call.shape):
+            wrong.append(f"{given.call.name}: input {name} has shape {shape}, not {list(given.call.shape)}")
+    if wrong:
+        raise ShardingError("insert_shards: " + "; ".join(wrong))
+
+
+def _add_handle(graph: fx.Graph, after: fx.Node, unit: str) -> fx.Node:
+    with graph.inserting_after(after):
+        handle = graph.placeholder(f"{unit.replace('.', '_')}_handle")
+    handle.meta["val"] = _empty_like(after, [0], torch.int8)
+    return handle
+
+
+def _gather(graph: fx.Graph, call: UnshardCall, dtype: torch.dtype, position: Mapping[fx.Node, int]) -> None:
+    node = call.shard
+    node.meta["val"] = _empty_like(node, padded_shape(call.shape, call.dim, call.group_size), dtype)
+    readers = [reader for reader in node.users if reader.op != "output"]
+    if not readers:
+        return
+    first = min(readers, key=position.__getitem__)
+    with graph.inserting_before(first):
+        full = GraphEmitter(graph, origin=first)(UNSHARD, *call)
+    for reader in readers:
+        reader.replace_input_with(node, full)
+
+
+def _empty_like(node: fx.Node, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    kwargs = {"dtype": dtype}
+    value: torch.Tensor = fake_result(torch.ops.aten.new_empty.default, (node.meta["val"], shape), kwargs)
+    return value
+
+
+def _reduce(graph: fx.Graph, call: UnshardCall, grad: fx.Node, dtype: torch.dtype) -> fx.Node:
+    shard = call.shard.meta["val"]
+    with graph.inserting_after(grad):
+        emit = GraphEmitter(graph, origin=grad)
+        return emit(REDUCE_GRAD, *gradient_call(call, grad, shard.shape, dtype, shard.device))
+
+
+def _set_outputs(graph: fx.Graph, results: list[Any], grads: Mapping[fx.Node, Any]) -> None:
+    """Results, then a gradient or None for each input, in the order of the inputs now."""
+    output = graph.output_node()
+    placeholders = graph.find_nodes(op="placeholder")
+    primals = [node for node in placeholders if not node.name.startswith("tangents_")]
+    descriptions = output.meta.get("desc")
+    if descriptions is not None:  # AOTAutograd's: one for each output
+        of_grads = dict(zip(grads, descriptions[len(results) :], strict=True))
+        output.meta["desc"] = [*descriptions[: len(results)], *(of_grads.get(node) for node in primals)]
+    output.args = ((*results, *(grads.get(node) for node in primals)),)
