@@ -115,7 +115,9 @@ def emit_unshard(emit: Emitter, call: UnshardCall) -> Any:
     shard = emit_gather_input(emit, call)
     if call.group_size == 1:
         return shard
-    gathered = emit(WAIT, emit_all_gather(emit, emit_contiguous(emit, shard), call))
+    dtype = emit.tensor(shard).dtype
+    shard = emit_bytes(emit, emit_contiguous(emit, shard))
+    gathered = emit_from_bytes(emit, emit(WAIT, emit_all_gather(emit, shard, call)), dtype)
     if call.dim != 0:
         gathered = _ranks_to_dim(emit, gathered, piece, call.dim, call.group_size)
     if emit.tensor(gathered).shape[call.dim] != call.shape[call.dim]:
@@ -127,6 +129,18 @@ def emit_gather_input(emit: Emitter, call: UnshardCall) -> Any:
     """What a gather sends: the shard padded, on the device and in the dtype of the full parameter."""
     piece = padded_shape(call.shape, call.dim, call.group_size)
     return emit_cast(emit, emit_move(emit, emit_pad(emit, call.shard, piece), call.device), call.dtype)
+
+
+def emit_bytes(emit: Emitter, value: Any) -> Any:
+    """An 8-bit float as the bytes it is: not every process group knows the dtype."""
+    tensor = emit.tensor(value)
+    is_small_float = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
+    return emit(aten.view.dtype, value, torch.uint8) if is_small_float else value
+
+
+def emit_from_bytes(emit: Emitter, value: Any, dtype: torch.dtype) -> Any:
+    """The reverse of :func:`emit_bytes` for a value that had ``dtype``."""
+    return value if emit.tensor(value).dtype == dtype else emit(aten.view.dtype, value, dtype)
 
 
 def emit_all_gather(emit: Emitter, value: Any, call: UnshardCall) -> Any:

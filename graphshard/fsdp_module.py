@@ -44,6 +44,14 @@ class FSDPModule:
     The class of ``module`` becomes ``FSDP<Class>``, a subclass of both; the object stays the same.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Called with arguments, as ``nn.Sequential`` and ``nn.ModuleList`` do for a slice: the plain class.
+
+        Without (copying, unpickling): an empty object of this class.
+        """
+        plain: Any = getattr(cls, "_graphshard_plain_class", None)
+        return plain(*args, **kwargs) if plain is not None and (args or kwargs) else super().__new__(cls)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A model of its own: own shards, units and forward; as with any module, without gradients."""
         return copy_sharded(self, memo, has_own=hasattr(super(), "__deepcopy__"))

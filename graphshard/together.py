@@ -18,7 +18,9 @@ from .collectives import (
     EagerEmitter,
     emit_all_gather,
     emit_all_reduce,
+    emit_bytes,
     emit_contiguous,
+    emit_from_bytes,
     emit_gather_input,
     emit_reduce_scatter,
     emit_reduction_input,
@@ -36,10 +38,13 @@ class StartedGather:
         """Starts one gather per dtype and group of ``calls``, whose shards are real tensors."""
         self._num = len(calls)
         self._calls = list(calls)
+        self._dtypes: list[torch.dtype] = []
         self._buckets: list[tuple[list[int], list[list[int]], Tensor]] = []
         groups: dict[tuple[Any, ...], list[tuple[int, Tensor]]] = {}
         for index, call in enumerate(calls):
             piece = emit_gather_input(_EMIT, call._replace(shard=call.shard.detach()))
+            self._dtypes.append(piece.dtype)
+            piece = emit_bytes(_EMIT, piece)
             groups.setdefault((piece.dtype, call.group_name, call.group_size), []).append((index, piece))
         for members in groups.values():
             indices = [index for index, _ in members]
@@ -62,7 +67,8 @@ class StartedGather:
                     full = flat.view(group_size * shape[0], *shape[1:])
                 else:
                     full = torch.cat(flat.view(group_size, *shape).unbind(0), call.dim)
-                result[index] = full.narrow(call.dim, 0, call.shape[call.dim]).contiguous()
+                full = full.narrow(call.dim, 0, call.shape[call.dim]).contiguous()
+                result[index] = emit_from_bytes(_EMIT, full, self._dtypes[index])
         self._buckets.clear()
         return [full for full in result if full is not None]
 

@@ -105,6 +105,34 @@ def test_a_frozen_unit_is_gathered_and_not_reduced(captured):
     assert num_targets(graphs.backward, REDUCE_SCATTER) == 1
 
 
+def test_only_what_trains_is_reduced(fake_group):
+    """Biases alone: the reductions hold their padded elements and no others."""
+    model = MODELS["blocks_2"]()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    padded = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            unit = name.rpartition(".")[0].partition("blocks.")[2][:1]
+            padded[unit] = padded.get(unit, 0) + 2 * -(-parameter.numel() // 2)
+    graphs = capture_graphs(shard_units(model, fake_group(2)), example_batch("blocks_2"))
+    run_pass(BucketCollectives(), graphs.backward, graphs.context.for_backward(), *HELD)
+    reductions = graphs.backward.graph.find_nodes(op="call_function", target=REDUCE_SCATTER)
+    assert sorted(node.args[0].meta["val"].numel() for node in reductions) == sorted(padded.values())
+
+
+@pytest.mark.parametrize(
+    ("value", "recurse", "gathers"), [(True, True, 3), (True, False, 1), (False, True, 0), (False, False, 2)]
+)
+def test_reshard_set_with_and_without_the_units_below(fake_group, value, recurse, gathers):
+    model = shard_units(MODELS["blocks_2"](), fake_group(2), reshard_after_forward=not value)
+    model.set_reshard_after_forward(value, recurse=recurse)
+    graphs = capture_graphs(model, example_batch("blocks_2"))
+    run_pass(BucketCollectives(), graphs.backward, graphs.context.for_backward(), *HELD)
+    assert num_targets(graphs.backward, ALL_GATHER) == gathers
+    assert num_targets(graphs.backward, REDUCE_SCATTER) == 3
+
+
 def test_capturing_nothing_is_an_error(fake_group):
     fake_group(2)
     with pytest.raises(ValueError, match="nothing was captured"):

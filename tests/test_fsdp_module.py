@@ -163,3 +163,21 @@ def test_reset_is_for_the_root(fake_group: Mesh) -> None:
     with pytest.raises(RuntimeError, match="called on unit 0; call it on the outermost") as caught:
         model[0].reset_iter_state()
     assert isinstance(caught.value, GraphShardError)
+
+
+def test_a_slice_is_a_plain_container_of_units(fake_group: Mesh) -> None:
+    model = _sharded(fake_group(2))
+    part = model[:1]
+    assert type(part) is nn.Sequential and part[0] is model[0]
+    assert part(torch.ones(2, 4)).shape == (2, 4)
+    assert type(model[0]).__name__ == "FSDPLinear" and type(model).__name__ == "FSDPSequential"
+
+
+@pytest.mark.parametrize("name", ["get_cls_to_fsdp_cls", "disable_fsdp_module_new_init"])
+def test_private_helpers_of_torch_are_left_out(name: str) -> None:
+    assert not hasattr(graphshard, name) and name not in torch.distributed.fsdp.__all__
+
+
+def test_no_registry_of_states() -> None:
+    assert not hasattr(graphshard.fully_shard, "state")
+    assert hasattr(torch.distributed.fsdp.fully_shard, "state")

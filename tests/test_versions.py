@@ -54,6 +54,24 @@ def test_reading_is_no_change(param):
     assert version_of(param) == before
 
 
+def test_an_edit_through_data_is_not_seen(param):
+    """`.data` has a version counter of its own, and says so to nobody."""
+    before = version_of(param)
+    param.data.add_(1)
+    param.to_local().data.add_(1)
+    assert version_of(param) == before
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_compiled_step_of_sgd_is_a_change(fake_group, foreach):
+    watch_optimizers()
+    param = _with_gradient(nn.Parameter(zeros(5, 3, device_mesh=fake_group(2), placements=[Shard(0)])))
+    optimizer = torch.optim.SGD([param], lr=0.1, foreach=foreach)
+    before = version_of(param)
+    torch.compile(optimizer.step, backend="eager")()
+    assert version_of(param) != before
+
+
 def test_a_compiled_optimizer_still_compiles():
     watch_optimizers()
     weight = nn.Parameter(torch.ones(3))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.testing import assert_close
 
 from .implementations import EVERY, UNCOMPILED, compile_if_asked, pick_fully_shard, world_mesh
@@ -92,6 +93,42 @@ def test_custom_collectives_serve_their_unit(
         # FSDP2 gathers the first layer again for its backward, which reads none of its weights.
         assert gathers == [numel] * (4 if implementation == "fsdp2" else 2)
         assert reductions == [numel] * 2
+
+
+def gather_on_two_meshes(implementation: str) -> list[int]:
+    """One unit whose weights and biases are cut over different groups: the collective serves each of them."""
+    torch.manual_seed(42)
+    reference = nn.Linear(4, 6)
+    model = copy.deepcopy(reference)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    other = FSDPMeshInfo(mesh["b"], shard_mesh_dim=0)
+    own = FSDPMeshInfo(world_mesh(), shard_mesh_dim=0)
+
+    def place(parameter: nn.Parameter) -> ShardPlacementResult:
+        return ShardPlacementResult(placement=None, mesh_info=other if parameter.ndim == 1 else own)
+
+    pick_fully_shard(implementation)(model, mesh=own.mesh, shard_placement_fn=place)
+    gather = CountingAllGather()
+    if implementation == "fsdp2":
+        with pytest.raises(ValueError, match="group"):
+            model.set_custom_all_gather(gather)
+        return []
+    model.set_custom_all_gather(gather)
+    inputs = torch.ones(3, 4)
+    for forward in (reference, compile_if_asked(implementation, model)):
+        forward(inputs).square().mean().backward()
+    for one, parameter in zip(reference.parameters(), model.parameters(), strict=True):
+        assert_close(parameter.grad.full_tensor(), one.grad)
+    return sorted(gather.sizes)
+
+
+@pytest.mark.parametrize("implementation", EVERY)
+def test_custom_collectives_of_a_unit_on_two_meshes(
+    run_on_gloo_ranks: Callable[..., list[Any]], implementation: str
+) -> None:
+    """FSDP2 refuses."""
+    sizes = [] if implementation == "fsdp2" else [6, 8 * 4]
+    assert run_on_gloo_ranks(4, gather_on_two_meshes, implementation) == [sizes] * 4
 
 
 def train_with_hook(implementation: str, hybrid: bool) -> list[int]:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import OffloadPolicy
 
 from .implementations import UNCOMPILED, pick_fully_shard, world_mesh
 from .toy_models import build_mlp
@@ -90,6 +91,14 @@ def flag_that_is_a_number(fully_shard: FullyShard) -> None:
     fully_shard(nn.Linear(4, 4), mesh=world_mesh()).set_reshard_after_forward(2)
 
 
+class DiskOffloadPolicy(OffloadPolicy):
+    """A policy nobody has written yet."""
+
+
+def unknown_offload_policy(fully_shard: FullyShard) -> None:
+    fully_shard(nn.Linear(4, 4), mesh=world_mesh(), offload_policy=DiskOffloadPolicy())
+
+
 def forward_on_meta(fully_shard: FullyShard) -> None:
     with torch.device("meta"):
         model = build_mlp((4, 6), (6, 3))
@@ -121,7 +130,11 @@ REFUSALS = [
     Refusal(flag_that_is_a_number, ValueError, r"reshard_after_forward=2"),
     Refusal(forward_on_meta, RuntimeError, r"0\.weight.*0\.bias.*2\.weight.*2\.bias.*to_empty"),
 ]
-REFUSAL_BY_NAME = {refusal.mistake.__name__: refusal for refusal in REFUSALS}
+UNSUPPORTED = [
+    # What FSDP2 ignores.
+    Refusal(unknown_offload_policy, NotImplementedError, r"offload_policy=DiskOffloadPolicy is unknown"),
+]
+REFUSAL_BY_NAME = {refusal.mistake.__name__: refusal for refusal in REFUSALS + UNSUPPORTED}
 
 
 def make_mistake(implementation: str, name: str) -> None:
@@ -155,6 +168,11 @@ def name_every_offender(implementation: str) -> None:
 def test_mistake_is_refused(run_on_gloo_ranks, implementation, name):
     run_on_gloo_ranks(2, make_mistake, implementation, name)
 
+
+
+@pytest.mark.parametrize("name", [refusal.mistake.__name__ for refusal in UNSUPPORTED])
+def test_unsupported_feature_is_refused(run_on_gloo_ranks, name):
+    run_on_gloo_ranks(2, make_mistake, "sharded", name)
 
 
 def test_refused_model_is_unchanged(run_on_gloo_ranks):

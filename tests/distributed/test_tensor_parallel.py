@@ -1,6 +1,7 @@
 """Parameters that are DTensors already: sharding over `dp` of what tensor parallelism split over `tp`."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from .implementations import GRAPHSHARD, UNCOMPILED, compile_if_asked, pick_fully_shard
 from .meshes_parity import Arrangement, FullyShard, check_like_unsharded, named_mesh, train_on_mesh
@@ -144,6 +146,23 @@ def train_three_dim(implementation: str, shape: tuple[int, int, int], plan: str)
     weight = model.layers[0].contract.weight
     assert weight.placements == (Replicate(), Shard(0), Shard(1))
     assert weight.device_mesh.mesh_dim_names == ("replicate", "shard", "tp")
+
+
+class CheckpointedStack(Stack):
+    """Keeps the inputs of its blocks alone, and runs them again in the backward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return F.log_softmax(self.output(self.norm(x)), dim=-1)
+
+
+def train_checkpointed(implementation: str) -> None:
+    workload, mesh = stack_workload(*EVEN), two_dim_mesh()
+    workload = dataclasses.replace(workload, build=lambda: CheckpointedStack(*EVEN))
+    arrangement = arrange(workload, mesh, mesh["dp"], "layers", reshard_after_forward=True)
+    train_on_mesh(workload, implementation, arrangement, num_steps=2)
 
 
 def accumulate(implementation: str) -> None:
@@ -376,6 +395,11 @@ def test_three_dim_training(run_on_gloo_ranks, implementation, shape, plan):
 @pytest.mark.parametrize("implementation", GRAPHSHARD)
 def test_three_dim_training_on_eight_ranks(run_on_gloo_ranks, implementation):
     run_on_gloo_ranks(8, train_three_dim, implementation, (2, 2, 2), "sequence")
+
+
+@pytest.mark.parametrize("implementation", GRAPHSHARD)
+def test_checkpointing_with_tensor_parallelism(run_on_gloo_ranks, implementation):
+    run_on_gloo_ranks(4, train_checkpointed, implementation)
 
 
 @pytest.mark.parametrize("implementation", ["fsdp2", *GRAPHSHARD])
