@@ -6,15 +6,24 @@ project may import a private torch name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import fx, nn
+from torch._dynamo.exc import TorchDynamoException  # checked: 2.13
+from torch._dynamo.functional_export import _dynamo_graph_capture_for_export  # checked: 2.13
+from torch._functorch._aot_autograd.descriptors import ParamAOTInput  # checked: 2.13
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # checked: 2.13
 from torch._guards import detect_fake_mode  # checked: 2.13
+from torch._subclasses.fake_tensor import FakeTensorMode  # checked: 2.13
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # checked: 2.13
+from torch.utils._pytree import tree_map  # checked: 2.13
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult  # checked: 2.13
@@ -22,17 +31,23 @@ except ImportError:  # torch before it had a mesh per parameter
     ShardPlacementResult = None
 
 __all__ = [
+    "FakeTensorMode",
     "ShardPlacementResult",
+    "TorchDynamoException",
     "below_autograd",
+    "capture_with_dynamo",
     "detect_fake_mode",
+    "export_joint",
     "flatten_mesh",
     "group_by_name",
     "group_store",
     "group_timeout_seconds",
     "in_recomputation",
     "join_meshes",
+    "parameter_of_input",
     "queue_after_backward",
     "strided_shard",
+    "tree_map",
 ]
 
 
@@ -96,3 +111,31 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     Without such a cut it is a plain ``Shard`` (checked: 2.13).
     """
     return Shard(dim) if split_factor == 1 else _StridedShard(dim, split_factor=split_factor)
+
+
+def capture_with_dynamo(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> fx.GraphModule:
+    """One graph of a forward; its parameters are the module's own (checked: 2.13)."""
+    return _dynamo_graph_capture_for_export(module)(*args, **kwargs)
+
+
+def export_joint(
+    stack: ExitStack,
+    traced: fx.GraphModule,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    decompositions: Mapping[Any, Any],
+) -> fx.GraphModule:
+    """Forward and backward as one graph of aten ops, whose inputs AOTAutograd describes (checked: 2.13)."""
+    joint = aot_export_joint_with_descriptors(
+        stack, traced, args, dict(kwargs), decompositions=dict(decompositions)
+    )
+    joint.graph_module.graph.set_codegen(fx.graph.CodeGen())  # its own nests inputs and outputs
+    return joint.graph_module
+
+
+def parameter_of_input(node: fx.Node, traced: fx.GraphModule) -> nn.Parameter | None:
+    """The parameter of ``traced`` that enters through an input of its joint graph, if one does."""
+    described = node.meta.get("desc")
+    return traced.get_parameter(described.target) if isinstance(described, ParamAOTInput) else None

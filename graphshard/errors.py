@@ -65,6 +65,10 @@ class PassError(GraphShardError, RuntimeError):
     """A pass left the graph in a state that breaks a fact, or misreported what it did."""
 
 
+class CaptureError(GraphShardError, RuntimeError):
+    """A model could not be captured as one training step."""
+
+
 class AgreementError(GraphShardError, RuntimeError):
     """The ranks would not issue the same collectives."""
 

@@ -16,8 +16,9 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
 from torch._guards import TracingContext, tracing
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner, partition_fn
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
@@ -92,6 +93,50 @@ def functorch_patch() -> Any:
     return functorch_config.patch(
         {name: value for name, value in _FUNCTORCH.items() if hasattr(functorch_config, name)}
     )
+
+
+def inductor_decompositions() -> Mapping[Any, Any]:
+    """The decompositions Inductor traces with."""
+    return select_decomp_table()
+
+
+class _JointPass(CustomGraphPass):
+    def __init__(self, run: Callable[[fx.GraphModule], None]) -> None:
+        self._run = run
+
+    def __call__(self, graph: fx.Graph) -> None:
+        assert graph.owning_module is not None
+        self._run(graph.owning_module)
+
+    def uuid(self) -> None:
+        """Nothing that is captured here is cached."""
+
+
+def partition_as_inductor(
+    joint: fx.GraphModule,
+    num_results: int,
+    num_parameters: int,
+    joint_pass: Callable[[fx.GraphModule], None],
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Inductor's joint passes, ``joint_pass`` in front of them, and its partitioner.
+
+    Args:
+        joint: a joint graph, edited in place.
+        num_results: how many of its outputs are the forward's.
+        num_parameters: its first inputs are parameters, which live on whatever is saved.
+
+    Returns:
+        Forward and backward.
+    """
+    inputs = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+    patches = config_patches({}) | {_JOINT_PASS: _JointPass(joint_pass)}
+    with inductor_config.patch(patches):
+        return partition_fn(
+            joint,
+            inputs,
+            num_fwd_outputs=num_results,
+            static_lifetime_input_indices=list(range(num_parameters)),
+        )
 
 
 def compile_later(patches: Mapping[str, Any]) -> Callable[[], contextlib.AbstractContextManager[None]]:

@@ -18,6 +18,7 @@ def relabel(roots: Iterable[nn.Module]) -> None:
     outer: Unit = roots[0].__dict__[UNIT]
     outer.tree.roots = roots
     seen: set[int] = set()
+    named: set[int] = set()
     for index, root in enumerate(roots):
         prefix = f"{index}." if len(roots) > 1 else ""
         for wrapped_path, module in root.named_modules():
@@ -29,7 +30,9 @@ def relabel(roots: Iterable[nn.Module]) -> None:
             if unit is not None and unit is not outer:
                 unit.label = _label(unit, path, module)
             for name, slot in module.__dict__.get(SLOTS, {}).items():
-                slot.name = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
+                if id(slot) not in named:  # tied parameters: the first name, as in named_parameters()
+                    named.add(id(slot))
+                    slot.name = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
     outer.tree.max_reductions = max(unit.max_reductions for unit in outer.tree.units())
     for root in roots:
         for module in root.modules():

@@ -35,11 +35,13 @@ class PassReport:
         changed: whether the graph text differs from before.
         counts: named numbers for people ("gathers merged": 12).
         skipped: one sentence for each thing the pass declined to do, with the reason.
+        new_signature: the graph has other inputs, or outputs of other types, on purpose.
     """
 
     changed: bool
     counts: Mapping[str, int] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
+    new_signature: bool = False
 
 
 @runtime_checkable
@@ -146,6 +148,8 @@ class Pipeline:
             gm.graph.lint()
             after = graph_text(gm, mesh=ctx.mesh, parameters=ctx.parameters)
             _check_step(step, gm, ctx, held, report.changed, before != after)
+            if report.new_signature:
+                signature = _signature(gm)
             if _signature(gm) != signature:
                 raise PassError(f"{step.name} changed the inputs or the types of the outputs of the graph")
             records.append(_record(step, report, time.perf_counter() - started, gm, after))

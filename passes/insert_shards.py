@@ -15,8 +15,8 @@ Before::
 After::
 
     %primals_1: f32[4, 4] = shard w Shard(0) of [8, 4] over shard=2, unit root
-    %root_handle: i8[0] = input
-    %unshard_0: f32[8, 4] = unshard(%primals_1, %root_handle, 'w', unit='root', shape=[8, 4], ...)
+    %primals_handle_root: i8[0] = input
+    %unshard_0: f32[8, 4] = unshard(%primals_1, %primals_handle_root, 'w', unit='root', shape=[8, 4], ...)
     %mm_0: f32[2, 8] = mm(%primals_2, ...)
     %reduce_grad_0: f32[4, 4] = reduce_grad(%mm_1, ...)
     return [%mm_0, %reduce_grad_0, None, None]
@@ -89,7 +89,8 @@ class InsertShards:
                 counts["gradients"] += 1
         if grads and counts["parameters"]:
             _set_outputs(gm.graph, results, grads)
-        return PassReport(changed=bool(counts["parameters"]), counts=counts)
+        has_new = bool(counts["parameters"])
+        return PassReport(changed=has_new, counts=counts, new_signature=has_new)
 
 
 def _is_inserted(node: fx.Node) -> bool:
@@ -111,7 +112,7 @@ def _refuse_misfits(pending: Mapping[str, PlainParameter], inputs: Mapping[str, 
 
 def _add_handle(graph: fx.Graph, after: fx.Node, unit: str) -> fx.Node:
     with graph.inserting_after(after):
-        handle = graph.placeholder(f"{unit.replace('.', '_')}_handle")
+        handle = graph.placeholder(f"primals_handle_{unit.replace('.', '_')}")
     handle.meta["val"] = _empty_like(after, [0], torch.int8)
     return handle
 

@@ -70,7 +70,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.inductor",
         "graphshard.halves",
     ),
-    ("graphshard.backend",),
+    ("graphshard.backend", "graphshard.capture"),
     ("graphshard.testing.capture", "graphshard.testing.golden", "graphshard.testing.ranks"),
     ("graphshard.testing",),
     # the front end: knows the ops, and nothing of the compiler

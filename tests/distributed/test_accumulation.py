@@ -98,7 +98,7 @@ def _accumulate(implementation: str, is_hybrid: bool, reshard: bool | int, patte
                 )
             model.zero_grad()
             reference.zero_grad()
-        if implementation != "sharded":  # which gathers parameter by parameter
+        if implementation != "sharded":  # which gathers less: its backward reads what autograd saved
             expected_counts = _expected(pattern, reshard, is_hybrid)
             if implementation == "compiled" and reshard is not False:
                 # The root's layer is the first one: nothing in the backward needs its weight.
