@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing import assert_close
 
 from .comm_counts import count_collectives
@@ -96,6 +96,8 @@ def _accumulate(implementation: str, is_hybrid: bool, reshard: bool | int, patte
                 assert_close(
                     parameter.grad.full_tensor(), expected.grad, msg=lambda text, name=name: f"{name}: {text}"
                 )
+            if is_hybrid:
+                _check_replicas_are_bit_equal(model, mesh)
             model.zero_grad()
             reference.zero_grad()
         if implementation != "sharded":  # which gathers less: its backward reads what autograd saved
@@ -104,6 +106,15 @@ def _accumulate(implementation: str, is_hybrid: bool, reshard: bool | int, patte
                 # The root's layer is the first one: nothing in the backward needs its weight.
                 expected_counts["gathers"] -= NUM_MICRO_BATCHES
             assert dict(counts) == expected_counts, f"{pattern}: {dict(counts)}, expected {expected_counts}"
+
+
+def _check_replicas_are_bit_equal(model: nn.Module, mesh: DeviceMesh) -> None:
+    group = mesh.get_group("replicate")
+    for name, parameter in model.named_parameters():
+        local = parameter.grad.to_local().contiguous()
+        copies = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(copies, local, group=group)
+        assert all(torch.equal(local, each) for each in copies), name
 
 
 WHO = ("all", "root_only", "some_mlps")
