@@ -4,7 +4,8 @@
     python benchmarks/predicted_compute.py --card card.json
 
 The graphs that Inductor is given are priced with the card; the same compiled forward and backward is timed,
-by the seconds of the core where there is one thread (other work on the machine does not count then). With `--profile` the clock also looks inside, and the table has a row per kind of kernel.
+by the seconds of the core where there is one thread, so that other work on the machine does not count. With
+`--profile` the clock also looks inside, and the table has a row per kind of kernel.
 """
 
 from __future__ import annotations

@@ -53,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser = argparse.ArgumentParser(prog="graphshard", description="Fully sharded data parallelism as a compiler.")
+    parser = argparse.ArgumentParser(
+        prog="graphshard", description="Fully sharded data parallelism as a compiler."
+    )
     words = parser.add_subparsers(dest="subcommand", metavar="SUBCOMMAND", required=True)
     for name, subcommand in SUBCOMMANDS.items():
         summary = subcommand.summary
@@ -71,7 +73,7 @@ def run_cards(options: argparse.Namespace) -> int:
         "card", "bf16 TFLOP/s", "fp32 TFLOP/s", "memory GB/s", "memory GiB", "ranks/node", "in node GB/s",
         "between GB/s",
     )  # fmt: skip
-    rows = [header]
+    rows: list[tuple[str, ...]] = [header]
     for name in options.names or known_cards():
         card = load_card(name)
         peaks = [card.peak_flops.get(dtype) for dtype in ("bfloat16", "float32")]

@@ -215,7 +215,9 @@ def test_nothing_lost_to_collectives_is_fine():
 
 
 def test_a_dtype_without_a_peak_is_named():
-    with pytest.raises(CardError, match=r"card 'round' has no peak_flops for float16, but for bfloat16, float32"):
+    with pytest.raises(
+        CardError, match=r"card 'round' has no peak_flops for float16, but for bfloat16, float32"
+    ):
         ROUND_CARD.peak("float16")
     assert isinstance(ROUND_CARD, HardwareCard)
 

@@ -120,7 +120,9 @@ def test_no_link_is_faster_than_its_peak(kind, name, group, num_bytes):
     card = load_card(name)
     times = 2 if kind == "all_reduce" else 1
     inside, between = card.intra_node.bandwidth, card.inter_node.bandwidth * group.ranks_per_node
-    fastest = inside if group.num_nodes == 1 else between if group.ranks_per_node == 1 else min(inside, between)
+    fastest = (
+        inside if group.num_nodes == 1 else between if group.ranks_per_node == 1 else min(inside, between)
+    )
     floor = times * num_bytes * (group.num_ranks - 1) / group.num_ranks / fastest
     hierarchical_floor = times * num_bytes * (group.num_nodes - 1) / group.num_nodes / between
     seconds = formula_seconds(kind, num_bytes, group, card)
@@ -130,7 +132,9 @@ def test_no_link_is_faster_than_its_peak(kind, name, group, num_bytes):
 def test_256_mib_over_a_node_of_h100():
     """nccl-tests shows a bus bandwidth of about 360 GB/s for gathers: 0.65 ms; twice that to all-reduce."""
     card = load_card("h100-sxm")
-    gather, reduce = (formula_seconds(kind, 256 * MIB, ONE_NODE, card) for kind in ("all_gather", "all_reduce"))
+    gather, reduce = (
+        formula_seconds(kind, 256 * MIB, ONE_NODE, card) for kind in ("all_gather", "all_reduce")
+    )
     assert 256 * MIB * 7 / 8 / gather == pytest.approx(340e9, rel=0.1)
     assert 1.8 < reduce / gather < 2.1
 

@@ -11,7 +11,10 @@ from graphshard.cost.links import formula_seconds
 from graphshard.cost.tables import parse_tables
 from graphshard.errors import GraphShardError, OptionError, UnknownGroupError
 
-GROUPS = {"shard": GroupTopology(num_ranks=8, ranks_per_node=8), "one": GroupTopology(num_ranks=1, ranks_per_node=1)}
+GROUPS = {
+    "shard": GroupTopology(num_ranks=8, ranks_per_node=8),
+    "one": GroupTopology(num_ranks=1, ranks_per_node=1),
+}
 MODEL = CostModel(card=ROUND_CARD, groups=GROUPS)
 TABLES = parse_tables("group,op,bytes,seconds\nshard,all_gather,8,5\nshard,all_gather,64,6\n", where="t.csv")
 
@@ -55,7 +58,9 @@ def test_a_card_with_measured_collectives_uses_them_for_their_ranks():
 
 
 def test_an_unknown_group_names_the_known_ones():
-    with pytest.raises(UnknownGroupError, match=r"the group 'tp', but one, shard: pass its topology") as error:
+    with pytest.raises(
+        UnknownGroupError, match=r"the group 'tp', but one, shard: pass its topology"
+    ) as error:
         MODEL.collective_seconds("all_gather", 8, "tp")
     assert isinstance(error.value, GraphShardError)
     assert isinstance(error.value, KeyError)

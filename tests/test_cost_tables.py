@@ -24,7 +24,9 @@ def test_between_rows_logarithms_are_linear():
 
 def test_above_the_last_row_the_last_bandwidth_counts_with_a_warning():
     tables = parse_tables(TEXT, where="t.csv")
-    with pytest.warns(UserWarning, match=r"t\.csv: all_gather over shard \(8 ranks\).*1000 to 200000.*last two"):
+    with pytest.warns(
+        UserWarning, match=r"t\.csv: all_gather over shard \(8 ranks\).*1000 to 200000.*last two"
+    ):
         assert tables.seconds("all_gather", 400000, "shard", 8) == pytest.approx(4e-2)
 
 
@@ -52,9 +54,7 @@ def test_a_group_is_named_or_counted_and_the_name_comes_first():
 
 def test_words_of_torch_and_nccl_and_further_columns(tmp_path):
     path = tmp_path / "t.csv"
-    path.write_text(
-        "seconds, Bytes ,op,group_size,note\n1,8,AllReduce,2,x\n2,8,reduce_scatter_tensor,2,y\n"
-    )
+    path.write_text("seconds, Bytes ,op,group_size,note\n1,8,AllReduce,2,x\n2,8,reduce_scatter_tensor,2,y\n")
     tables = load_tables(path)
     assert tables.seconds("all_reduce", 8, "any", 2) == 1
     assert tables.seconds("reduce_scatter", 8, "any", 2) == 2
@@ -89,7 +89,10 @@ def test_missing_columns_are_named(header, missing):
 
 
 def test_rows_that_cannot_be_read_are_named_by_line():
-    text = HEADER + "shard,all_gather,8,1\nshard,gossip,8,1\n,all_gather,8,1\nshard,all_gather,eight,1\nshard,all_gather\n"
+    text = (
+        HEADER
+        + "shard,all_gather,8,1\nshard,gossip,8,1\n,all_gather,8,1\nshard,all_gather,eight,1\nshard,all_gather\n"
+    )
     text += "shard,all_gather,8,-1\nshard,all_gather,8,nan\n"
     with pytest.raises(TableError) as error:
         parse_tables(text, where="t.csv")

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ import torch.multiprocessing as mp
 from ..collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WAIT, c10d
 from ..errors import CalibrationError
 from .cards import HardwareCard, LinkClass, MeasuredCollective, load_card
-from .probes import ComputeProbe, ProbeSizes, probe_compute, typical
+from .probes import ComputeProbe, ProbeSizes, probe_compute, say_nothing, typical
 
 #: Environment that torchrun gives its ranks.
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -57,7 +58,9 @@ class CommProbe:
     comm_compute_seconds_per_byte: float
 
 
-def calibrate(job: CalibrationJob, *, num_ranks: int = 2, report: Report = lambda _: None) -> HardwareCard | None:
+def calibrate(
+    job: CalibrationJob, *, num_ranks: int = 2, report: Report = say_nothing
+) -> HardwareCard | None:
     """Measures and writes a card.
 
     Args:
@@ -127,7 +130,7 @@ def _measure(job: CalibrationJob, local_ranks: int, report: Report) -> None:
     if job.num_threads:
         torch.set_num_threads(job.num_threads)
     device = torch.device(job.device_type, torch.cuda.current_device() if job.device_type == "cuda" else None)
-    tell = report if dist.get_rank() == 0 else lambda _: None
+    tell = report if dist.get_rank() == 0 else say_nothing
     compute = probe_compute(device, job.sizes, report=tell, together=dist.barrier)
     comm = probe_collectives(device, job.sizes, report=tell)
     if dist.get_rank() == 0:
@@ -135,7 +138,7 @@ def _measure(job: CalibrationJob, local_ranks: int, report: Report) -> None:
     dist.barrier()
 
 
-def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report = lambda _: None) -> CommProbe:
+def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report = say_nothing) -> CommProbe:
     """Measures the default process group; every rank calls it and gets the same numbers.
 
     A time is the lower quartile over calls of the slowest rank. Latency and bandwidth of the link come from the
@@ -222,14 +225,17 @@ def _host_costs(num_bytes: int, device: torch.device, num_samples: int) -> tuple
 
 def _card(job: CalibrationJob, compute: ComputeProbe, comm: CommProbe, local_ranks: int) -> HardwareCard:
     num_ranks = dist.get_world_size()
-    values = {each.name: getattr(compute, each.name) for each in fields(compute)}
+    values: dict[str, Any] = {each.name: getattr(compute, each.name) for each in fields(compute)}
     if job.device_type == "cpu":
         values["memory_bytes"] = compute.memory_bytes // local_ranks
     source = f"measured by graphshard calibrate: {describe_machine(job.device_type)}"
     measured = "intra_node" if local_ranks > 1 else "inter_node"
     other = "inter_node" if local_ranks > 1 else "intra_node"
     like = load_card(job.like) if job.like else None
-    links = {measured: comm.link, other: getattr(like, other) if like else _without_rows(comm.link)}
+    links: dict[str, Any] = {
+        measured: comm.link,
+        other: getattr(like, other) if like else _without_rows(comm.link),
+    }
     sources = {name: source for name in (*values, measured, *(each.name for each in fields(comm)[1:]))}
     sources["efficiency.vector"] = "vector_flops is what a pointwise kernel reached"
     sources[other] = f"card {job.like}" if job.like else f"not measured; as {measured}"
@@ -248,7 +254,9 @@ def _card(job: CalibrationJob, compute: ComputeProbe, comm: CommProbe, local_ran
 
 
 def _without_rows(link: LinkClass) -> LinkClass:
-    return LinkClass(latency_seconds=link.latency_seconds, bandwidth=link.bandwidth, efficiency=link.efficiency)
+    return LinkClass(
+        latency_seconds=link.latency_seconds, bandwidth=link.bandwidth, efficiency=link.efficiency
+    )
 
 
 def describe_machine(device_type: str) -> str:

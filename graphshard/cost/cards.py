@@ -279,7 +279,9 @@ class _Reader:
         self.problems += [f"{name}.{key} is not an entry of a link" for key in entries]
         return LinkClass(
             **numbers,
-            protocols=tuple(self._protocol(protocols, key, f"{name}.protocols.{key}") for key in list(protocols)),
+            protocols=tuple(
+                self._protocol(protocols, key, f"{name}.protocols.{key}") for key in list(protocols)
+            ),
             measured=tuple(self._measured(row, f"{name}.measured[{i}]") for i, row in enumerate(rows)),
         )
 

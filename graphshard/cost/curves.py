@@ -6,6 +6,7 @@ Efficiencies are such numbers: a small matrix product reaches less of the peak t
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -43,6 +44,6 @@ class Curve:
         found = []
         if not all(math.isfinite(size) and size > 0 for size in sizes):
             found.append("has a size that is not a positive number")
-        if any(after <= before for before, after in zip(sizes, sizes[1:], strict=False)):
+        if any(after <= before for before, after in itertools.pairwise(sizes)):
             found.append("has sizes that do not rise")
         return found

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.utils import flop_counter
 
 aten = torch.ops.aten
-Tensor = torch.Tensor
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
@@ -80,10 +79,8 @@ def executed_flops(node: fx.Node) -> float:
 
 def causal_share(queries: int, keys: int) -> float:
     """The fraction of score entries on or below the diagonal that starts in the upper left corner."""
-    if queries <= keys:
-        kept = queries * (queries + 1) / 2
-    else:
-        kept = keys * (keys + 1) / 2 + (queries - keys) * keys
+    square = min(queries, keys)
+    kept = square * (square + 1) / 2 + (queries - square) * keys
     return kept / max(queries * keys, 1)
 
 

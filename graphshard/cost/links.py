@@ -33,7 +33,7 @@ from ..errors import ShardingError
 from ..memory import tensor_bytes
 from ..mesh import MeshAxis, MeshLayout
 from ..user_comms import ALL_REDUCE_HOOK
-from .cards import COLLECTIVE_KINDS, HardwareCard, LinkClass
+from .cards import HardwareCard, LinkClass
 
 #: The kinds of collectives, by the ops that start them.
 KIND_OF = {
@@ -112,7 +112,7 @@ def _widest_group(size: int, stride: int, num_ranks: int, ranks_per_node: int) -
 
 
 def collective_kind(node: fx.Node) -> str:
-    """One of :data:`COLLECTIVE_KINDS` for the start of a collective."""
+    """One of :data:`graphshard.cost.cards.COLLECTIVE_KINDS` for the start of a collective."""
     return KIND_OF[node.target]
 
 
@@ -136,7 +136,7 @@ def formula_seconds(kind: str, num_bytes: int, group: GroupTopology, card: Hardw
     """Seconds of a collective by the cheapest algorithm; see the module.
 
     Args:
-        kind: one of :data:`COLLECTIVE_KINDS`.
+        kind: one of :data:`graphshard.cost.cards.COLLECTIVE_KINDS`.
         num_bytes: of the larger of input and output.
         group: its ranks.
         card: links and their efficiency.
@@ -144,11 +144,7 @@ def formula_seconds(kind: str, num_bytes: int, group: GroupTopology, card: Hardw
     if group.num_ranks == 1:
         return 0.0
     algorithms = _ALGORITHMS[kind]
-    times = (
-        algorithm(num_bytes, group, ways)
-        for ways in _protocols(card)
-        for algorithm in algorithms
-    )
+    times = (algorithm(num_bytes, group, ways) for ways in _protocols(card) for algorithm in algorithms)
     return card.collective_start_seconds + min(times)
 
 

@@ -6,6 +6,7 @@ called before each probe, so that ranks that share a machine are measured while 
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,9 @@ from .flops import causal_share
 
 #: How many operations the probe of vector units counts for an exponential; see graphshard.cost.kernels.
 EXP_STEPS = 16
+
+#: Dtypes whose products are measured.
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +82,15 @@ class ComputeProbe:
     memory_bytes: int
 
 
+def say_nothing(line: str) -> None:
+    """For callers who want no progress."""
+
+
 def probe_compute(
     device: torch.device,
     sizes: ProbeSizes,
     *,
-    report: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = say_nothing,
     together: Callable[[], None] = lambda: None,
 ) -> ComputeProbe:
     """Measures a device.
@@ -95,17 +103,17 @@ def probe_compute(
     """
     timer = _Timer(device, sizes, together)
     main = torch.float32 if device.type == "cpu" else torch.bfloat16
-    others = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
     rows = _rates([(2.0 * side**3, timer.seconds(_matmul(device, main, side))) for side in sizes.matmul])
-    peak = {_name(main): max(rate for _, rate in rows)}
-    report(f"matmul {_name(main)}: {peak[_name(main)] / 1e9:.1f} GFLOP/s")
-    for dtype in others:
-        if dtype != main:
-            side = sizes.matmul[len(sizes.matmul) // 2]
-            peak[_name(dtype)] = 2.0 * side**3 / timer.seconds(_matmul(device, dtype, side))
-            report(f"matmul {_name(dtype)}: {peak[_name(dtype)] / 1e9:.1f} GFLOP/s")
-    best = peak[_name(main)]
+    best = max(rate for _, rate in rows)
     efficiency = {"matmul": _fractions(rows, best)}
+    peak = {_name(main): best}
+    report(f"matmul {_name(main)}: {best / 1e9:.1f} GFLOP/s")
+    side = sizes.matmul[len(sizes.matmul) // 2]
+    flops = 2.0 * side**3
+    for dtype in (dtype for dtype in DTYPES if dtype != main):
+        rate = flops / timer.seconds(_matmul(device, dtype, side))
+        peak[_name(dtype)] = rate / efficiency["matmul"].at(flops)  # the curve is that of the main dtype
+        report(f"matmul {_name(dtype)}: {rate / 1e9:.1f} GFLOP/s")
     forward, backward = _probe_attention(timer, device, main, sizes.attention)
     efficiency["attention"] = _fractions(forward, best)
     efficiency["attention_backward"] = _fractions(backward, best)
@@ -114,8 +122,11 @@ def probe_compute(
     streams = _rates([(float(size), timer.seconds(_stream(device, size))) for size in sizes.memory_bytes])
     bandwidth = max(rate for _, rate in streams)
     efficiency["memory"] = _fractions(streams, bandwidth)
-    efficiency["gather"] = _fractions([_probe_gather(timer, device, sizes.memory_bytes[len(sizes.memory_bytes) // 2])], bandwidth)
-    report(f"memory: {bandwidth / 1e9:.1f} GB/s, {streams[-1][1] / 1e9:.1f} at {sizes.memory_bytes[-1]} bytes")
+    middle = sizes.memory_bytes[len(sizes.memory_bytes) // 2]
+    efficiency["gather"] = _fractions([_probe_gather(timer, device, middle)], bandwidth)
+    report(
+        f"memory: {bandwidth / 1e9:.1f} GB/s, {streams[-1][1] / 1e9:.1f} at {sizes.memory_bytes[-1]} bytes"
+    )
     vector_flops = _probe_vector(timer, device)
     efficiency["vector"] = Curve.constant(1.0)
     overhead = timer.seconds(_tiny(device))
@@ -186,17 +197,19 @@ def _probe_attention(
     heads, width = 8, 64
     forward, backward = [], []
     for length in lengths:
-        inputs = [
-            torch.ones(2, heads, length, width, device=device, dtype=dtype).requires_grad_() for _ in range(3)
-        ]
-        out = F.scaled_dot_product_attention(*inputs, is_causal=True)
-        grad = torch.ones_like(out)
+        q, k, v = (
+            torch.ones(2, heads, length, width, device=device, dtype=dtype, requires_grad=True)
+            for _ in range(3)
+        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         flops = 4.0 * 2 * heads * length**2 * width * causal_share(length, length)
         with torch.no_grad():
-            seconds = timer.seconds(lambda x=inputs: F.scaled_dot_product_attention(*x, is_causal=True))
-        forward.append((flops, flops / seconds))
-        seconds = timer.seconds(lambda o=out, x=inputs, g=grad: torch.autograd.grad(o, x, g, retain_graph=True))
-        backward.append((2.5 * flops, 2.5 * flops / seconds))
+            attend = functools.partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+            forward.append((flops, flops / timer.seconds(attend)))
+        differentiate = functools.partial(
+            torch.autograd.grad, out, (q, k, v), torch.ones_like(out), retain_graph=True
+        )
+        backward.append((2.5 * flops, 2.5 * flops / timer.seconds(differentiate)))
     return forward, backward
 
 

@@ -110,7 +110,9 @@ class CollectiveTables:
         least, most = rows.range
         if not least <= num_bytes <= most:
             how = (
-                "above it the bandwidth of the last two rows" if num_bytes > most else "below it the first row"
+                "above it the bandwidth of the last two rows"
+                if num_bytes > most
+                else "below it the first row"
             )
             warnings.warn(
                 f"{self.source}: {kind} over {group} ({num_ranks} ranks) was measured from {least} to {most} "
@@ -148,7 +150,9 @@ def parse_tables(text: str, *, where: str) -> CollectiveTables:
     if "group" not in columns and "group_size" not in columns:
         missing.insert(0, "group (or group_size)")
     if missing:
-        raise TableError(f"{where}: missing columns {', '.join(missing)}; there are {', '.join(columns) or 'none'}")
+        raise TableError(
+            f"{where}: missing columns {', '.join(missing)}; there are {', '.join(columns) or 'none'}"
+        )
     group_column = "group" if "group" in columns else "group_size"
     found: dict[tuple[str, GroupKey], list[tuple[int, float]]] = {}
     problems = []
