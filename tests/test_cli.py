@@ -73,18 +73,26 @@ def test_what_calibrate_cannot_do(arguments, complaint, capsys, tmp_path, monkey
     assert complaint in capsys.readouterr().err
 
 
-def test_calibrate_writes_a_card_that_cards_shows(tmp_path):
+def test_calibrate_writes_a_card_that_cards_shows(tmp_path, capfd):
     out = tmp_path / "here.json"
-    command = [sys.executable, "-m", "graphshard.cli"]
-    done = subprocess.run(
-        [*command, "calibrate", "--quick", "--out", str(out)], capture_output=True, text=True, check=False
-    )
+    assert main(["calibrate", "--quick", "--out", str(out)]) == 0
+    printed = capfd.readouterr()
+    assert printed.out == f"wrote {out}; use it with hardware={str(out)!r}\n"
+    assert "matmul float32: " in printed.err
+    assert "all_gather: " in printed.err
+    assert main(["cards", str(out)]) == 0
+    assert capfd.readouterr().out.splitlines()[1].split()[0] == "here"
+
+
+@pytest.mark.slow
+def test_calibrate_under_torchrun(tmp_path):
+    out = tmp_path / "here.json"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["-m", "graphshard.cli", "calibrate", "--quick", "--device", "cpu", "--out", str(out)]
+    done = subprocess.run([*launch, *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"wrote {out}; use it with hardware={str(out)!r}\n"
-    assert "matmul float32: " in done.stderr
-    assert "all_gather: " in done.stderr
-    shown = subprocess.run([*command, "cards", str(out)], capture_output=True, text=True, check=True)
-    assert shown.stdout.splitlines()[1].split()[0] == "here"
+    assert done.stdout.count("wrote ") == 1
+    assert load_card(out).ranks_per_node == 2
 
 
 def test_a_table_is_aligned():

@@ -136,6 +136,7 @@ def test_the_lower_quartile_is_typical():
     assert typical([5.0]) == 5.0
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_reported(tmp_path):
     missing = tmp_path / "here.json"
     missing.mkdir()  # cannot be written to

@@ -238,7 +238,7 @@ def _probe_gather(timer: _Timer, device: torch.device, table_bytes: int) -> tupl
 def _probe_vector(timer: _Timer, device: torch.device) -> float:
     """Operations per second of pointwise kernels that memory does not bound."""
     if device.type == "cpu":
-        values = torch.linspace(-1, 1, 2**12)
+        values = torch.linspace(-1, 1, 2**15)  # in the cache, and long enough to hide the call
         out = torch.empty_like(values)
         return EXP_STEPS * values.numel() / timer.seconds(lambda: torch.exp(values, out=out))
     repeats = 32
