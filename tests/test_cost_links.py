@@ -57,6 +57,14 @@ def test_a_ring_over_nodes_uses_all_their_network_cards():
     assert seconds == pytest.approx(num_bytes * 63 / 64 / 8e9, rel=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
+def test_two_stages_over_nodes_of_several_ranks(kind):
+    """Across 8 nodes on an eighth of the bytes in 3 hops, then inside a node in 7."""
+    num_bytes = 10**5
+    across = 3e-5 + num_bytes / 8 * 7 / 8 / 1e9
+    assert _seconds(kind, num_bytes, BOTH) == pytest.approx(across + 7e-6 + num_bytes * 7 / 8 / 1e10)
+
+
 def test_stages_beat_the_ring_where_hops_cost_more_than_bytes():
     card = round_card(intra_node=LinkClass(latency_seconds=1e-5, bandwidth=1e10, efficiency=1.0))
     ring = 7 * 1e-5 + 56 * 1e-5
