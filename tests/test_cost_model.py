@@ -2,14 +2,18 @@
 
 import pytest
 from cost_cards import ROUND_CARD, round_card
-from small_graphs import GROUP, GraphBuilder, one_axis, two_axes
+from small_graphs import GROUP, LOWERING, GraphBuilder, one_axis, two_axes
+from small_models import MODELS
 
-from graphshard.collectives import ALL_GATHER
-from graphshard.cost import CostModel, GroupTopology, compute_seconds
+from graphshard.buckets import PACK
+from graphshard.collectives import ALL_GATHER, is_collective
+from graphshard.cost import CostModel, GroupTopology, compute_seconds, load_card
 from graphshard.cost.cards import LinkClass, MeasuredCollective
 from graphshard.cost.links import formula_seconds
 from graphshard.cost.tables import parse_tables
 from graphshard.errors import GraphShardError, OptionError, UnknownGroupError
+from graphshard.passes import BucketCollectives, ScheduleCollectives
+from graphshard.pipeline import Pipeline
 
 GROUPS = {
     "shard": GroupTopology(num_ranks=8, ranks_per_node=8),
@@ -107,3 +111,24 @@ def test_compute_is_that_of_the_card():
     gm = build.finish(build.gather(x, 8))
     assert MODEL.compute_seconds(gm) == compute_seconds(gm, ROUND_CARD)
     assert set(MODEL.compute_seconds(gm).values()) == {0.0}
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_the_graphs_of_sharded_models_have_a_price_at_every_level(name, captured):
+    """Collectives cost nothing as compute and something as communication; everything else the reverse."""
+    graphs = captured(name, 4)
+    model = CostModel.of_mesh(load_card("cpu-ethernet-1g"), graphs.context.mesh)
+    for gm in (graphs.joint, graphs.forward, graphs.backward):
+        seconds = model.compute_seconds(gm)
+        assert sum(seconds.values()) > 0
+        for node in filter(is_collective, gm.graph.nodes):
+            assert seconds[node] == 0.0
+            assert model.node_seconds(node) > model.card.collective_start_seconds
+    context = graphs.context.for_forward()
+    Pipeline(BucketCollectives(), ScheduleCollectives(), given=LOWERING.facts_at_end).run(
+        graphs.forward, context
+    )
+    bucketed = model.compute_seconds(graphs.forward)
+    packs = graphs.forward.graph.find_nodes(op="call_function", target=PACK)
+    assert packs or name == "tied_embedding"  # which has one parameter to gather
+    assert all(bucketed[node] > model.card.kernel_overhead_seconds for node in packs)

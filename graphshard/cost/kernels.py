@@ -41,7 +41,7 @@ _STEPS = {
     16: ("exp", "exp2", "expm1", "log", "log2", "log1p", "sigmoid", "silu", "sin", "cos"),
     24: ("erf", "erfc", "tanh", "gelu", "pow", "atan", "atan2", "logit", "erfinv"),
 }
-_STEPS_OF = {name: steps for steps, names in _STEPS.items() for name in names}
+STEPS_OF = {name: steps for steps, names in _STEPS.items() for name in names}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -223,7 +223,7 @@ def _vector_flops(node: fx.Node) -> float:
     sizes = [hinted_numel(value) for value in sources if isinstance(value, torch.Tensor)]
     if torch.Tag.reduction in getattr(node.target, "tags", ()):
         return max(sizes, default=0) * (3 if name.startswith(("var", "std")) else 1)
-    return _num_elements(node) * _STEPS_OF.get(name, 1)
+    return _num_elements(node) * STEPS_OF.get(name, 1)
 
 
 def _num_elements(node: fx.Node) -> int:

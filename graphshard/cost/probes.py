@@ -17,9 +17,7 @@ import torch.nn.functional as F
 
 from .curves import Curve
 from .flops import causal_share
-
-#: How many operations the probe of vector units counts for an exponential; see graphshard.cost.kernels.
-EXP_STEPS = 16
+from .kernels import STEPS_OF
 
 #: Dtypes whose products are measured.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -240,7 +238,7 @@ def _probe_vector(timer: _Timer, device: torch.device) -> float:
     if device.type == "cpu":
         values = torch.linspace(-1, 1, 2**15)  # in the cache, and long enough to hide the call
         out = torch.empty_like(values)
-        return EXP_STEPS * values.numel() / timer.seconds(lambda: torch.exp(values, out=out))
+        return STEPS_OF["exp"] * values.numel() / timer.seconds(lambda: torch.exp(values, out=out))
     repeats = 32
 
     def chain(x: torch.Tensor) -> torch.Tensor:
@@ -249,7 +247,7 @@ def _probe_vector(timer: _Timer, device: torch.device) -> float:
         return x
 
     compiled, values = torch.compile(chain), torch.linspace(-1, 1, 2**24, device=device)
-    return repeats * (EXP_STEPS + 1) * values.numel() / timer.seconds(lambda: compiled(values))
+    return repeats * (STEPS_OF["exp"] + 1) * values.numel() / timer.seconds(lambda: compiled(values))
 
 
 def _tiny(device: torch.device) -> Callable[[], object]:
