@@ -75,3 +75,26 @@ class AgreementError(GraphShardError, RuntimeError):
 
 class ScheduleOrderError(GraphShardError, RuntimeError):
     """Inductor emitted collectives in another order than the planned one."""
+
+
+class CardError(GraphShardError, ValueError):
+    """A hardware card is unknown, unreadable, or has entries that are missing or make no sense."""
+
+
+class TableError(GraphShardError, ValueError):
+    """A table of measured collectives cannot be read, or cannot answer."""
+
+
+class UnknownGroupError(GraphShardError, KeyError):
+    """A collective runs over a group whose topology the cost model was not given."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class CalibrationError(GraphShardError, RuntimeError):
+    """This machine could not be measured as asked."""
+
+
+class UsageError(GraphShardError, ValueError):
+    """The command line asks for something that does not exist or cannot be."""

@@ -48,6 +48,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.facts",
         "graphshard.memory",
     ),
+    # what a graph costs on a machine
+    ("graphshard.cost.curves", "graphshard.cost.flops"),
+    ("graphshard.cost.cards", "graphshard.cost.kernels"),
+    ("graphshard.cost.compute", "graphshard.cost.links", "graphshard.cost.probes", "graphshard.cost.tables"),
+    ("graphshard.cost.calibrate", "graphshard.cost.model"),
+    ("graphshard.cost",),
     # where collectives may stand, and what that costs
     ("graphshard.placement",),
     ("graphshard.fitting",),
@@ -77,6 +83,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("graphshard.naming", "graphshard.copying", "graphshard.fsdp_module", "graphshard.layouts"),
     ("graphshard.module", "graphshard.api"),
     ("graphshard",),
+    ("graphshard.cli",),
 )
 
 #: Imports within a layer: importer, imported.

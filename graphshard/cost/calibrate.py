@@ -1,0 +1,270 @@
+"""Measures this machine and its process group, and writes what it found as a hardware card.
+
+Under torchrun the ranks it started are measured, each at work at the same time as the others;
+otherwise ranks of gloo are spawned on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from ..collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WAIT, c10d
+from ..errors import CalibrationError
+from .cards import HardwareCard, LinkClass, MeasuredCollective, load_card
+from .probes import ComputeProbe, ProbeSizes, probe_compute, say_nothing, typical
+
+#: Environment that torchrun gives its ranks.
+_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrationJob:
+    """What every rank is told to do.
+
+    Attributes:
+        out: file of the card; rank 0 writes it.
+        device_type: "cpu" or "cuda".
+        sizes: what to measure.
+        num_threads: threads of each rank; 0 leaves torch's choice.
+        like: a card that gives the links which were not measured; "" copies the measured ones.
+    """
+
+    out: Path
+    device_type: str
+    sizes: ProbeSizes
+    num_threads: int = 0
+    like: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommProbe:
+    """What was measured of a process group; names as in the card."""
+
+    link: LinkClass
+    collective_start_seconds: float
+    comm_compute_seconds_per_byte: float
+
+
+def calibrate(
+    job: CalibrationJob, *, num_ranks: int = 2, report: Report = say_nothing
+) -> HardwareCard | None:
+    """Measures and writes a card.
+
+    Args:
+        job: what to measure, and where the card goes.
+        num_ranks: ranks of gloo to spawn, at least 2; ignored under torchrun.
+        report: takes lines of progress.
+
+    Returns:
+        The card; None under torchrun on ranks other than 0.
+
+    Raises:
+        CalibrationError: the folder does not exist, too few ranks, several nodes with several ranks
+            each, or a rank failed.
+    """
+    if not job.out.parent.is_dir():
+        raise CalibrationError(f"no folder {job.out.parent} to write {job.out.name} to; make it first")
+    if is_launched():
+        return _calibrate_launched(job, report)
+    if num_ranks < 2:
+        raise CalibrationError(f"collectives need at least 2 ranks, not {num_ranks}")
+    if job.device_type != "cpu":
+        raise CalibrationError("without torchrun only the CPU can be measured; start one rank per device")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            mp.spawn(_spawned_rank, (num_ranks, str(Path(folder, "store")), job, report), num_ranks)
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+            raise CalibrationError(f"a rank failed: {str(error).strip()}") from error
+    return load_card(job.out)
+
+
+def is_launched() -> bool:
+    """True in a process that torchrun started."""
+    return all(name in os.environ for name in _LAUNCHED)
+
+
+def _calibrate_launched(job: CalibrationJob, report: Report) -> HardwareCard | None:
+    if job.device_type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    started = not dist.is_initialized()
+    if started:
+        dist.init_process_group("nccl" if job.device_type == "cuda" else "gloo")
+    try:
+        _measure(job, int(os.environ["LOCAL_WORLD_SIZE"]), report)
+        return load_card(job.out) if dist.get_rank() == 0 else None
+    finally:
+        if started:
+            dist.destroy_process_group()
+
+
+def _spawned_rank(rank: int, num_ranks: int, store: str, job: CalibrationJob, report: Report) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    _measure(job, num_ranks, report)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measure(job: CalibrationJob, local_ranks: int, report: Report) -> None:
+    """Body of every rank; rank 0 writes the card."""
+    num_ranks = dist.get_world_size()
+    if 1 < local_ranks < num_ranks:
+        raise CalibrationError(
+            f"{num_ranks} ranks, {local_ranks} of them in a node: the times of such a group cannot be told "
+            "apart into links; start the ranks of one node, or one rank on each node"
+        )
+    if num_ranks < 2:
+        raise CalibrationError("collectives need at least 2 ranks; start more with --nproc-per-node")
+    if job.num_threads:
+        torch.set_num_threads(job.num_threads)
+    device = torch.device(job.device_type, torch.cuda.current_device() if job.device_type == "cuda" else None)
+    tell = report if dist.get_rank() == 0 else say_nothing
+    compute = probe_compute(device, job.sizes, report=tell, together=dist.barrier)
+    comm = probe_collectives(device, job.sizes, report=tell)
+    if dist.get_rank() == 0:
+        _card(job, compute, comm, local_ranks).save(job.out)
+    dist.barrier()
+
+
+def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report = say_nothing) -> CommProbe:
+    """Measures the default process group; every rank calls it and gets the same numbers.
+
+    A time is the lower quartile over calls of the slowest rank. Latency and bandwidth of the link come from the
+    gathers: the smallest is all latency, and the two largest differ by bandwidth.
+    """
+    num_ranks = dist.get_world_size()
+    rows = []
+    for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"):
+        times = {
+            _whole(num_bytes): _collective_seconds(op, _whole(num_bytes), device, sizes.num_samples)
+            for num_bytes in sizes.collective_bytes
+        }
+        rows += [
+            MeasuredCollective(op=op, num_ranks=num_ranks, num_bytes=size, seconds=seconds)
+            for size, seconds in times.items()
+        ]
+        report(f"{op}: " + ", ".join(f"{size} bytes {s * 1e6:.0f} us" for size, s in times.items()))
+    gathers = [(row.num_bytes, row.seconds) for row in rows if row.op == "all_gather"]
+    (less, soon), (more, late) = gathers[-2:]
+    start, core_seconds = _host_costs(_whole(sizes.collective_bytes[-1]), device, sizes.num_samples)
+    moved = (num_ranks - 1) / num_ranks
+    bandwidth = moved * (more - less) / (late - soon) if late > soon else moved * more / late
+    latency = max(gathers[0][1] - start, 1e-7) / (num_ranks - 1)
+    return CommProbe(
+        link=LinkClass(latency_seconds=latency, bandwidth=bandwidth, efficiency=1.0, measured=tuple(rows)),
+        collective_start_seconds=start,
+        comm_compute_seconds_per_byte=core_seconds if device.type == "cpu" else 0.0,
+    )
+
+
+def _whole(num_bytes: int) -> int:
+    """Bytes of floats that every rank has as many of."""
+    each = 4 * dist.get_world_size()
+    return max(num_bytes // each, 1) * each
+
+
+def _call(op: str, num_bytes: int, device: torch.device) -> Callable[[], torch.Tensor]:
+    """Starts a functional collective, as graphs do, whose larger tensor has ``num_bytes``."""
+    num_ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
+    whole = torch.ones(num_bytes // 4, device=device)
+    part = torch.ones(whole.numel() // num_ranks, device=device)
+    splits = [part.numel()] * num_ranks
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "all_gather": lambda: ALL_GATHER(part, num_ranks, group),
+        "reduce_scatter": lambda: REDUCE_SCATTER(whole, "sum", num_ranks, group),
+        "all_reduce": lambda: ALL_REDUCE(whole, "sum", group),
+        "all_to_all": lambda: ALL_TO_ALL(whole, splits, splits, group),
+        "broadcast": lambda: c10d.broadcast.default(whole, 0, group),
+    }
+    return calls[op]
+
+
+def _collective_seconds(op: str, num_bytes: int, device: torch.device, num_samples: int) -> float:
+    call = _call(op, num_bytes, device)
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    times = []
+    for _ in range(num_samples + 1):
+        dist.barrier()
+        synchronize()
+        start = time.perf_counter()
+        WAIT(call())
+        synchronize()
+        times.append(time.perf_counter() - start)
+    slowest = torch.tensor(times[1:], device=device, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return typical(slowest.tolist())
+
+
+def _host_costs(num_bytes: int, device: torch.device, num_samples: int) -> tuple[float, float]:
+    """Seconds until a gather's start returns, and core seconds per byte that a large one takes."""
+    starts, spent = [], []
+    call = _call("all_gather", num_bytes, device)
+    for _ in range(num_samples):
+        dist.barrier()
+        core_before, before = time.process_time(), time.perf_counter()
+        started = call()
+        starts.append(time.perf_counter() - before)
+        WAIT(started)
+        spent.append((time.process_time() - core_before) / num_bytes)
+    own = torch.tensor([typical(starts), typical(spent)], device=device, dtype=torch.float64)
+    dist.all_reduce(own, dist.ReduceOp.MAX)
+    return float(own[0]), float(own[1])
+
+
+def _card(job: CalibrationJob, compute: ComputeProbe, comm: CommProbe, local_ranks: int) -> HardwareCard:
+    num_ranks = dist.get_world_size()
+    values: dict[str, Any] = {each.name: getattr(compute, each.name) for each in fields(compute)}
+    if job.device_type == "cpu":
+        values["memory_bytes"] = compute.memory_bytes // local_ranks
+    source = f"measured by graphshard calibrate: {describe_machine(job.device_type)}"
+    measured = "intra_node" if local_ranks > 1 else "inter_node"
+    other = "inter_node" if local_ranks > 1 else "intra_node"
+    like = load_card(job.like) if job.like else None
+    links: dict[str, Any] = {
+        measured: comm.link,
+        other: getattr(like, other) if like else _without_rows(comm.link),
+    }
+    sources = {name: source for name in (*values, measured, *(each.name for each in fields(comm)[1:]))}
+    sources["efficiency.vector"] = "vector_flops is what a pointwise kernel reached"
+    sources[other] = f"card {job.like}" if job.like else f"not measured; as {measured}"
+    sources["comm_compute_share"] = "not measured"
+    sources["ranks_per_node"] = "the ranks started on this machine"
+    return HardwareCard(
+        name=job.out.stem,
+        summary=f"{describe_machine(job.device_type)}, {num_ranks} ranks of {dist.get_backend()}",
+        ranks_per_node=local_ranks,
+        collective_start_seconds=comm.collective_start_seconds,
+        comm_compute_seconds_per_byte=comm.comm_compute_seconds_per_byte,
+        sources=sources,
+        **values,
+        **links,
+    )
+
+
+def _without_rows(link: LinkClass) -> LinkClass:
+    return LinkClass(
+        latency_seconds=link.latency_seconds, bandwidth=link.bandwidth, efficiency=link.efficiency
+    )
+
+
+def describe_machine(device_type: str) -> str:
+    """Processor or device, threads a rank and torch's version."""
+    if device_type == "cuda":
+        return f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    cpu_info = Path("/proc/cpuinfo")
+    lines = cpu_info.read_text().splitlines() if cpu_info.exists() else []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    threads = f"{torch.get_num_threads()} threads" if torch.get_num_threads() > 1 else "1 thread"
+    return f"{model or platform.machine()}, {threads} a rank, torch {torch.__version__}"

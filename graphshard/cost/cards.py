@@ -1,0 +1,380 @@
+"""Hardware cards: what a rank, its memory and its links can do, as numbers with their sources.
+
+A card is data: JSON files ship beside this module, ``graphshard calibrate`` writes one for the
+machine at hand, and anyone can write one. Every rate is a peak that a datasheet or a measurement
+gives, times an efficiency between 0 and 1, so no prediction is faster than the hardware.
+docs/cost-model.md says what each entry means and where the shipped numbers come from.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ..errors import CardError
+from .curves import Curve
+
+#: What has an efficiency. The first four are fractions of ``peak_flops`` by FLOPs of the kernel,
+#: "vector" one of ``vector_flops`` by FLOPs, and the last two of ``memory_bandwidth`` by bytes moved:
+#: kernels that stream, and kernels that read scattered rows.
+KERNEL_CLASSES = (
+    "matmul", "attention", "attention_backward", "convolution", "vector", "memory", "gather",
+)  # fmt: skip
+
+#: The collectives that have a price.
+COLLECTIVE_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+
+#: Entries that may be 0.
+_MAY_BE_ZERO = ("comm_compute_share", "comm_compute_seconds_per_byte")
+_RANK_NUMBERS = (
+    "vector_flops",
+    "memory_bandwidth",
+    "memory_bytes",
+    "host_bandwidth",
+    "kernel_overhead_seconds",
+    "ranks_per_node",
+    "collective_start_seconds",
+    "comm_compute_share",
+    "comm_compute_seconds_per_byte",
+)
+_LINKS = ("intra_node", "inter_node")
+_LINK_NUMBERS = ("latency_seconds", "bandwidth", "efficiency")
+_CARDS = resources.files("graphshard.cost") / "cards"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Protocol:
+    """A way to use a link that trades bandwidth for latency, as NCCL's LL and LL128 do.
+
+    Attributes:
+        name: equal names in both link classes belong together.
+        latency_seconds: of one hop.
+        bandwidth_fraction: of what the link reaches otherwise, in (0, 1].
+    """
+
+    name: str
+    latency_seconds: float
+    bandwidth_fraction: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCollective:
+    """One measured time of a collective.
+
+    Attributes:
+        op: one of :data:`COLLECTIVE_KINDS`.
+        num_ranks: of the group.
+        num_bytes: of the larger of input and output.
+        seconds: from start to end.
+    """
+
+    op: str
+    num_ranks: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkClass:
+    """Links of one kind.
+
+    Attributes:
+        latency_seconds: of one hop, for large messages.
+        bandwidth: bytes per second and rank, in one direction.
+        efficiency: the fraction of it that collectives reach.
+        protocols: further ways to use the link.
+        measured: measured collectives of groups whose ranks are all joined by this link class;
+            they take the place of formulas for their op and number of ranks.
+    """
+
+    latency_seconds: float
+    bandwidth: float
+    efficiency: float
+    protocols: tuple[Protocol, ...] = ()
+    measured: tuple[MeasuredCollective, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareCard:
+    """What one rank and its links can do.
+
+    Attributes:
+        name: for reports.
+        summary: one line for people.
+        peak_flops: FLOP/s of matrix units by dtype name ("bfloat16").
+        vector_flops: FLOP/s of the units that run pointwise kernels, in float32.
+        efficiency: one curve for each of :data:`KERNEL_CLASSES`; values in (0, 1].
+        memory_bandwidth: bytes/s of the device's memory (of its cache, where small kernels reach it).
+        memory_bytes: capacity of the device.
+        host_bandwidth: bytes/s between the device and host memory.
+        kernel_overhead_seconds: what each kernel costs beside its work.
+        ranks_per_node: ranks that share a node.
+        intra_node, inter_node: the links inside a node and between nodes.
+        collective_start_seconds: what each collective costs before its first byte moves.
+        comm_compute_share: fraction of its throughput that compute loses while a collective runs
+            (NCCL's kernels take multiprocessors), in [0, 1).
+        comm_compute_seconds_per_byte: seconds of the core that computes which a collective takes
+            per byte of the larger of input and output (gloo copies and adds on a core).
+        sources: where each entry comes from, by entry ("peak_flops", "efficiency.matmul").
+
+    Raises:
+        CardError: an entry that is not positive, or a fraction above 1; all of them are named.
+    """
+
+    name: str
+    peak_flops: Mapping[str, float]
+    vector_flops: float
+    efficiency: Mapping[str, Curve]
+    memory_bandwidth: float
+    memory_bytes: int
+    host_bandwidth: float
+    kernel_overhead_seconds: float
+    ranks_per_node: int
+    intra_node: LinkClass
+    inter_node: LinkClass
+    collective_start_seconds: float
+    comm_compute_share: float = 0.0
+    comm_compute_seconds_per_byte: float = 0.0
+    summary: str = ""
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        problems = list(_value_problems(self))
+        if problems:
+            raise CardError(_complaint(f"card {self.name!r}", problems))
+
+    def peak(self, dtype_name: str) -> float:
+        """FLOP/s of the matrix units.
+
+        Raises:
+            CardError: the card has no number for this dtype.
+        """
+        if dtype_name not in self.peak_flops:
+            raise CardError(
+                f"card {self.name!r} has no peak_flops for {dtype_name}, but for "
+                f"{', '.join(sorted(self.peak_flops))}; add it to the card's file"
+            )
+        return self.peak_flops[dtype_name]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The card as :func:`load_card` reads it."""
+        return {
+            "name": self.name,
+            "summary": self.summary,
+            "peak_flops": dict(self.peak_flops),
+            "efficiency": {kind: _curve_data(curve) for kind, curve in self.efficiency.items()},
+            **{name: getattr(self, name) for name in _RANK_NUMBERS},
+            **{name: _link_data(getattr(self, name)) for name in _LINKS},
+            "sources": dict(self.sources),
+        }
+
+    def save(self, path: Path) -> None:
+        """Writes the card as JSON."""
+        path.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
+
+
+def known_cards() -> tuple[str, ...]:
+    """Names of the cards that ship with the package."""
+    return tuple(sorted(file.name.removesuffix(".json") for file in _CARDS.iterdir()))
+
+
+def load_card(name_or_path: str | Path) -> HardwareCard:
+    """A shipped card by name, or one from a file.
+
+    Args:
+        name_or_path: one of :func:`known_cards`, or the path of a JSON file.
+
+    Raises:
+        CardError: no such card or file, no JSON, or entries that are missing, unknown or not positive.
+    """
+    if str(name_or_path) in known_cards():
+        file = f"{name_or_path}.json"
+        return parse_card((_CARDS / file).read_text(), where=file)
+    path = Path(name_or_path)
+    try:
+        return parse_card(path.read_text(), where=str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CardError(
+            f"no hardware card {str(name_or_path)!r}: it is none of {', '.join(known_cards())}, "
+            f"and as a file it cannot be read ({reason})"
+        ) from error
+
+
+def parse_card(text: str, *, where: str) -> HardwareCard:
+    """Reads a card from JSON.
+
+    Args:
+        text: the JSON.
+        where: the file's name, for errors.
+
+    Raises:
+        CardError: see :func:`load_card`.
+    """
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise CardError(f"{where}: no JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise CardError(f"{where}: a card is a JSON object, not {type(data).__name__}")
+    reader = _Reader(data)
+    fields: dict[str, Any] = {
+        "name": data.pop("name", where),
+        "summary": data.pop("summary", ""),
+        "sources": data.pop("sources", {}),
+        "peak_flops": reader.numbers("peak_flops"),
+        "efficiency": reader.curves("efficiency", KERNEL_CLASSES),
+        **{name: reader.number(name) for name in _RANK_NUMBERS},
+        **{name: reader.link(name) for name in _LINKS},
+    }
+    reader.problems += [f"{name} is not an entry of a card" for name in data]
+    card = None
+    if not reader.problems:
+        try:
+            card = HardwareCard(**fields)
+        except CardError as error:
+            raise CardError(str(error).replace(f"card {fields['name']!r}", where, 1)) from error
+    if card is None:
+        raise CardError(_complaint(where, reader.problems))
+    return card
+
+
+def _complaint(where: str, problems: list[str]) -> str:
+    return f"{where}: " + "; ".join(problems)
+
+
+class _Reader:
+    """Takes entries out of the JSON; what is missing or of the wrong type is remembered."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self._data = data
+        self.problems: list[str] = []
+
+    def number(self, name: str) -> float:
+        return self._number(self._data, name, name)
+
+    def numbers(self, name: str) -> dict[str, float]:
+        entries = self._object(self._data, name, name)
+        return {key: self._number(entries, key, f"{name}.{key}") for key in list(entries)}
+
+    def curves(self, name: str, keys: tuple[str, ...]) -> dict[str, Curve]:
+        entries = self._object(self._data, name, name)
+        found = {key: self._curve(entries, key, f"{name}.{key}") for key in keys}
+        self.problems += [f"{name}.{key} is none of {', '.join(keys)}" for key in entries]
+        return found
+
+    def link(self, name: str) -> LinkClass:
+        entries = self._object(self._data, name, name)
+        numbers = {key: self._number(entries, key, f"{name}.{key}") for key in _LINK_NUMBERS}
+        protocols = self._object(entries, "protocols", f"{name}.protocols") if "protocols" in entries else {}
+        rows = entries.pop("measured", [])
+        if not isinstance(rows, list):
+            self.problems.append(f"{name}.measured is not a list")
+            rows = []
+        self.problems += [f"{name}.{key} is not an entry of a link" for key in entries]
+        return LinkClass(
+            **numbers,
+            protocols=tuple(
+                self._protocol(protocols, key, f"{name}.protocols.{key}") for key in list(protocols)
+            ),
+            measured=tuple(self._measured(row, f"{name}.measured[{i}]") for i, row in enumerate(rows)),
+        )
+
+    def _protocol(self, entries: dict[str, Any], key: str, path: str) -> Protocol:
+        values = self._object(entries, key, path)
+        return Protocol(
+            name=key,
+            latency_seconds=self._number(values, "latency_seconds", f"{path}.latency_seconds"),
+            bandwidth_fraction=self._number(values, "bandwidth_fraction", f"{path}.bandwidth_fraction"),
+        )
+
+    def _measured(self, row: Any, path: str) -> MeasuredCollective:
+        is_row = isinstance(row, list) and len(row) == 4 and all(map(_is_number, row[1:]))
+        if not is_row or row[0] not in COLLECTIVE_KINDS:
+            kinds = ", ".join(COLLECTIVE_KINDS)
+            self.problems.append(f"{path} is not [op, ranks, bytes, seconds] with an op of {kinds}")
+            return MeasuredCollective(op="", num_ranks=1, num_bytes=1, seconds=1.0)
+        op, num_ranks, num_bytes, seconds = row
+        return MeasuredCollective(op=op, num_ranks=num_ranks, num_bytes=num_bytes, seconds=seconds)
+
+    def _curve(self, entries: dict[str, Any], key: str, path: str) -> Curve:
+        if isinstance(entries.get(key), list):
+            rows = entries.pop(key)
+            if all(isinstance(row, list) and len(row) == 2 and all(map(_is_number, row)) for row in rows):
+                return Curve(tuple((float(size), float(value)) for size, value in rows))
+            self.problems.append(f"{path} is neither a number nor a list of [size, value]")
+            return Curve.constant(1.0)
+        return Curve.constant(self._number(entries, key, path))
+
+    def _object(self, entries: dict[str, Any], key: str, path: str) -> dict[str, Any]:
+        value = entries.pop(key, None)
+        if not isinstance(value, dict):
+            self.problems.append(f"{path} is missing" if value is None else f"{path} is not an object")
+            return {}
+        return value
+
+    def _number(self, entries: dict[str, Any], key: str, path: str) -> float:
+        value = entries.pop(key, None)
+        if _is_number(value):
+            return value
+        self.problems.append(f"{path} is missing" if value is None else f"{path} is not a number: {value!r}")
+        return 1.0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _value_problems(card: HardwareCard) -> Iterator[str]:
+    """Entries whose values make no sense."""
+    if not card.peak_flops:
+        yield "peak_flops is empty: name at least one dtype"
+    numbers = {f"peak_flops.{name}": value for name, value in card.peak_flops.items()}
+    numbers |= {name: getattr(card, name) for name in _RANK_NUMBERS}
+    fractions = {"comm_compute_share": card.comm_compute_share}
+    for name in _LINKS:
+        link = getattr(card, name)
+        numbers |= {f"{name}.{key}": getattr(link, key) for key in _LINK_NUMBERS}
+        fractions[f"{name}.efficiency"] = link.efficiency
+        for way in link.protocols:
+            path = f"{name}.protocols.{way.name}"
+            numbers[f"{path}.latency_seconds"] = way.latency_seconds
+            numbers[f"{path}.bandwidth_fraction"] = way.bandwidth_fraction
+            fractions[f"{path}.bandwidth_fraction"] = way.bandwidth_fraction
+        for index, row in enumerate(link.measured):
+            path = f"{name}.measured[{index}]"
+            numbers |= {f"{path} bytes": row.num_bytes, f"{path} seconds": row.seconds}
+    for kind, curve in card.efficiency.items():
+        yield from (f"efficiency.{kind} {problem}" for problem in curve.problems())
+        for size, value in curve.rows:
+            numbers[f"efficiency.{kind} at {size:g}"] = fractions[f"efficiency.{kind} at {size:g}"] = value
+    for name in ("memory_bytes", "ranks_per_node"):
+        if numbers[name] != int(numbers[name]):
+            yield f"{name} must be a whole number, not {numbers[name]:g}"
+    missing = [kind for kind in KERNEL_CLASSES if kind not in card.efficiency]
+    yield from (f"efficiency.{kind} is missing" for kind in missing)
+    for path, value in numbers.items():
+        if not math.isfinite(value) or value < 0 or (value == 0 and path not in _MAY_BE_ZERO):
+            yield f"{path} must be positive, not {value:g}"
+    yield from (f"{path} must be at most 1, not {value:g}" for path, value in fractions.items() if value > 1)
+
+
+def _curve_data(curve: Curve) -> float | list[list[float]]:
+    return curve.rows[0][1] if len(curve.rows) == 1 else [list(row) for row in curve.rows]
+
+
+def _link_data(link: LinkClass) -> dict[str, Any]:
+    data: dict[str, Any] = {name: getattr(link, name) for name in _LINK_NUMBERS}
+    if link.protocols:
+        data["protocols"] = {
+            way.name: {"latency_seconds": way.latency_seconds, "bandwidth_fraction": way.bandwidth_fraction}
+            for way in link.protocols
+        }
+    if link.measured:
+        data["measured"] = [[row.op, row.num_ranks, row.num_bytes, row.seconds] for row in link.measured]
+    return data

@@ -1,0 +1,84 @@
+"""Seconds of compute at each node of a graph: a roofline for each kernel.
+
+A kernel takes the longer of its arithmetic at the peak times the efficiency of its class, and its
+bytes at the memory bandwidth times that of streaming; plus the fixed overhead of a kernel (Williams,
+Waterman and Patterson, "Roofline", CACM 52(4), 2009). Only ``meta["val"]`` is read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from ..memory import tensor_bytes
+from .cards import HardwareCard
+from .flops import executed_flops, kernel_class
+from .kernels import Kernel, kernels_of
+
+
+def compute_seconds(gm: fx.GraphModule, card: HardwareCard) -> dict[fx.Node, float]:
+    """Seconds of compute of every node of a decomposed forward, backward or inference graph.
+
+    Args:
+        gm: values carry ``meta["val"]``, fake or real; symbolic sizes count with their hints.
+        card: the hardware.
+
+    Returns:
+        For each node, in graph order, its seconds: 0 for views, waits, inputs, the output and
+        collectives, and for the nodes of a fused kernel that kernel's seconds in shares (equal ones:
+        which of its nodes takes how long is not known). Their sum is the compute time of the graph.
+
+    Raises:
+        CardError: the card has no peak for the dtype of a product; see :meth:`HardwareCard.peak`.
+    """
+    seconds = dict.fromkeys(gm.graph.nodes, 0.0)
+    for kernel in kernels_of(list(gm.graph.nodes)):
+        share = kernel_seconds(kernel, card) / len(kernel.nodes)
+        for node in kernel.nodes:
+            seconds[node] = share
+    return seconds
+
+
+def kernel_seconds(kernel: Kernel, card: HardwareCard) -> float:
+    """Seconds of one kernel; see the module."""
+    node = kernel.nodes[0]
+    kind = None if kernel.is_fused else kernel_class(node)
+    memory = memory_seconds(kernel.moved_bytes, card, scattered=kernel.is_scattered)
+    if kind is not None:
+        flops = executed_flops(node)
+        arithmetic = flops / (card.peak(_dtype_name(node)) * card.efficiency[kind].at(flops))
+    else:
+        flops = kernel.vector_flops
+        arithmetic = flops / (card.vector_flops * card.efficiency["vector"].at(flops))
+    return card.kernel_overhead_seconds + max(arithmetic, memory, _transfer_seconds(kernel, card))
+
+
+def memory_seconds(num_bytes: int, card: HardwareCard, *, scattered: bool = False) -> float:
+    """Seconds to move ``num_bytes``, reads and writes added up."""
+    efficiency = card.efficiency["gather" if scattered else "memory"].at(num_bytes)
+    return num_bytes / (card.memory_bandwidth * efficiency)
+
+
+def copy_seconds(num_bytes: int, card: HardwareCard) -> float:
+    """Seconds of one copy that reads ``num_bytes`` and writes as many."""
+    return card.kernel_overhead_seconds + memory_seconds(2 * num_bytes, card)
+
+
+def _transfer_seconds(kernel: Kernel, card: HardwareCard) -> float:
+    """Seconds on the way between host and device, for casts that also move."""
+    moved = 0
+    for node in kernel.nodes:
+        value = node.meta.get("val")
+        if node.target is torch.ops.aten._to_copy.default and isinstance(value, torch.Tensor):
+            source = node.all_input_nodes[0].meta["val"]
+            moved += tensor_bytes(value) if source.device.type != value.device.type else 0
+    return moved / card.host_bandwidth
+
+
+def _dtype_name(node: fx.Node) -> str:
+    """Dtype of the operands of a product: of the first tensor among its inputs."""
+    for source in node.all_input_nodes:
+        value = source.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            return str(value.dtype).removeprefix("torch.")
+    return str(node.meta["val"].dtype).removeprefix("torch.")

@@ -1,0 +1,248 @@
+"""Seconds of a collective from its bytes and the topology of its group.
+
+Every formula is latency + bytes / bandwidth of an algorithm; the cheapest algorithm and protocol is
+taken, as NCCL's tuner does. In the formulas ``S`` is the bytes of the larger of input and output,
+``n`` the ranks, ``g`` the ranks of the group in one node, ``m = n / g`` its nodes, ``a`` the latency
+of a hop and ``B`` the bandwidth of a rank:
+
+- ring: a gather or a reduce-scatter takes ``n - 1`` hops and moves ``(n - 1) / n * S`` (Thakur,
+  Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 19(1),
+  2005, section 4); an all-reduce is one after the other. A ring through several nodes enters and leaves
+  a node once per channel, each channel through another network card, so it moves at
+  ``min(B_intra, g * B_inter)``; ``m - 1`` of its hops cross nodes (NCCL, src/graph/tuning.cc).
+- tree: an all-reduce over two binary trees moves ``2 S`` (Sanders, Speck and Traeff, "Two-tree
+  algorithms for full bandwidth broadcast, reduction and scan", Parallel Computing 35, 2009) in
+  ``2 (g - 1 + log2(m))`` hops, since NCCL's trees are chains inside a node (tuning.cc again).
+  With one rank a node, recursive doubling and halving move ``(n - 1) / n * S`` in ``log2(n)`` hops
+  (Thakur et al.; NCCL's PAT).
+- hierarchical: across the nodes on ``1 / g`` of the data each, then inside a node on all of it.
+- all-to-all: ``n - 1`` messages of ``S / n``; those that leave the node share its cards.
+- broadcast: a pipelined ring, ``S`` in ``n - 1`` hops, or a binomial tree, ``log2(n)`` times ``S``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from ..collectives import ALL_REDUCE, ALL_TO_ALL, GATHERS, REDUCE_SCATTERS, c10d, operands
+from ..errors import ShardingError
+from ..memory import tensor_bytes
+from ..mesh import MeshAxis, MeshLayout
+from ..user_comms import ALL_REDUCE_HOOK
+from .cards import HardwareCard, LinkClass
+
+#: The kinds of collectives, by the ops that start them.
+KIND_OF = {
+    **dict.fromkeys((*GATHERS, c10d.all_gather_into_tensor_coalesced.default), "all_gather"),
+    **dict.fromkeys((*REDUCE_SCATTERS, c10d.reduce_scatter_tensor_coalesced.default), "reduce_scatter"),
+    **dict.fromkeys((ALL_REDUCE, c10d.all_reduce_coalesced.default, ALL_REDUCE_HOOK), "all_reduce"),
+    ALL_TO_ALL: "all_to_all",
+    c10d.broadcast.default: "broadcast",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTopology:
+    """How the ranks of a process group lie on nodes.
+
+    Attributes:
+        num_ranks: of the group.
+        ranks_per_node: how many of them share a node.
+
+    Raises:
+        ShardingError: no ranks, or more in a node than there are.
+    """
+
+    num_ranks: int
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.ranks_per_node <= self.num_ranks:
+            raise ShardingError(
+                f"a group of {self.num_ranks} ranks cannot have {self.ranks_per_node} of them in a node: "
+                "give at least 1 and at most all of them"
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes the group spans."""
+        return -(-self.num_ranks // self.ranks_per_node)
+
+
+def mesh_topologies(mesh: Mapping[str, int], ranks_per_node: int) -> dict[str, GroupTopology]:
+    """Topology of the group along each axis of a mesh.
+
+    Args:
+        mesh: axis sizes by name, outermost first: ``{"replicate": 8, "shard": 8}``.
+        ranks_per_node: consecutive ranks that share a node.
+    """
+    axes = tuple(MeshAxis(label=name, size=size, group_name=name) for name, size in mesh.items())
+    return layout_topologies(MeshLayout(axes=axes), ranks_per_node)
+
+
+def layout_topologies(layout: MeshLayout, ranks_per_node: int) -> dict[str, GroupTopology]:
+    """Topology of the groups of each axis, by the axis's label and by its group's name.
+
+    Groups of one axis can lie differently where a node's ranks are no multiple of the axis's: then
+    the one over the most nodes counts, with as many ranks in each as they have on average, rounded up.
+    """
+    whole = [axis for axis in layout.axes if not axis.part_of]
+    strides = {
+        axis.label: math.prod(inner.size for inner in whole[index + 1 :]) for index, axis in enumerate(whole)
+    }
+    found = {}
+    for axis in layout.axes:
+        stride = strides[axis.part_of or axis.label]
+        topology = _widest_group(axis.size, stride, layout.num_ranks, ranks_per_node)
+        found[axis.label] = found[axis.group_name] = topology
+    return found
+
+
+def _widest_group(size: int, stride: int, num_ranks: int, ranks_per_node: int) -> GroupTopology:
+    firsts = (rank for rank in range(num_ranks) if rank // stride % size == 0)
+    num_nodes = max(
+        len({rank // ranks_per_node for rank in range(first, first + size * stride, stride)})
+        for first in firsts
+    )
+    return GroupTopology(num_ranks=size, ranks_per_node=-(-size // num_nodes))
+
+
+def collective_kind(node: fx.Node) -> str:
+    """One of :data:`graphshard.cost.cards.COLLECTIVE_KINDS` for the start of a collective."""
+    return KIND_OF[node.target]
+
+
+def collective_bytes(node: fx.Node) -> int:
+    """Bytes of a collective: of the larger of all it sends and all it returns."""
+    sent = sum(tensor_bytes(value.meta["val"]) for value in operands(node))
+    return max(sent, tensor_bytes(node.meta["val"]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """The two link classes under one protocol: latencies in seconds, bandwidths in bytes/s."""
+
+    a_in: float
+    a_out: float
+    b_in: float
+    b_out: float
+
+
+def formula_seconds(kind: str, num_bytes: int, group: GroupTopology, card: HardwareCard) -> float:
+    """Seconds of a collective by the cheapest algorithm; see the module.
+
+    Args:
+        kind: one of :data:`graphshard.cost.cards.COLLECTIVE_KINDS`.
+        num_bytes: of the larger of input and output.
+        group: its ranks.
+        card: links and their efficiency.
+    """
+    if group.num_ranks == 1:
+        return 0.0
+    algorithms = _ALGORITHMS[kind]
+    times = (algorithm(num_bytes, group, ways) for ways in _protocols(card) for algorithm in algorithms)
+    return card.collective_start_seconds + min(times)
+
+
+def _protocols(card: HardwareCard) -> Iterator[_Ways]:
+    inside, between = card.intra_node, card.inter_node
+    yield _Ways(inside.latency_seconds, between.latency_seconds, _rate(inside), _rate(between))
+    for near in inside.protocols:
+        for far in between.protocols:
+            if near.name == far.name:
+                yield _Ways(
+                    near.latency_seconds,
+                    far.latency_seconds,
+                    _rate(inside) * near.bandwidth_fraction,
+                    _rate(between) * far.bandwidth_fraction,
+                )
+
+
+def _rate(link: LinkClass) -> float:
+    return link.bandwidth * link.efficiency
+
+
+def _ring_hops(group: GroupTopology, ways: _Ways) -> float:
+    """Latency of ``n - 1`` hops around the ring."""
+    crossing = group.num_nodes - 1
+    return crossing * ways.a_out + (group.num_ranks - 1 - crossing) * ways.a_in
+
+
+def _ring_rate(group: GroupTopology, ways: _Ways) -> float:
+    if group.num_nodes == 1:
+        return ways.b_in
+    if group.ranks_per_node == 1:
+        return ways.b_out
+    return min(ways.b_in, group.ranks_per_node * ways.b_out)
+
+
+def _log_hops(group: GroupTopology, ways: _Ways) -> float:
+    """Latency of a tree's depth: a chain inside a node, then a binary tree over nodes."""
+    return (group.ranks_per_node - 1) * ways.a_in + math.ceil(math.log2(group.num_nodes)) * ways.a_out
+
+
+def _ring(num_bytes: float, group: GroupTopology, ways: _Ways) -> float:
+    moved = num_bytes * (group.num_ranks - 1) / group.num_ranks
+    return _ring_hops(group, ways) + moved / _ring_rate(group, ways)
+
+
+def _recursive(num_bytes: float, group: GroupTopology, ways: _Ways) -> float:
+    """Doubling or halving, which needs one rank a node."""
+    if group.ranks_per_node > 1:
+        return math.inf
+    moved = num_bytes * (group.num_ranks - 1) / group.num_ranks
+    return _log_hops(group, ways) + moved / _ring_rate(group, ways)
+
+
+def _hierarchical(num_bytes: float, group: GroupTopology, ways: _Ways) -> float:
+    """A gather or a reduce-scatter in two stages."""
+    if not 1 < group.ranks_per_node < group.num_ranks:
+        return math.inf
+    inside = GroupTopology(num_ranks=group.ranks_per_node, ranks_per_node=group.ranks_per_node)
+    across = GroupTopology(num_ranks=group.num_nodes, ranks_per_node=1)
+    part = num_bytes / group.ranks_per_node
+    stage = min(_ring(part, across, ways), _recursive(part, across, ways))
+    return stage + _ring(num_bytes, inside, ways)
+
+
+def _twice(
+    half: Callable[[float, GroupTopology, _Ways], float],
+) -> Callable[[float, GroupTopology, _Ways], float]:
+    """An all-reduce as a reduce-scatter and a gather."""
+    return lambda num_bytes, group, ways: 2 * half(num_bytes, group, ways)
+
+
+def _double_tree(num_bytes: float, group: GroupTopology, ways: _Ways) -> float:
+    return 2 * _log_hops(group, ways) + 2 * num_bytes / _ring_rate(group, ways)
+
+
+def _pairwise(num_bytes: float, group: GroupTopology, ways: _Ways) -> float:
+    """All-to-all; messages inside and between nodes move at the same time."""
+    near, n = group.ranks_per_node, group.num_ranks
+    inside = (near - 1) * ways.a_in + num_bytes * (near - 1) / n / ways.b_in
+    between = (n - near) * ways.a_out + num_bytes * (n - near) / n / ways.b_out
+    return max(inside, between)
+
+
+def _chain(num_bytes: float, group: GroupTopology, ways: _Ways) -> float:
+    return _ring_hops(group, ways) + num_bytes / _ring_rate(group, ways)
+
+
+def _binomial(num_bytes: float, group: GroupTopology, ways: _Ways) -> float:
+    inside, between = math.ceil(math.log2(group.ranks_per_node)), math.ceil(math.log2(group.num_nodes))
+    near = inside * (ways.a_in + num_bytes / ways.b_in)
+    return near + between * (ways.a_out + num_bytes / ways.b_out)
+
+
+_HALVES = (_ring, _recursive, _hierarchical)
+_ALGORITHMS: dict[str, tuple[Callable[[float, GroupTopology, _Ways], float], ...]] = {
+    "all_gather": _HALVES,
+    "reduce_scatter": _HALVES,
+    "all_reduce": (*map(_twice, _HALVES), _double_tree),
+    "all_to_all": (_pairwise,),
+    "broadcast": (_chain, _binomial),
+}

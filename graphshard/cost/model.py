@@ -1,0 +1,136 @@
+"""The cost model: seconds of compute, of collectives and of copies, from a hardware card.
+
+A pure function of its arguments: equal on every rank that is given the same card, tables and groups.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from ..collectives import group_name
+from ..errors import OptionError, UnknownGroupError
+from ..mesh import MeshLayout
+from .cards import COLLECTIVE_KINDS, HardwareCard
+from .compute import compute_seconds, copy_seconds
+from .links import (
+    GroupTopology,
+    collective_bytes,
+    collective_kind,
+    formula_seconds,
+    layout_topologies,
+)
+from .tables import CollectiveTables, TableRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Prices of one machine and one mesh.
+
+    Attributes:
+        card: the hardware.
+        tables: measured collectives; they come before the card's own and its formulas.
+        groups: topology of each process group, by its name or its mesh axis.
+    """
+
+    card: HardwareCard
+    tables: CollectiveTables | None = None
+    groups: Mapping[str, GroupTopology] = field(default_factory=dict)
+
+    @staticmethod
+    def of_mesh(
+        card: HardwareCard, layout: MeshLayout, *, tables: CollectiveTables | None = None
+    ) -> CostModel:
+        """The model of a mesh whose consecutive ranks fill the nodes of the card."""
+        groups = layout_topologies(layout, int(card.ranks_per_node))
+        return CostModel(card=card, tables=tables, groups=groups)
+
+    def compute_seconds(self, gm: fx.GraphModule) -> dict[fx.Node, float]:
+        """Seconds of compute of each node; see :func:`graphshard.cost.compute.compute_seconds`."""
+        return compute_seconds(gm, self.card)
+
+    def collective_seconds(self, kind: str, num_bytes: int, group: str) -> float:
+        """Seconds from the start of a collective to its end, alone on its links.
+
+        Args:
+            kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast".
+            num_bytes: of the larger of input and output tensor.
+            group: a key of ``groups``.
+
+        Returns:
+            0.0 for a group of one rank.
+
+        Raises:
+            OptionError: unknown kind.
+            UnknownGroupError: unknown group.
+        """
+        if kind not in COLLECTIVE_KINDS:
+            raise OptionError(f"no collective {kind!r}: it is one of {', '.join(COLLECTIVE_KINDS)}")
+        topology = self.topology(group)
+        if topology.num_ranks == 1:
+            return 0.0
+        if self.tables is not None:
+            seconds = self.tables.seconds(kind, num_bytes, group, topology.num_ranks)
+            if seconds is not None:
+                return seconds
+            warnings.warn(
+                f"{self.tables.source} has no {kind} over {group} nor over {topology.num_ranks} ranks; "
+                f"the formulas of card {self.card.name!r} are used",
+                UserWarning,
+                stacklevel=2,
+            )
+        measured = self._measured(kind, topology)
+        if measured is not None:
+            return measured.seconds(num_bytes)
+        return formula_seconds(kind, num_bytes, topology, self.card)
+
+    def node_seconds(self, collective: fx.Node) -> float:
+        """:meth:`collective_seconds` of the node that starts a collective."""
+        kind, num_bytes = collective_kind(collective), collective_bytes(collective)
+        return self.collective_seconds(kind, num_bytes, group_name(collective))
+
+    def compute_lost_seconds(self, kind: str, num_bytes: int, group: str) -> float:
+        """Seconds that compute loses to a collective which runs beside it.
+
+        NCCL's kernels take multiprocessors while they run; gloo copies and adds on a core. The loss is
+        part of the collective's seconds, never more.
+        """
+        seconds = self.collective_seconds(kind, num_bytes, group)
+        share = self.card.comm_compute_share * seconds
+        return min(seconds, share + self.card.comm_compute_seconds_per_byte * num_bytes)
+
+    def copy_seconds(self, num_bytes: int) -> float:
+        """Seconds of a copy that reads and writes ``num_bytes``."""
+        return copy_seconds(num_bytes, self.card)
+
+    def topology(self, group: str) -> GroupTopology:
+        """The topology of a group.
+
+        Raises:
+            UnknownGroupError: it is not among ``groups``.
+        """
+        if group not in self.groups:
+            known = ", ".join(sorted(self.groups)) or "none"
+            raise UnknownGroupError(
+                f"the cost model does not know the group {group!r}, but {known}: "
+                "pass its topology in CostModel(groups=...)"
+            )
+        return self.groups[group]
+
+    def _measured(self, kind: str, topology: GroupTopology) -> TableRows | None:
+        """What the card itself says of such groups; only of those joined by one link class."""
+        if topology.num_nodes == 1:
+            link = self.card.intra_node
+        elif topology.ranks_per_node == 1:
+            link = self.card.inter_node
+        else:
+            return None
+        rows = [
+            (row.num_bytes, row.seconds)
+            for row in link.measured
+            if row.op == kind and row.num_ranks == topology.num_ranks
+        ]
+        return TableRows.of(rows) if rows else None

@@ -1,0 +1,275 @@
+"""Probes: how fast this device multiplies, attends, streams and starts kernels, by running them.
+
+Each returns numbers of a hardware card. They run in a process group or without one: ``together`` is
+called before each probe, so that ranks that share a machine are measured while all of them work.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from .curves import Curve
+from .flops import causal_share
+from .kernels import STEPS_OF
+
+#: Dtypes whose products are measured.
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeSizes:
+    """What is measured.
+
+    Attributes:
+        matmul: sides of square matrices.
+        attention: sequence lengths.
+        memory_bytes: bytes moved by streaming kernels.
+        collective_bytes: bytes of the larger tensor of a collective.
+        num_samples: timings of which the lower quartile counts.
+        sample_seconds: the least length of one timing.
+    """
+
+    matmul: tuple[int, ...] = (64, 128, 256, 512, 1024)
+    attention: tuple[int, ...] = (128, 512)
+    memory_bytes: tuple[int, ...] = tuple(2**power for power in range(16, 28, 2))
+    collective_bytes: tuple[int, ...] = tuple(2**power for power in range(10, 26, 3))
+    num_samples: int = 15
+    sample_seconds: float = 2e-3
+
+    @staticmethod
+    def for_device(device_type: str, *, quick: bool = False) -> ProbeSizes:
+        """Sizes that fit the device; ``quick`` ones take about a second and say little."""
+        if quick:
+            return ProbeSizes(
+                matmul=(64, 128),
+                attention=(64,),
+                memory_bytes=(2**16, 2**20),
+                collective_bytes=(2**10, 2**16),
+                num_samples=2,
+                sample_seconds=1e-4,
+            )
+        sizes = ProbeSizes()
+        if device_type == "cpu":
+            return sizes
+        return replace(
+            sizes,
+            matmul=(256, 512, 1024, 2048, 4096, 8192),
+            attention=(512, 2048, 8192),
+            memory_bytes=tuple(2**power for power in range(20, 32, 2)),
+            collective_bytes=tuple(2**power for power in range(12, 31, 3)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeProbe:
+    """The part of a card that one rank can measure alone; the names are those of the card."""
+
+    peak_flops: dict[str, float]
+    vector_flops: float
+    efficiency: dict[str, Curve]
+    memory_bandwidth: float
+    host_bandwidth: float
+    kernel_overhead_seconds: float
+    memory_bytes: int
+
+
+def say_nothing(line: str) -> None:
+    """For callers who want no progress."""
+
+
+def probe_compute(
+    device: torch.device,
+    sizes: ProbeSizes,
+    *,
+    report: Callable[[str], None] = say_nothing,
+    together: Callable[[], None] = lambda: None,
+) -> ComputeProbe:
+    """Measures a device.
+
+    Args:
+        device: where to run.
+        sizes: what to run.
+        report: takes a line per finished probe.
+        together: called before each probe.
+    """
+    timer = _Timer(device, sizes, together)
+    main = torch.float32 if device.type == "cpu" else torch.bfloat16
+    rows = _rates([(2.0 * side**3, timer.seconds(_matmul(device, main, side))) for side in sizes.matmul])
+    best = max(rate for _, rate in rows)
+    efficiency = {"matmul": _fractions(rows, best)}
+    peak = {_name(main): best}
+    report(f"matmul {_name(main)}: {best / 1e9:.1f} GFLOP/s")
+    side = sizes.matmul[len(sizes.matmul) // 2]
+    flops = 2.0 * side**3
+    for dtype in (dtype for dtype in DTYPES if dtype != main):
+        rate = flops / timer.seconds(_matmul(device, dtype, side))
+        peak[_name(dtype)] = rate / efficiency["matmul"].at(flops)  # the curve is that of the main dtype
+        report(f"matmul {_name(dtype)}: {rate / 1e9:.1f} GFLOP/s")
+    forward, backward = _probe_attention(timer, device, main, sizes.attention)
+    efficiency["attention"] = _fractions(forward, best)
+    efficiency["attention_backward"] = _fractions(backward, best)
+    efficiency["convolution"] = _fractions([_probe_convolution(timer, device, main)], best)
+    report(f"attention: {forward[-1][1] / 1e9:.1f} GFLOP/s, backward {backward[-1][1] / 1e9:.1f}")
+    streams = _rates([(float(size), timer.seconds(_stream(device, size))) for size in sizes.memory_bytes])
+    bandwidth = max(rate for _, rate in streams)
+    efficiency["memory"] = _fractions(streams, bandwidth)
+    middle = sizes.memory_bytes[len(sizes.memory_bytes) // 2]
+    efficiency["gather"] = _fractions([_probe_gather(timer, device, middle)], bandwidth)
+    report(
+        f"memory: {bandwidth / 1e9:.1f} GB/s, {streams[-1][1] / 1e9:.1f} at {sizes.memory_bytes[-1]} bytes"
+    )
+    vector_flops = _probe_vector(timer, device)
+    efficiency["vector"] = Curve.constant(1.0)
+    overhead = timer.seconds(_tiny(device))
+    report(f"vector: {vector_flops / 1e9:.1f} GFLOP/s; a kernel's overhead: {overhead * 1e6:.1f} us")
+    return ComputeProbe(
+        peak_flops=peak,
+        vector_flops=vector_flops,
+        efficiency=efficiency,
+        memory_bandwidth=bandwidth,
+        host_bandwidth=_probe_host(timer, device, sizes.memory_bytes[-1]),
+        kernel_overhead_seconds=overhead,
+        memory_bytes=device_bytes(device),
+    )
+
+
+def device_bytes(device: torch.device) -> int:
+    """Memory of the device; of the machine for the CPU."""
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def typical(seconds: Sequence[float]) -> float:
+    """The lower quartile: other work on a machine only ever slows a probe down."""
+    return sorted(seconds)[len(seconds) // 4]
+
+
+class _Timer:
+    """Times calls; on an accelerator, of work that is queued back to back.
+
+    One thread on a CPU is timed by the core's seconds, so that other work on the machine, which takes
+    turns with it, does not count.
+    """
+
+    def __init__(self, device: torch.device, sizes: ProbeSizes, together: Callable[[], None]) -> None:
+        self._sizes = sizes
+        self._together = together
+        self._wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        is_one_thread = device.type == "cpu" and torch.get_num_threads() == 1
+        self._clock = time.thread_time if is_one_thread else time.perf_counter
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Seconds of one call: the :func:`typical` of several timings, each of enough calls to be read."""
+        self._together()
+        call()
+        repeats = max(1, round(self._sizes.sample_seconds / max(self._time(call, 1), 1e-9)))
+        return typical([self._time(call, repeats) for _ in range(self._sizes.num_samples)])
+
+    def _time(self, call: Callable[[], object], repeats: int) -> float:
+        self._wait()
+        start = self._clock()
+        for _ in range(repeats):
+            call()
+        self._wait()
+        return (self._clock() - start) / repeats
+
+
+def _matmul(device: torch.device, dtype: torch.dtype, side: int) -> Callable[[], object]:
+    left, right = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    return lambda: torch.mm(left, right, out=out)
+
+
+def _probe_attention(
+    timer: _Timer, device: torch.device, dtype: torch.dtype, lengths: Sequence[int]
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """(FLOPs, FLOP/s) of causal attention with 8 heads of 64, forward and backward."""
+    heads, width = 8, 64
+    forward, backward = [], []
+    for length in lengths:
+        q, k, v = (
+            torch.ones(2, heads, length, width, device=device, dtype=dtype, requires_grad=True)
+            for _ in range(3)
+        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        flops = 4.0 * 2 * heads * length**2 * width * causal_share(length, length)
+        with torch.no_grad():
+            attend = functools.partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+            forward.append((flops, flops / timer.seconds(attend)))
+        differentiate = functools.partial(
+            torch.autograd.grad, out, (q, k, v), torch.ones_like(out), retain_graph=True
+        )
+        backward.append((2.5 * flops, 2.5 * flops / timer.seconds(differentiate)))
+    return forward, backward
+
+
+def _probe_convolution(timer: _Timer, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    image = torch.ones(4, 64, 28, 28, device=device, dtype=dtype)
+    weight = torch.ones(64, 64, 3, 3, device=device, dtype=dtype)
+    flops = 2.0 * image.numel() * 64 * 9
+    return flops, flops / timer.seconds(lambda: F.conv2d(image, weight, padding=1))
+
+
+def _stream(device: torch.device, num_bytes: int) -> Callable[[], object]:
+    """An addition: two reads and a write, ``num_bytes`` in all."""
+    left, right, out = (torch.ones(max(num_bytes // 12, 1), device=device) for _ in range(3))
+    return lambda: torch.add(left, right, out=out)
+
+
+def _probe_gather(timer: _Timer, device: torch.device, table_bytes: int) -> tuple[float, float]:
+    """(bytes, bytes/s) of reading and writing rows of 256 floats in a shuffled order."""
+    rows = max(table_bytes // 1024, 2)
+    table = torch.ones(rows, 256, device=device)
+    index = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).to(device)
+    num_bytes = 2.0 * table.numel() * 4
+    return num_bytes, num_bytes / timer.seconds(lambda: F.embedding(index, table))
+
+
+def _probe_vector(timer: _Timer, device: torch.device) -> float:
+    """Operations per second of pointwise kernels that memory does not bound."""
+    if device.type == "cpu":
+        values = torch.linspace(-1, 1, 2**15)  # in the cache, and long enough to hide the call
+        out = torch.empty_like(values)
+        return STEPS_OF["exp"] * values.numel() / timer.seconds(lambda: torch.exp(values, out=out))
+    repeats = 32
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(repeats):
+            x = torch.exp(-x)
+        return x
+
+    compiled, values = torch.compile(chain), torch.linspace(-1, 1, 2**24, device=device)
+    return repeats * (STEPS_OF["exp"] + 1) * values.numel() / timer.seconds(lambda: compiled(values))
+
+
+def _tiny(device: torch.device) -> Callable[[], object]:
+    value = torch.ones(8, device=device)
+    out = torch.empty_like(value)
+    return lambda: torch.add(value, value, out=out)
+
+
+def _probe_host(timer: _Timer, device: torch.device, num_bytes: int) -> float:
+    there = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    here = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    return num_bytes / timer.seconds(lambda: there.copy_(here, non_blocking=True))
+
+
+def _rates(timings: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """(size, size per second) of (size, seconds)."""
+    return [(size, size / seconds) for size, seconds in timings]
+
+
+def _fractions(rates: Sequence[tuple[float, float]], peak: float) -> Curve:
+    return Curve(tuple((size, round(min(rate / peak, 1.0), 4)) for size, rate in rates))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,195 @@
+"""Measured times of collectives: read from CSV, and read between the rows.
+
+Bytes are those of the larger of input and output, as in nccl-tests' column "size". Between rows the
+logarithm of the time is linear in the logarithm of the bytes; a row that took longer than a larger
+one counts as noise, and the larger one is taken to take as long.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import TableError
+
+#: Names of kinds in tables, and what they mean here.
+_KIND_OF_WORD = {
+    "all_gather": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "allgather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reducescatter": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "allreduce": "all_reduce",
+    "all_to_all": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+}
+_COLUMNS = ("op", "bytes", "seconds")
+
+#: The name of a group, or its number of ranks.
+GroupKey = str | int
+
+
+@dataclass(frozen=True, slots=True)
+class TableRows:
+    """(bytes, seconds) of one collective on one group, bytes rising, seconds never falling."""
+
+    rows: tuple[tuple[int, float], ...]
+
+    @staticmethod
+    def of(rows: Iterable[tuple[int, float]]) -> TableRows:
+        """Sorts the rows, averages those of one size, and smooths out what falls."""
+        by_bytes: dict[int, list[float]] = {}
+        for num_bytes, seconds in rows:
+            by_bytes.setdefault(num_bytes, []).append(seconds)
+        sizes = sorted(by_bytes)
+        times = itertools.accumulate((sum(by_bytes[size]) / len(by_bytes[size]) for size in sizes), max)
+        return TableRows(tuple(zip(sizes, times, strict=True)))
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The least and the most bytes measured."""
+        return self.rows[0][0], self.rows[-1][0]
+
+    def seconds(self, num_bytes: int) -> float:
+        """Time of ``num_bytes``: between rows as the module says.
+
+        Below the first row its time, which is latency. Above the last row at the bandwidth between the
+        last two (of the last alone, where there is only one or the two took equally long).
+        """
+        if num_bytes <= self.rows[0][0]:
+            return self.rows[0][1]
+        last_bytes, last_seconds = self.rows[-1]
+        if num_bytes >= last_bytes:
+            return last_seconds + (num_bytes - last_bytes) / self._last_bandwidth()
+        index = next(i for i, row in enumerate(self.rows) if row[0] > num_bytes)
+        (x0, y0), (x1, y1) = self.rows[index - 1 : index + 1]
+        return y0 * (y1 / y0) ** (math.log(num_bytes / x0) / math.log(x1 / x0))
+
+    def _last_bandwidth(self) -> float:
+        last_bytes, last_seconds = self.rows[-1]
+        if len(self.rows) > 1:
+            bytes_before, seconds_before = self.rows[-2]
+            if last_seconds > seconds_before:
+                return (last_bytes - bytes_before) / (last_seconds - seconds_before)
+        return last_bytes / last_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTables:
+    """Measured rows by kind and group.
+
+    Attributes:
+        rows: by kind ("all_gather", ...) and by the group's name or number of ranks.
+        source: where they come from, for warnings.
+    """
+
+    rows: Mapping[tuple[str, GroupKey], TableRows]
+    source: str = "the tables"
+
+    def find(self, kind: str, group: str, num_ranks: int) -> TableRows | None:
+        """The rows of a kind on a group: of its name before those of its number of ranks."""
+        return self.rows.get((kind, group)) or self.rows.get((kind, num_ranks))
+
+    def seconds(self, kind: str, num_bytes: int, group: str, num_ranks: int) -> float | None:
+        """Time of a collective; None if this kind was not measured on such a group.
+
+        Warns (UserWarning) where ``num_bytes`` lies outside of what was measured.
+        """
+        rows = self.find(kind, group, num_ranks)
+        if rows is None:
+            return None
+        least, most = rows.range
+        if not least <= num_bytes <= most:
+            how = (
+                "above it the bandwidth of the last two rows"
+                if num_bytes > most
+                else "below it the first row"
+            )
+            warnings.warn(
+                f"{self.source}: {kind} over {group} ({num_ranks} ranks) was measured from {least} to {most} "
+                f"bytes; {how} is used",
+                UserWarning,
+                stacklevel=2,
+            )
+        return rows.seconds(num_bytes)
+
+
+def load_tables(path: str | Path) -> CollectiveTables:
+    """Reads a CSV file with the columns ``group`` or ``group_size``, ``op``, ``bytes`` and ``seconds``.
+
+    A group is named as in the mesh ("shard"); a number in its place is a number of ranks. ``op`` takes
+    the names of torch, NCCL and :data:`graphshard.cost.cards.COLLECTIVE_KINDS`. Further columns are ignored.
+
+    Raises:
+        TableError: no such file, missing columns, no rows, or rows that cannot be read, with their lines.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise TableError(f"the table {path} cannot be read: {reason}") from error
+    return parse_tables(text, where=str(path))
+
+
+def parse_tables(text: str, *, where: str) -> CollectiveTables:
+    """Reads the CSV text of :func:`load_tables`; ``where`` names it in errors and warnings."""
+    reader = csv.DictReader(text.splitlines())
+    columns = [name.strip().lower() for name in reader.fieldnames or ()]
+    reader.fieldnames = columns
+    missing = [name for name in _COLUMNS if name not in columns]
+    if "group" not in columns and "group_size" not in columns:
+        missing.insert(0, "group (or group_size)")
+    if missing:
+        raise TableError(
+            f"{where}: missing columns {', '.join(missing)}; there are {', '.join(columns) or 'none'}"
+        )
+    group_column = "group" if "group" in columns else "group_size"
+    found: dict[tuple[str, GroupKey], list[tuple[int, float]]] = {}
+    problems = []
+    for row in reader:
+        try:
+            kind, key, num_bytes, seconds = _parse_row(row, group_column)
+        except ValueError as error:
+            problems.append(f"line {reader.line_num}: {error}")
+            continue
+        found.setdefault((kind, key), []).append((num_bytes, seconds))
+    if problems:
+        raise TableError(f"{where}: {'; '.join(problems)}")
+    if not found:
+        raise TableError(f"{where}: no rows")
+    return CollectiveTables({key: TableRows.of(rows) for key, rows in found.items()}, where)
+
+
+def _parse_row(row: dict[str, str | None], group_column: str) -> tuple[str, GroupKey, int, float]:
+    """Raises ValueError, with the reason, for a row that cannot be read."""
+    word = (row["op"] or "").strip().lower()
+    if word not in _KIND_OF_WORD:
+        raise ValueError(f"op {word!r} is none of {', '.join(_KIND_OF_WORD)}")
+    group = (row[group_column] or "").strip()
+    if not group:
+        raise ValueError(f"{group_column} is empty")
+    if group_column == "group_size" and not group.isdecimal():
+        raise ValueError(f"group_size {group!r} is not a whole number")
+    numbers = {name: _positive(row[name], name) for name in ("bytes", "seconds")}
+    key: GroupKey = int(group) if group.isdecimal() else group
+    return _KIND_OF_WORD[word], key, int(numbers["bytes"]), numbers["seconds"]
+
+
+def _positive(text: str | None, name: str) -> float:
+    try:
+        number = float(text or "")
+    except ValueError:
+        raise ValueError(f"{name} {text!r} is not a number") from None
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(f"{name} must be positive, not {text}")
+    return number

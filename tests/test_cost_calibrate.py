@@ -1,0 +1,170 @@
+"""Calibration at tiny sizes: real probes, a real group, a card that reads back."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from graphshard.cost import CostModel, GroupTopology, load_card
+from graphshard.cost.calibrate import CalibrationJob, calibrate, describe_machine, probe_collectives
+from graphshard.cost.cards import COLLECTIVE_KINDS, KERNEL_CLASSES
+from graphshard.cost.probes import ProbeSizes, probe_compute, typical
+from graphshard.errors import CalibrationError
+
+CPU = torch.device("cpu")
+QUICK = ProbeSizes.for_device("cpu", quick=True)
+
+
+def _job(out, **changes):
+    return CalibrationJob(out=Path(out), device_type="cpu", sizes=QUICK, num_threads=1, **changes)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A card measured on two spawned ranks."""
+    out = tmp_path_factory.mktemp("calibrate") / "here.json"
+    return calibrate(_job(out)), out
+
+
+def test_the_card_that_was_written_is_the_card(written):
+    card, out = written
+    assert load_card(out) == card
+    assert card.name == "here"
+    assert card.ranks_per_node == 2
+    assert "2 ranks of gloo" in card.summary
+
+
+def test_everything_measured_has_a_source(written):
+    card, _ = written
+    data = card.as_dict()
+    sources = data.pop("sources")
+    covered = set(sources) | {"name", "summary"}
+    assert set(data) <= covered | {"efficiency"}
+    assert sources["inter_node"] == "not measured; as intra_node"
+    assert "measured by graphshard calibrate" in sources["memory_bandwidth"]
+
+
+def test_no_measured_efficiency_is_above_the_peak_that_was_measured(written):
+    card, _ = written
+    assert set(card.efficiency) == set(KERNEL_CLASSES)
+    assert max(value for _, value in card.efficiency["matmul"].rows) == 1.0
+    assert max(value for _, value in card.efficiency["memory"].rows) == 1.0
+
+
+def test_the_measured_collectives_are_what_the_model_answers_with(written):
+    card, _ = written
+    rows = card.intra_node.measured
+    assert {row.op for row in rows} == set(COLLECTIVE_KINDS)
+    assert {row.num_ranks for row in rows} == {2}
+    assert card.inter_node.measured == ()
+    model = CostModel(card=card, groups={"shard": GroupTopology(num_ranks=2, ranks_per_node=2)})
+    smallest = next(row for row in rows if row.op == "all_gather")
+    assert model.collective_seconds("all_gather", smallest.num_bytes, "shard") == smallest.seconds
+
+
+def test_another_card_gives_the_links_that_were_not_measured(tmp_path, monkeypatch, gloo_alone):
+    gloo_alone(monkeypatch)
+    card = calibrate(_job(tmp_path / "here.json", like="cpu-ethernet-1g"))
+    assert card.inter_node == load_card("cpu-ethernet-1g").inter_node
+    assert card.sources["inter_node"] == "card cpu-ethernet-1g"
+
+
+@pytest.fixture
+def gloo_alone():
+    """A group of two fake ranks in this process, as if torchrun had started it on one node."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def start(monkeypatch, local_ranks=2, num_ranks=2):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+        names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        for name in names:
+            monkeypatch.setenv(name, "0")
+        monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
+
+    yield start
+    dist.destroy_process_group()
+
+
+def test_under_torchrun_one_rank_a_node_measures_the_network(tmp_path, monkeypatch, gloo_alone):
+    gloo_alone(monkeypatch, local_ranks=1)
+    card = calibrate(_job(tmp_path / "here.json"))
+    assert card.ranks_per_node == 1
+    assert card.inter_node.measured
+    assert card.sources["intra_node"] == "not measured; as inter_node"
+
+
+def test_several_nodes_with_several_ranks_cannot_be_told_apart(tmp_path, monkeypatch, gloo_alone):
+    gloo_alone(monkeypatch, local_ranks=2, num_ranks=4)
+    with pytest.raises(CalibrationError, match=r"4 ranks, 2 of them in a node: .* or one rank on each node"):
+        calibrate(_job(tmp_path / "here.json"))
+
+
+def test_one_launched_rank_has_nobody_to_talk_to(tmp_path, monkeypatch, gloo_alone):
+    gloo_alone(monkeypatch, local_ranks=1, num_ranks=1)
+    with pytest.raises(CalibrationError, match="at least 2 ranks; start more with --nproc-per-node"):
+        calibrate(_job(tmp_path / "here.json"))
+
+
+def test_collectives_are_probed_at_each_size(gloo_alone, monkeypatch):
+    gloo_alone(monkeypatch)
+    lines = []
+    probe = probe_collectives(CPU, QUICK, report=lines.append)
+    assert [row.num_bytes for row in probe.link.measured] == list(QUICK.collective_bytes) * len(
+        COLLECTIVE_KINDS
+    )
+    assert [line.partition(":")[0] for line in lines] == list(COLLECTIVE_KINDS)
+    assert probe.link.bandwidth > 0
+    assert probe.link.latency_seconds > 0
+
+
+def test_compute_is_probed_with_progress_and_in_step_with_the_other_ranks():
+    lines, met = [], []
+    probe = probe_compute(CPU, QUICK, report=lines.append, together=lambda: met.append(True))
+    assert [line.partition(":")[0] for line in lines] == [
+        "matmul float32", "matmul float64", "matmul bfloat16", "matmul float16", "attention", "memory", "vector",
+    ]  # fmt: skip
+    assert len(met) == len(QUICK.matmul) + 3 + 2 * len(QUICK.attention) + 1 + len(QUICK.memory_bytes) + 4
+    assert all(rate > 0 for rate in probe.peak_flops.values())
+    assert probe.memory_bytes > 2**30
+
+
+def test_the_lower_quartile_is_typical():
+    assert typical([9.0, 1.0, 2.0, 3.0]) == 2.0
+    assert typical([5.0]) == 5.0
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_is_reported(tmp_path):
+    missing = tmp_path / "here.json"
+    missing.mkdir()  # cannot be written to
+    with pytest.raises(CalibrationError, match=r"a rank failed: [\s\S]*IsADirectoryError"):
+        calibrate(_job(missing))
+
+
+def test_collectives_need_two_ranks(tmp_path):
+    with pytest.raises(CalibrationError, match="at least 2 ranks, not 1"):
+        calibrate(_job(tmp_path / "here.json"), num_ranks=1)
+
+
+def test_a_device_needs_torchrun(tmp_path):
+    job = CalibrationJob(out=tmp_path / "here.json", device_type="cuda", sizes=QUICK)
+    with pytest.raises(CalibrationError, match="without torchrun only the CPU"):
+        calibrate(job)
+
+
+def test_the_folder_must_exist(tmp_path):
+    with pytest.raises(CalibrationError, match=r"no folder .*gone to write here\.json to"):
+        calibrate(_job(tmp_path / "gone" / "here.json"))
+
+
+def test_the_machine_is_described():
+    assert torch.__version__ in describe_machine("cpu")
+    assert "thread" in describe_machine("cpu")
+
+
+def test_sizes_grow_with_the_device():
+    assert max(ProbeSizes.for_device("cuda").matmul) > max(ProbeSizes.for_device("cpu").matmul)
+    assert json.dumps(QUICK.matmul) == "[64, 128]"

@@ -1,0 +1,134 @@
+"""The cost model: where a price comes from, and what has none."""
+
+import pytest
+from cost_cards import ROUND_CARD, round_card
+from small_graphs import GROUP, LOWERING, GraphBuilder, one_axis, two_axes
+from small_models import MODELS
+
+from graphshard.buckets import PACK
+from graphshard.collectives import ALL_GATHER, is_collective
+from graphshard.cost import CostModel, GroupTopology, compute_seconds, load_card
+from graphshard.cost.cards import LinkClass, MeasuredCollective
+from graphshard.cost.links import formula_seconds
+from graphshard.cost.tables import parse_tables
+from graphshard.errors import GraphShardError, OptionError, UnknownGroupError
+from graphshard.passes import BucketCollectives, ScheduleCollectives
+from graphshard.pipeline import Pipeline
+
+GROUPS = {
+    "shard": GroupTopology(num_ranks=8, ranks_per_node=8),
+    "one": GroupTopology(num_ranks=1, ranks_per_node=1),
+}
+MODEL = CostModel(card=ROUND_CARD, groups=GROUPS)
+TABLES = parse_tables("group,op,bytes,seconds\nshard,all_gather,8,5\nshard,all_gather,64,6\n", where="t.csv")
+
+
+def test_without_tables_the_card_answers():
+    expected = formula_seconds("all_gather", 2**20, GROUPS["shard"], ROUND_CARD)
+    assert MODEL.collective_seconds("all_gather", 2**20, "shard") == expected
+
+
+def test_tables_come_first():
+    model = CostModel(card=ROUND_CARD, tables=TABLES, groups=GROUPS)
+    assert model.collective_seconds("all_gather", 8, "shard") == 5
+
+
+def test_what_the_tables_lack_is_said_and_the_card_answers():
+    model = CostModel(card=ROUND_CARD, tables=TABLES, groups=GROUPS)
+    with pytest.warns(UserWarning, match=r"t\.csv has no all_reduce over shard nor over 8 ranks; .*'round'"):
+        seconds = model.collective_seconds("all_reduce", 2**20, "shard")
+    assert seconds == MODEL.collective_seconds("all_reduce", 2**20, "shard")
+
+
+def test_one_rank_costs_nothing_and_warns_of_nothing():
+    model = CostModel(card=ROUND_CARD, tables=TABLES, groups=GROUPS)
+    assert model.collective_seconds("all_reduce", 2**20, "one") == 0.0
+
+
+def test_a_card_with_measured_collectives_uses_them_for_their_ranks():
+    rows = tuple(
+        MeasuredCollective(op="all_gather", num_ranks=8, num_bytes=size, seconds=size * 1e-3)
+        for size in (100, 200)
+    )
+    near = LinkClass(latency_seconds=1e-6, bandwidth=1e10, efficiency=1.0, measured=rows)
+    two = GroupTopology(num_ranks=2, ranks_per_node=2)
+    spread = GroupTopology(num_ranks=8, ranks_per_node=1)
+    model = CostModel(card=round_card(intra_node=near), groups=GROUPS | {"two": two, "spread": spread})
+    assert model.collective_seconds("all_gather", 200, "shard") == pytest.approx(0.2)
+    for group, topology in (("two", two), ("spread", spread)):
+        expected = formula_seconds("all_gather", 200, topology, model.card)
+        assert model.collective_seconds("all_gather", 200, group) == expected
+    assert model.collective_seconds("all_reduce", 200, "shard") < 1e-3
+
+
+def test_an_unknown_group_names_the_known_ones():
+    with pytest.raises(
+        UnknownGroupError, match=r"the group 'tp', but one, shard: pass its topology"
+    ) as error:
+        MODEL.collective_seconds("all_gather", 8, "tp")
+    assert isinstance(error.value, GraphShardError)
+    assert isinstance(error.value, KeyError)
+    with pytest.raises(UnknownGroupError, match="'tp', but none"):
+        CostModel(card=ROUND_CARD).collective_seconds("all_gather", 8, "tp")
+
+
+def test_an_unknown_kind_names_the_known_ones():
+    with pytest.raises(OptionError, match="no collective 'gather': it is one of all_gather, "):
+        MODEL.collective_seconds("gather", 8, "shard")
+
+
+def test_a_copy_reads_and_writes():
+    assert MODEL.copy_seconds(10**6) == pytest.approx(2e6 / 1e11 + 1e-9)
+
+
+def test_a_mesh_fills_the_nodes_of_the_card():
+    model = CostModel.of_mesh(ROUND_CARD, two_axes(8, 8))
+    assert model.topology("replicate") == GroupTopology(num_ranks=8, ranks_per_node=1)
+    assert model.topology("shard") == model.topology(GROUP) == GroupTopology(num_ranks=8, ranks_per_node=8)
+
+
+def test_a_node_is_priced_by_its_bytes_and_group():
+    build = GraphBuilder()
+    node = build(ALL_GATHER, build.input("primals_1", 2**20), 8, GROUP)
+    model = CostModel.of_mesh(ROUND_CARD, one_axis(8))
+    assert model.node_seconds(node) == model.collective_seconds("all_gather", 8 * 8 * 2**20, "shard")
+
+
+def test_what_compute_loses_is_at_most_the_collective():
+    for changes, expected in (
+        ({}, 0.0),
+        ({"comm_compute_share": 0.25}, 0.25 * MODEL.collective_seconds("all_gather", 2**20, "shard")),
+        ({"comm_compute_seconds_per_byte": 1e-12}, 2**20 * 1e-12),
+        ({"comm_compute_seconds_per_byte": 1.0}, MODEL.collective_seconds("all_gather", 2**20, "shard")),
+    ):
+        model = CostModel(card=round_card(**changes), groups=GROUPS)
+        assert model.compute_lost_seconds("all_gather", 2**20, "shard") == pytest.approx(expected)
+
+
+def test_compute_is_that_of_the_card():
+    build = GraphBuilder()
+    x = build.input("primals_1", 8, 8)
+    gm = build.finish(build.gather(x, 8))
+    assert MODEL.compute_seconds(gm) == compute_seconds(gm, ROUND_CARD)
+    assert set(MODEL.compute_seconds(gm).values()) == {0.0}
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_the_graphs_of_sharded_models_have_a_price_at_every_level(name, captured):
+    """Collectives cost nothing as compute and something as communication; everything else the reverse."""
+    graphs = captured(name, 4)
+    model = CostModel.of_mesh(load_card("cpu-ethernet-1g"), graphs.context.mesh)
+    for gm in (graphs.joint, graphs.forward, graphs.backward):
+        seconds = model.compute_seconds(gm)
+        assert sum(seconds.values()) > 0
+        for node in filter(is_collective, gm.graph.nodes):
+            assert seconds[node] == 0.0
+            assert model.node_seconds(node) > model.card.collective_start_seconds
+    context = graphs.context.for_forward()
+    Pipeline(BucketCollectives(), ScheduleCollectives(), given=LOWERING.facts_at_end).run(
+        graphs.forward, context
+    )
+    bucketed = model.compute_seconds(graphs.forward)
+    packs = graphs.forward.graph.find_nodes(op="call_function", target=PACK)
+    assert packs or name == "tied_embedding"  # which has one parameter to gather
+    assert all(bucketed[node] > model.card.kernel_overhead_seconds for node in packs)
