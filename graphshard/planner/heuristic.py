@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -33,13 +34,13 @@ class Beam:
     Attributes:
         width: states kept from gap to gap.
         splits_small: collectives that are mostly latency have lanes of their own.
-        pessimistic: the estimate takes each collective's time alone, not its share of a large bucket.
+        shared_by: the estimate takes each collective's share of the time of so many like it, merged.
         merges: buckets of more than one are tried.
     """
 
     width: int = 8
     splits_small: bool = False
-    pessimistic: bool = False
+    shared_by: int = 4
     merges: bool = True
 
 
@@ -73,9 +74,13 @@ class _Lane:
         self.deadline = [one.deadline for one in ones]
         self.is_merged = ones[0].merge_key is not None and beam.merges
         self.fixed = [machine.fixed.get(index) for index in members]
-        self.place = {index: place for place, index in enumerate(members)}
+        self.latest = list(itertools.accumulate(self.earliest, max))
+        fixed_places = [place for place, bucket in enumerate(self.fixed) if bucket is not None]
+        self.until_fixed = [
+            next((place for place in fixed_places if place >= start), len(ones)) for start in range(len(ones))
+        ]
         self.block = block_length([one.num_bytes for one in ones]) if self.is_merged else 0
-        shares = [_share(machine, one, ones, beam.pessimistic) for one in ones]
+        shares = [_share(machine, one, beam.shared_by) for one in ones]
         alone = [machine.bucket((index,)) for index in members]
         self.is_gather = ones[0].limit == "gather"
         self.margin = 2 * max(one.seconds for one in alone)
@@ -94,15 +99,10 @@ class _Lane:
         return (state.started & self.mask).bit_count()
 
 
-def _share(machine: Machine, one: Collective, lane: list[Collective], is_alone: bool) -> float:
-    """The seconds of a collective: alone, or what it adds to a large bucket."""
-    prices = machine.problem.prices
-    alone = prices.collective_seconds(one.kind, one.num_bytes, one.queue)
-    if is_alone or one.merge_key is None:
-        return alone
-    total = sum(other.num_bytes for other in lane)
-    added = prices.collective_seconds(one.kind, total + one.num_bytes, one.queue)
-    return min(alone, max(0.0, added - prices.collective_seconds(one.kind, total, one.queue)))
+def _share(machine: Machine, one: Collective, shared_by: int) -> float:
+    """The seconds of a collective in a bucket of ``shared_by`` like it."""
+    count = shared_by if one.merge_key is not None else 1
+    return machine.problem.prices.collective_seconds(one.kind, count * one.num_bytes, one.queue) / count
 
 
 class _Search:
@@ -256,12 +256,11 @@ class _Search:
         if (fixed := lane.fixed[place]) is not None:
             yield self._machine.bucket(fixed)
             return
-        ready = place
-        while ready < len(lane.members) and lane.earliest[ready] <= state.position and (
-            lane.fixed[ready] is None and ready - place < LENGTHS[-1]
-        ):
-            ready += 1
-        for length in self._lengths(lane, place, ready - place):
+        longest = 1
+        if lane.is_merged:
+            farthest = min(lane.until_fixed[place], place + LENGTHS[-1])
+            longest = bisect_right(lane.latest, state.position, place, farthest) - place
+        for length in self._lengths(lane, place, longest):
             yield self._run_of(lane, place, length)
 
     def _lengths(self, lane: _Lane, place: int, longest: int) -> list[int]:

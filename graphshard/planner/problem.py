@@ -161,6 +161,11 @@ def _contradictions(problem: Problem) -> list[str]:
             found.append(f"{one.name} exists from gap {one.earliest} and is read in gap {one.deadline} of {end}")
         if any(not 0 <= other < index for other in one.after):
             found.append(f"{one.name} comes after {one.after}, which are not all earlier ones")
+    lanes: dict[tuple[str, ...] | None, Collective] = {}
+    for one in problem.collectives:
+        first = lanes.setdefault(one.merge_key, one)
+        if one.merge_key is not None and (first.queue, first.kind) != (one.queue, one.kind):
+            found.append(f"{first.name} and {one.name} have one merge key, but are of other kinds or groups")
     bucketed = [index for bucket in problem.fixed_buckets for index in bucket]
     if len(set(bucketed)) < len(bucketed):
         found.append("a collective is in two fixed buckets")

@@ -190,12 +190,16 @@ class Machine:
             return "its data is not ready"
         if bucket.after_mask & ~state.waited:
             return "what it comes after is not waited for"
-        if any(self.fixed.get(index, bucket.members) != bucket.members for index in bucket.members):
+        if self.fixed and any(
+            self.fixed.get(index, bucket.members) != bucket.members for index in bucket.members
+        ):
             return "the user fixed another bucket"
         limit = self.limits.get(bucket.limit, 0)
         if limit and sum(flight.bucket.limit == bucket.limit for flight in state.flights) >= limit:
             return f"{limit} are in flight, which is the limit"
-        if any(then & bucket.mask and first & ~state.waited for first, then in self.prefetched):
+        if self.prefetched and any(
+            then & bucket.mask and first & ~state.waited for first, then in self.prefetched
+        ):
             return "the user starts it after another"
         return ""
 
@@ -401,7 +405,7 @@ def simulate(problem: Problem, steps: Sequence[Step]) -> Simulation:
             runs[step.members] = {
                 "start": step.position,
                 "issued": following.seconds,
-                "began": flight.finish - bucket.seconds,
+                "began": max(following.seconds, state.free[bucket.queue]),
                 "finished": flight.finish,
                 "behind": last_in_queue.get(bucket.queue, ()),
                 "num_bytes": bucket.num_bytes,
