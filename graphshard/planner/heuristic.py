@@ -36,12 +36,14 @@ class Beam:
         splits_small: collectives that are mostly latency have lanes of their own.
         shared_by: the estimate takes each collective's share of the time of so many like it, merged.
         merges: buckets of more than one are tried.
+        aligned: buckets end at multiples of this many in their lane; 0 to try several lengths.
     """
 
     width: int = 8
     splits_small: bool = False
     shared_by: int = 4
     merges: bool = True
+    aligned: int = 0
 
 
 def good_schedule(problem: Problem, beam: Beam) -> list[Step] | None:
@@ -266,6 +268,11 @@ class _Search:
     def _lengths(self, lane: _Lane, place: int, longest: int) -> list[int]:
         if not lane.is_merged:
             return [1]
+        if self._beam.aligned:
+            rest = self._beam.aligned - place % self._beam.aligned
+            is_last = place + longest == len(lane.members)
+            first = {1, 2} if place == 0 and lane.is_gather else set()
+            return sorted({min(rest, longest), *first} if rest <= longest or is_last else first)
         wanted = {length for length in LENGTHS if length <= longest}
         if lane.block:
             rest = lane.block - place % lane.block

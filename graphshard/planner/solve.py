@@ -23,6 +23,7 @@ EXACT_STATES = 20_000
 BEAMS = (
     Beam(width=2, merges=False),
     Beam(width=2, shared_by=1),
+    *(Beam(width=2, shared_by=1, aligned=length) for length in (2, 3, 4, 5, 6, 7, 8, 9, 12, 18)),
     Beam(width=2, shared_by=3),
     Beam(width=2, shared_by=9),
     Beam(width=2, shared_by=16),
