@@ -26,15 +26,15 @@ def merge_gathers(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
     with graph.inserting_before(members[0]):
         emit = GraphEmitter(graph, origin=members[0], extra_meta=_tags(members[0]))
         sizes = [emit.tensor(value).numel() for value in inputs]
-        start = emit(members[0].target, emit(PACK, inputs, 1), group_size, *rest)
-        gathered = emit(WAIT, start)
+        started = emit(members[0].target, emit(PACK, inputs, 1), group_size, *rest)
+        gathered = emit(WAIT, started)
         unpacked = emit(UNPACK, gathered, group_size, sizes)
         results = [
             _view(emit, emit(operator.getitem, unpacked, index), list(member.meta["val"].shape))
             for index, member in enumerate(members)
         ]
     _replace(graph, members, results)
-    return start
+    return started
 
 
 def merge_reductions(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
@@ -47,8 +47,8 @@ def merge_reductions(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
         emit = GraphEmitter(graph, origin=members[-1])
         whole = _bucket_of_slices(inputs) if num_rows == 1 else None
         packed = whole if whole is not None else emit(PACK, inputs, num_rows)
-        start = emit(target, packed, *arguments)
-        reduced = emit(WAIT, start)
+        started = emit(target, packed, *arguments)
+        reduced = emit(WAIT, started)
         results = []
         end = 0
         for member in members:
@@ -56,7 +56,7 @@ def merge_reductions(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
             piece = emit(aten.slice.Tensor, reduced, 0, start, end)
             results.append(_view(emit, piece, list(member.meta["val"].shape)))
     _replace(graph, members, results)
-    return start
+    return started
 
 
 def _input_of(member: fx.Node) -> fx.Node:

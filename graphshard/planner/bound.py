@@ -6,6 +6,9 @@
   than ``a`` + their work + ``b``. The best of many such sets is taken (the bound of one machine with
   heads and tails; Carlier, "The one-machine sequencing problem", 1982). It holds the critical path
   (sets of one) and the unavoidable beginning and end: the first gather, the last reduction.
+- *windows*: a collective that may start in gap ``e`` and is read in gap ``d`` delays compute by its
+  own time less that of the tasks in between. Delays in gaps that do not overlap add up; the heaviest
+  such choice is taken (weighted interval scheduling).
 
 The work of a set is the least that any merging of it costs. If prices are concave in bytes (latency +
 bytes / bandwidth is), that is one bucket for each merge key. Otherwise the best price per byte counts.
@@ -38,17 +41,19 @@ class Bounds:
     Attributes:
         compute: tasks, casts and layouts.
         queue: the best bound of any process group, memory aside.
-        memory: the same with the budget; equal to ``queue`` where it does not bind.
+        windows: tasks and the delays that add up, memory aside.
+        memory: the best of ``queue`` and ``windows`` with the budget; no better where it does not bind.
     """
 
     compute: float
     queue: float
+    windows: float
     memory: float
 
     @property
     def seconds(self) -> float:
         """The best of them."""
-        return max(self.compute, self.queue, self.memory)
+        return max(self.compute, self.queue, self.windows, self.memory)
 
 
 def lower_bounds(problem: Problem) -> Bounds:
@@ -57,11 +62,13 @@ def lower_bounds(problem: Problem) -> Bounds:
     compute = sum(task.seconds for task in problem.tasks) + surely
     windows = [(one.earliest, one.deadline) for one in problem.collectives]
     queue = _queue_bound(problem, windows)
-    memory = queue
+    delays = _window_bound(problem, windows)
+    memory = max(queue, delays)
     if problem.budget_bytes is not None:
         narrowed = _windows_in_budget(problem, problem.budget_bytes)
-        memory = queue if narrowed == windows else _queue_bound(problem, narrowed)
-    return Bounds(compute=compute, queue=queue, memory=max(queue, memory))
+        if narrowed != windows:
+            memory = max(memory, _queue_bound(problem, narrowed), _window_bound(problem, narrowed))
+    return Bounds(compute=compute, queue=queue, windows=delays, memory=memory)
 
 
 def gap(seconds: float, bounds: Bounds) -> float:
@@ -97,6 +104,24 @@ def _windows_in_budget(problem: Problem, budget_bytes: int) -> list[tuple[int, i
                 deadline = min(deadline, full[index])
         windows.append((min(earliest, deadline), max(deadline, one.earliest)))
     return windows
+
+
+def _window_bound(problem: Problem, windows: Sequence[tuple[int, int]]) -> float:
+    elapsed = [0.0, *itertools.accumulate(task.seconds for task in problem.tasks)]
+    delays = []
+    for one, (earliest, deadline) in zip(problem.collectives, windows, strict=True):
+        seconds = problem.prices.collective_seconds(one.kind, one.num_bytes, one.queue)
+        delay = seconds - (elapsed[deadline] - elapsed[earliest])
+        if delay > 0:
+            delays.append((deadline, earliest, delay))
+    best = [0.0] * (problem.num_positions + 1)  # best[gap + 1]: of windows that end at or before it
+    position = 0
+    for deadline, earliest, delay in sorted(delays):
+        while position <= deadline:
+            best[position + 1] = best[position]
+            position += 1
+        best[deadline + 1] = max(best[deadline + 1], best[earliest] + delay)
+    return elapsed[-1] + best[position]
 
 
 def _queue_bound(problem: Problem, windows: Sequence[tuple[int, int]]) -> float:

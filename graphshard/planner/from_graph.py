@@ -11,8 +11,10 @@ problem says that collectives hold there, is what the tasks hold.
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -367,25 +369,56 @@ def _with_memory(
 ) -> Problem:
     """The problem with what its tasks hold, from the memory of the graph as it came."""
     order = list(gm.graph.nodes)
-    timeline = MemoryModel(gm, kept=kept_inputs(gm)).timeline(order)
+    model = MemoryModel(gm, kept=kept_inputs(gm))
+    timeline = model.timeline(order)
     live_at = dict(zip(order, timeline.live_bytes, strict=True))
     modelled = simulate(replace(problem, max_reductions=0), unplanned).live_bytes
     kept = timeline.kept_bytes
-    live = [max(0, live_at[node] - held) for node, held in zip(tasks, modelled, strict=True)]
-    appearing = [0] * (len(tasks) + 1)
-    for one in problem.collectives:
-        if not one.after:
-            appearing[one.earliest] += one.ready_bytes
-    first = live[:1] or [0]
-    between = [
-        max(0, min(before - appearing[gap], after))
-        for gap, (before, after) in enumerate(zip([*first, *live], [*live, *live[-1:]] if live else first))
-    ]
+    live = [max(0, live_at[node] - held) + kept for node, held in zip(tasks, modelled, strict=True)]
+    between = _live_between(order, tasks, model.lifetimes(order))
+    for gap, held in enumerate(_held_across(problem, unplanned)):
+        between[gap] = max(0, between[gap] - held) + kept
     return replace(
         problem,
         tasks=[
-            replace(task, live_bytes=most + kept, before_bytes=before + kept)
+            replace(task, live_bytes=max(most, before), before_bytes=before)
             for task, most, before in zip(problem.tasks, live, between)
         ],
-        end_bytes=between[-1] + kept,
+        end_bytes=between[-1],
     )
+
+
+def _live_between(
+    order: list[fx.Node], tasks: list[fx.Node], lifetimes: list[tuple[int, int, int]]
+) -> list[int]:
+    """Bytes of the values that live across each gap: made before it, and freed behind it."""
+    position = {node: index for index, node in enumerate(order)}
+    behind = [position[node] for node in tasks] + [len(order) - 1]
+    before = [0, *behind[:-1]]
+    changes = [0] * (len(behind) + 1)
+    for start, end, num_bytes in lifetimes:
+        first, last = bisect_left(before, start), bisect_right(behind, end)
+        if first < last:
+            changes[first] += num_bytes
+            changes[last] -= num_bytes
+    return list(itertools.accumulate(changes))[:-1]
+
+
+def _held_across(problem: Problem, steps: Sequence[Step]) -> list[int]:
+    """What collectives, none of them merged, hold across each gap of a schedule."""
+    changes = [0] * (problem.num_positions + 1)
+
+    def hold(num_bytes: int, first: int, last: int) -> None:
+        if first <= last:
+            changes[first] += num_bytes
+            changes[last + 1] -= num_bytes
+
+    start = {step.members[0]: step.position for step in steps if step.is_start}
+    wait = {step.members[0]: step.position for step in steps if not step.is_start}
+    for index, one in enumerate(problem.collectives):
+        begun, ended = start[index], wait[index]
+        exists = max([one.earliest, *(wait[other] + 1 for other in one.after)])
+        hold(one.ready_bytes, exists, ended - 1)
+        hold(one.out_bytes + one.copy_bytes + one.staged_bytes, begun + 1, ended - 1)
+        hold(one.kept_bytes, ended if begun < ended and not one.fresh_bytes else ended + 1, one.deadline)
+    return list(itertools.accumulate(changes))[:-1]
