@@ -16,7 +16,7 @@ from .errors import OptionError, OptionTypeError
 from .memory import MemoryModel, kept_inputs
 from .planner.apply import planned_graph
 from .planner.from_graph import GraphPrices, GraphProblem, problem_of_graph
-from .planner.plan import InfeasibleBudgetError, Plan
+from .planner.plan import InfeasibleBudgetError, Plan, make_plan
 from .planner.solve import plan, smallest_budget
 
 _UNITS = {"": 1, "b": 1, **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}} | {
@@ -58,7 +58,9 @@ def schedule_with_prices(
 
 
 def _within_budget(gm: fx.GraphModule, found: GraphProblem, budget: int | None) -> tuple[fx.GraphModule, Plan]:
-    unplanned = found.unplanned if _measured_peak(gm) <= (budget or float("inf")) else None
+    before = _measured_peak(gm)
+    fits = budget is None or before <= budget
+    unplanned = found.unplanned if fits else None
     allowed = budget
     for _ in range(_ATTEMPTS):
         problem = replace(found.problem, budget_bytes=allowed)
@@ -72,8 +74,11 @@ def _within_budget(gm: fx.GraphModule, found: GraphProblem, budget: int | None) 
             return planned, replace(result, peak_bytes=peak, budget_bytes=budget)
         assert allowed is not None
         allowed = min(allowed, result.peak_bytes) - max(1, peak - budget)
-        unplanned = None
     assert budget is not None
+    if fits:  # the graph as it came keeps the budget, whatever the model of the problem says
+        result = make_plan(found.problem, found.unplanned, solver="none", notes=found.notes)
+        result = replace(result, unplanned_seconds=result.seconds, peak_bytes=before, budget_bytes=budget)
+        return gm, result
     raise InfeasibleBudgetError(budget, _feasible_budget(gm, found), is_smallest=False)
 
 

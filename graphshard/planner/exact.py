@@ -6,7 +6,8 @@ to come never gets later when a clock is earlier, because all rules are maxima a
 none of whose clocks is earlier than another's is dropped (dominance), and so is one whose lower bound
 reaches a schedule that is known. Three choices are left out since they cannot help:
 
-- waiting for what nothing reads yet, where neither a budget, a limit nor another collective asks for it;
+- waiting for what nothing reads yet, where neither a budget, a limit nor another collective asks for
+  it, and no compute comes with it that could fill a pause;
 - leaving open what has ended, where its wait costs nothing;
 - without a budget, starting on a queue that stays busy until the next gap anyway.
 
@@ -196,7 +197,8 @@ class _Exploration:
             if (following := machine.start(state, bucket)) is not None:
                 yield following
         for flight in state.flights:
-            if self._waits_may_help or flight.bucket.mask & due or self._feeds_another(flight):
+            is_needed = flight.bucket.mask & due or self._feeds_another(flight)
+            if self._waits_may_help or is_needed or flight.bucket.wait_seconds:
                 if (following := machine.wait(state, flight)) is not None:
                     yield following
 
