@@ -57,7 +57,9 @@ def schedule_with_prices(
     return result
 
 
-def _within_budget(gm: fx.GraphModule, found: GraphProblem, budget: int | None) -> tuple[fx.GraphModule, Plan]:
+def _within_budget(
+    gm: fx.GraphModule, found: GraphProblem, budget: int | None
+) -> tuple[fx.GraphModule, Plan]:
     before = _measured_peak(gm)
     fits = budget is None or before <= budget
     unplanned = found.unplanned if fits else None
@@ -107,7 +109,9 @@ def parse_bytes(value: int | str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value).lower())
     unit = _UNITS.get(match.group(2)) if match else None
     if match is None or unit is None:
-        raise OptionError(f"memory_budget={value!r} cannot be read; write bytes, or a text like '60GiB' or '2GB'")
+        raise OptionError(
+            f"memory_budget={value!r} cannot be read; write bytes, or a text like '60GiB' or '2GB'"
+        )
     num_bytes = int(float(match.group(1)) * unit) if "." in match.group(1) else int(match.group(1)) * unit
     if num_bytes <= 0:
         raise OptionError(f"memory_budget={value!r} must be positive")

@@ -49,7 +49,10 @@ class _Order:
 
     def __init__(self, graph: fx.Graph, tasks: list[fx.Node], starts: dict[tuple[int, ...], fx.Node]) -> None:
         self._graph, self._tasks, self._starts = graph, tasks, starts
-        self._fixed = {*tasks, *(node for node in graph.nodes if node.op in ("placeholder", "get_attr", "output"))}
+        self._fixed = {
+            *tasks,
+            *(node for node in graph.nodes if node.op in ("placeholder", "get_attr", "output")),
+        }
         self._placed: dict[fx.Node, None] = {}
 
     def nodes(self, steps: Sequence[Step]) -> list[fx.Node]:

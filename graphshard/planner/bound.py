@@ -128,8 +128,8 @@ def _queue_bound(problem: Problem, windows: Sequence[tuple[int, int]]) -> float:
     elapsed = [0.0, *itertools.accumulate(task.seconds for task in problem.tasks)]
     ones = problem.collectives
     alone = [problem.prices.collective_seconds(one.kind, one.num_bytes, one.queue) for one in ones]
-    heads, tails = [], []
-    for index, (one, (earliest, _)) in enumerate(zip(ones, windows, strict=True)):
+    heads: list[float] = []
+    for one, (earliest, _) in zip(ones, windows, strict=True):
         after = [heads[other] + alone[other] + ones[other].after_seconds for other in one.after]
         heads.append(max([elapsed[earliest], *after]) + one.before_seconds)
     dependents: dict[int, list[int]] = {}
@@ -139,7 +139,9 @@ def _queue_bound(problem: Problem, windows: Sequence[tuple[int, int]]) -> float:
     tails = [0.0] * len(ones)
     for index in reversed(range(len(ones))):
         one, (_, deadline) = ones[index], windows[index]
-        later = [tails[other] + alone[other] + ones[other].before_seconds for other in dependents.get(index, ())]
+        later = [
+            tails[other] + alone[other] + ones[other].before_seconds for other in dependents.get(index, ())
+        ]
         tails[index] = max([elapsed[-1] - elapsed[deadline], *later]) + one.after_seconds
     best = 0.0
     for queue in sorted({one.queue for one in ones}):
@@ -157,7 +159,9 @@ def _heads_and_tails(
     for index in members:
         groups.setdefault(keys[index], []).append(index)
     work = {
-        key: _Work(problem, [ones[index] for index in group]) for key, group in groups.items() if len(group) > 1
+        key: _Work(problem, [ones[index] for index in group])
+        for key, group in groups.items()
+        if len(group) > 1
     }
     by_tail = sorted(members, key=lambda index: (-tails[index], index))
     distinct = sorted({heads[index] for index in members})

@@ -43,7 +43,8 @@ def condense(problem: Problem) -> tuple[Problem, list[int]]:
             )
         )
     collectives = [
-        replace(one, earliest=place[one.earliest], deadline=place[one.deadline]) for one in problem.collectives
+        replace(one, earliest=place[one.earliest], deadline=place[one.deadline])
+        for one in problem.collectives
     ]
     return replace(problem, tasks=tasks, collectives=collectives, position_names=()), gaps
 

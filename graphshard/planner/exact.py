@@ -59,11 +59,12 @@ def least_peak(problem: Problem, *, max_states: int = MAX_STATES) -> int:
         TooLargeError: there are too many states.
     """
     machine = Machine(problem, budget_bytes=None)
-    best: dict[tuple, int] = {}
     arrivals = [machine.begin()]
     seen = 0
     for position in range(machine.end + 1):
-        best, pending, leaving = {}, deque(arrivals), {}
+        best: dict[tuple, int] = {}
+        leaving: dict[tuple, State] = {}
+        pending = deque(arrivals)
         while pending:
             state = pending.popleft()
             seen += 1
@@ -182,7 +183,9 @@ class _Exploration:
         machine = self._machine
         for flight in state.flights:
             if not machine.prefetched and flight.finish <= state.seconds and not flight.bucket.wait_seconds:
-                if (closed := machine.wait(state, flight)) is not None and closed.held_bytes <= state.held_bytes:
+                if (
+                    closed := machine.wait(state, flight)
+                ) is not None and closed.held_bytes <= state.held_bytes:
                     yield closed
                     return
         onward = machine.run(state) if state.position < machine.end else None

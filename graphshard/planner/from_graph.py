@@ -208,7 +208,9 @@ def _lazy_nodes(graph: fx.Graph, movable: list[fx.Node]) -> set[fx.Node]:
     rooted: dict[fx.Node, bool] = {}  # layout nodes made of inputs alone
     for node in graph.nodes:
         if is_layout(node) and node.all_input_nodes:
-            rooted[node] = all(source.op == "placeholder" or rooted.get(source) for source in node.all_input_nodes)
+            rooted[node] = all(
+                source.op == "placeholder" or rooted.get(source) for source in node.all_input_nodes
+            )
     pending = [source for node in movable for source in node.all_input_nodes]
     while pending:
         node = pending.pop()

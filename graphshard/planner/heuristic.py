@@ -132,9 +132,7 @@ class _Search:
                 first_need[index] = min(collectives[other].deadline for other in bucket)
                 last_ready[index] = max(collectives[other].earliest for other in bucket)
         for members in lanes.values():
-            members.sort(
-                key=lambda i: (first_need[i], last_ready[i], self._machine.fixed.get(i, ()), i)
-            )
+            members.sort(key=lambda i: (first_need[i], last_ready[i], self._machine.fixed.get(i, ()), i))
         return list(lanes.values())
 
     def _is_small(self, one: Collective) -> bool:
@@ -294,8 +292,8 @@ def _keep(table: dict[tuple, State], state: State) -> None:
     """Adds a state unless one that has done the same is no later."""
     key = (state.started, state.waited)
     known = table.get(key)
-    is_no_better = known is not None and state.seconds >= known.seconds and all(
-        map(operator.ge, state.free, known.free)
+    is_no_better = (
+        known is not None and state.seconds >= known.seconds and all(map(operator.ge, state.free, known.free))
     )
     if not is_no_better:
         table[key] = state

@@ -134,7 +134,9 @@ def make_plan(
     simulation = simulate(problem, steps)
     bounds = lower_bounds(problem)
     return Plan(
-        buckets=tuple(_planned(problem, simulation, run, reason) for run, reason in _reasons(problem, simulation)),
+        buckets=tuple(
+            _planned(problem, simulation, run, reason) for run, reason in _reasons(problem, simulation)
+        ),
         seconds=simulation.seconds,
         compute_seconds=simulation.seconds - simulation.exposed_seconds,
         exposed_seconds=simulation.exposed_seconds,
@@ -192,7 +194,9 @@ def _reason(problem: Problem, machine: Machine, simulation: Simulation, run: Buc
     needed, budget = bucket.running_bytes, problem.budget_bytes
     if budget is not None and simulation.live_bytes[run.start - 1] + needed > budget:
         return f"the budget: {needed} bytes do not fit {problem.where(run.start - 1)}"
-    if problem.max_gathers and bucket.limit == "gather" or problem.max_reductions and bucket.limit == "reduction":
+    if (problem.max_gathers and bucket.limit == "gather") or (
+        problem.max_reductions and bucket.limit == "reduction"
+    ):
         return "the limit of collectives in flight"
     if any(then in run.members for _, then in problem.prefetch):
         return "the user starts it after another"

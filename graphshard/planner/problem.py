@@ -155,10 +155,14 @@ def _contradictions(problem: Problem) -> list[str]:
     count, end = len(problem.collectives), len(problem.tasks)
     for task in problem.tasks:
         if task.seconds < 0 or task.live_bytes < task.before_bytes:
-            found.append(f"a task of {task.seconds} s with {task.live_bytes} bytes, {task.before_bytes} before")
+            found.append(
+                f"a task of {task.seconds} s with {task.live_bytes} bytes, {task.before_bytes} before"
+            )
     for index, one in enumerate(problem.collectives):
         if not 0 <= one.earliest <= one.deadline <= end:
-            found.append(f"{one.name} exists from gap {one.earliest} and is read in gap {one.deadline} of {end}")
+            found.append(
+                f"{one.name} exists from gap {one.earliest} and is read in gap {one.deadline} of {end}"
+            )
         if any(not 0 <= other < index for other in one.after):
             found.append(f"{one.name} comes after {one.after}, which are not all earlier ones")
     lanes: dict[tuple[str, ...] | None, Collective] = {}

@@ -383,9 +383,7 @@ def simulate(problem: Problem, steps: Sequence[Step]) -> Simulation:
         nonlocal state
         while state.position < position:
             task_seconds.append(state.seconds)
-            live.append(
-                machine.live[state.position] + state.held_bytes - machine.released[state.position]
-            )
+            live.append(machine.live[state.position] + state.held_bytes - machine.released[state.position])
             following = machine.run(state)
             if following is None:
                 raise PlanError(f"{problem.where(state.position)}: {_why_not_run(machine, state)}")

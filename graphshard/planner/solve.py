@@ -31,16 +31,18 @@ BEAMS = (
 )
 
 #: Searches that take longer, for problems of at most ``MANY`` collectives.
-WIDE_BEAMS = (Beam(width=8, shared_by=9), Beam(width=8, shared_by=16), Beam(width=8, shared_by=1, splits_small=True))
+WIDE_BEAMS = (
+    Beam(width=8, shared_by=9),
+    Beam(width=8, shared_by=16),
+    Beam(width=8, shared_by=1, splits_small=True),
+)
 MANY = 300
 
 #: A schedule this close to the bound ends the search.
 CLOSE_ENOUGH = 2e-3
 
 
-def plan(
-    problem: Problem, *, unplanned: Sequence[Step] | None = None, notes: Sequence[str] = ()
-) -> Plan:
+def plan(problem: Problem, *, unplanned: Sequence[Step] | None = None, notes: Sequence[str] = ()) -> Plan:
     """The best schedule found for a problem.
 
     Args:
@@ -113,7 +115,9 @@ def _beams(problem: Problem, found: Sequence[list[Step]]) -> Iterator[list[Step]
 
 def _exactly(problem: Problem, best: list[Step] | None) -> list[Step] | None:
     """The steps of a faster schedule, none if ``best`` is the fastest; None if that cannot be shown."""
-    small, gaps = condense(problem) if problem.budget_bytes is None else (problem, range(len(problem.tasks) + 1))
+    small, gaps = (
+        condense(problem) if problem.budget_bytes is None else (problem, range(len(problem.tasks) + 1))
+    )
     if len(problem.collectives) > EXACT_COLLECTIVES or len(small.tasks) > EXACT_TASKS:
         return None
     below = simulate(problem, best).seconds if best is not None else float("inf")

@@ -52,8 +52,13 @@ def random_graph(seed: int, num_steps: int = 10, rename: str = "") -> fx.GraphMo
     dice = random.Random(seed)
     build = GraphBuilder()
     value = build.input("primals_0", 8, 8)
-    kinds = [dice.choice(["linear", "linear", "cast", "sum", "gradient", "hybrid", "relu"]) for _ in range(num_steps)]
-    shards = {i: build.input(f"primals_{i + 1}", 4, 8) for i, kind in enumerate(kinds) if kind in ("linear", "cast")}
+    kinds = [
+        dice.choice(["linear", "linear", "cast", "sum", "gradient", "hybrid", "relu"])
+        for _ in range(num_steps)
+    ]
+    shards = {
+        i: build.input(f"primals_{i + 1}", 4, 8) for i, kind in enumerate(kinds) if kind in ("linear", "cast")
+    }
     results = []
     for index, kind in enumerate(kinds):
         if kind == "linear":

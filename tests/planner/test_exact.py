@@ -20,7 +20,8 @@ LIMITED = [
 ]
 HEAVY = [random_problem(seed, most=3, num_tasks=3, with_memory=True) for seed in range(200, 212)]
 DEAR_COPIES = [
-    random_problem(seed, most=3, num_tasks=3, prices=LinePrices(latency=1.0, copies=8.0)) for seed in range(300, 308)
+    random_problem(seed, most=3, num_tasks=3, prices=LinePrices(latency=1.0, copies=8.0))
+    for seed in range(300, 308)
 ]
 
 

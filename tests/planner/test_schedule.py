@@ -91,7 +91,7 @@ def test_names_of_nodes_do_not_matter(seed):
 @settings(max_examples=8, deadline=None)
 @given(seed=SEEDS)
 def test_a_planned_graph_can_be_planned_again(seed):
-    first, plan = _planned(random_graph(seed))
+    first, _ = _planned(random_graph(seed))
     second, again = _planned(first)
     _assert_valid(second)
     assert again.seconds <= again.unplanned_seconds
