@@ -188,20 +188,11 @@ class MemoryModel:
 
     def timeline(self, order: Sequence[fx.Node]) -> MemoryTimeline:
         """Live bytes over an order of all nodes in which inputs precede their readers."""
-        first, last = fusion_runs(order)
         changes = [0] * (len(order) + 1)
-        ranges = []
-        position = {node: index for index, node in enumerate(order)}
-        for buffer in self._made:
-            start = first[position[buffer.producer]]
-            end = max([last[position[reader]] for reader in buffer.readers], default=last[start])
-            if is_fusible(buffer.producer) and buffer.readers and end == last[start]:
-                continue  # lives inside one generated kernel
-            if buffer.producer.op == "placeholder":
-                start = 0
+        ranges = self._ranges(order)
+        for start, end, buffer in ranges:
             changes[start] += buffer.num_bytes
             changes[end + 1] -= buffer.num_bytes
-            ranges.append((start, end, buffer))
         live_bytes, live = [], 0
         for change in changes[:-1]:
             live += change
@@ -218,6 +209,24 @@ class MemoryModel:
             kept_bytes=self.kept_bytes,
             live_at_peak=tuple(sorted(at_peak, key=lambda value: -value.num_bytes)),
         )
+
+    def lifetimes(self, order: Sequence[fx.Node]) -> list[tuple[int, int, int]]:
+        """For each value its first and last position in an order, and its bytes."""
+        return [(start, end, buffer.num_bytes) for start, end, buffer in self._ranges(order)]
+
+    def _ranges(self, order: Sequence[fx.Node]) -> list[tuple[int, int, _Buffer]]:
+        first, last = fusion_runs(order)
+        ranges = []
+        position = {node: index for index, node in enumerate(order)}
+        for buffer in self._made:
+            start = first[position[buffer.producer]]
+            end = max([last[position[reader]] for reader in buffer.readers], default=last[start])
+            if is_fusible(buffer.producer) and buffer.readers and end == last[start]:
+                continue  # lives inside one generated kernel
+            if buffer.producer.op == "placeholder":
+                start = 0
+            ranges.append((start, end, buffer))
+        return ranges
 
     def held_bytes(self, collective: fx.Node) -> int:
         """What a started collective holds until its wait besides its output: its input and copies.

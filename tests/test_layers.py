@@ -56,7 +56,23 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("graphshard.cost",),
     # where collectives may stand, and what that costs
     ("graphshard.placement",),
-    ("graphshard.fitting",),
+    ("graphshard.fitting", "graphshard.merging"),
+    # what is planned, without graphs
+    ("graphshard.planner",),
+    ("graphshard.planner.problem",),
+    ("graphshard.planner.simulate",),
+    (
+        "graphshard.planner.bound",
+        "graphshard.planner.condense",
+        "graphshard.planner.exact",
+        "graphshard.planner.heuristic",
+    ),
+    ("graphshard.planner.plan",),
+    ("graphshard.planner.solve",),
+    # from graphs and back
+    ("graphshard.planner.from_graph",),
+    ("graphshard.planner.apply",),
+    ("graphshard.schedule",),
     ("graphshard.pipeline",),
     (
         "graphshard.passes.bucket_collectives",

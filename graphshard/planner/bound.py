@@ -1,0 +1,219 @@
+"""What no schedule can beat: lower bounds on the time of a problem.
+
+- *compute*: all tasks, and the casts and layouts around collectives, on one stream.
+- *queue*: take the collectives of one process group whose input exists at time ``a`` at the earliest
+  and after which at least ``b`` is left to do. They run one after the other, so all is over no sooner
+  than ``a`` + their work + ``b``. The best of many such sets is taken (the bound of one machine with
+  heads and tails; Carlier, "The one-machine sequencing problem", 1982). It holds the critical path
+  (sets of one) and the unavoidable beginning and end: the first gather, the last reduction.
+- *windows*: a collective that may start in gap ``e`` and is read in gap ``d`` delays compute by its
+  own time less that of the tasks in between. Delays in gaps that do not overlap add up; the heaviest
+  such choice is taken (weighted interval scheduling).
+
+The work of a set is the least that any merging of it costs. If prices are concave in bytes (latency +
+bytes / bandwidth is), that is one bucket for each merge key. Otherwise the best price per byte counts.
+Prices must not fall when bytes grow.
+
+With a budget, a collective that would not fit beside a task is not yet started before it, and one
+whose input would not fit is done before it: heads and tails grow, and the bound is *memory-aware*.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .problem import Collective, Problem
+
+#: So many thresholds of the earliest time are tried.
+THRESHOLDS = 64
+
+#: Ratio of neighbouring sizes at which a price that is not concave is looked at.
+_GRID = 1.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Seconds that no schedule can beat, with and without looking at the budget.
+
+    Attributes:
+        compute: tasks, casts and layouts.
+        queue: the best bound of any process group, memory aside.
+        windows: tasks and the delays that add up, memory aside.
+        memory: the best of ``queue`` and ``windows`` with the budget; no better where it does not bind.
+    """
+
+    compute: float
+    queue: float
+    windows: float
+    memory: float
+
+    @property
+    def seconds(self) -> float:
+        """The best of them."""
+        return max(self.compute, self.queue, self.windows, self.memory)
+
+
+def lower_bounds(problem: Problem) -> Bounds:
+    """Bounds on the time of any schedule that keeps the problem's budget."""
+    surely = sum(one.before_seconds + one.after_seconds for one in problem.collectives)
+    compute = sum(task.seconds for task in problem.tasks) + surely
+    windows = [(one.earliest, one.deadline) for one in problem.collectives]
+    queue = _queue_bound(problem, windows)
+    delays = _window_bound(problem, windows)
+    memory = max(queue, delays)
+    if problem.budget_bytes is not None:
+        narrowed = _windows_in_budget(problem, problem.budget_bytes)
+        if narrowed != windows:
+            memory = max(memory, _queue_bound(problem, narrowed), _window_bound(problem, narrowed))
+    return Bounds(compute=compute, queue=queue, windows=delays, memory=memory)
+
+
+def gap(seconds: float, bounds: Bounds) -> float:
+    """How far ``seconds`` is above the bound, as a share of it."""
+    return seconds / bounds.seconds - 1.0 if bounds.seconds > 0 else 0.0
+
+
+def _windows_in_budget(problem: Problem, budget_bytes: int) -> list[tuple[int, int]]:
+    """Earliest start and latest wait of each collective, as far as tasks' own memory tells."""
+    tight: dict[int, list[int]] = {}
+
+    def positions_without_room(num_bytes: int) -> list[int]:
+        if num_bytes not in tight:
+            tight[num_bytes] = [
+                position
+                for position, task in enumerate(problem.tasks)
+                if task.live_bytes + num_bytes > budget_bytes
+            ]
+        return tight[num_bytes]
+
+    windows = []
+    for one in problem.collectives:
+        earliest, deadline = one.earliest, one.deadline
+        held = min(one.out_bytes + one.copy_bytes, one.kept_bytes)  # in flight, or waited for early
+        running = positions_without_room(held)
+        index = bisect_left(running, deadline) - 1
+        if one.limit == "gather" and index >= 0:
+            earliest = max(earliest, running[index] + 1)
+        if not one.after and one.ready_bytes:
+            full = positions_without_room(one.ready_bytes)
+            index = bisect_left(full, one.earliest)
+            if index < len(full):
+                deadline = min(deadline, full[index])
+        windows.append((min(earliest, deadline), max(deadline, one.earliest)))
+    return windows
+
+
+def _window_bound(problem: Problem, windows: Sequence[tuple[int, int]]) -> float:
+    elapsed = [0.0, *itertools.accumulate(task.seconds for task in problem.tasks)]
+    delays = []
+    for one, (earliest, deadline) in zip(problem.collectives, windows, strict=True):
+        seconds = problem.prices.collective_seconds(one.kind, one.num_bytes, one.queue)
+        delay = seconds - (elapsed[deadline] - elapsed[earliest])
+        if delay > 0:
+            delays.append((deadline, earliest, delay))
+    best = [0.0] * (problem.num_positions + 1)  # best[gap + 1]: of windows that end at or before it
+    position = 0
+    for deadline, earliest, delay in sorted(delays):
+        while position <= deadline:
+            best[position + 1] = best[position]
+            position += 1
+        best[deadline + 1] = max(best[deadline + 1], best[earliest] + delay)
+    return elapsed[-1] + best[position]
+
+
+def _queue_bound(problem: Problem, windows: Sequence[tuple[int, int]]) -> float:
+    elapsed = [0.0, *itertools.accumulate(task.seconds for task in problem.tasks)]
+    ones = problem.collectives
+    alone = [problem.prices.collective_seconds(one.kind, one.num_bytes, one.queue) for one in ones]
+    heads: list[float] = []
+    for one, (earliest, _) in zip(ones, windows, strict=True):
+        after = [heads[other] + alone[other] + ones[other].after_seconds for other in one.after]
+        heads.append(max([elapsed[earliest], *after]) + one.before_seconds)
+    dependents: dict[int, list[int]] = {}
+    for index, one in enumerate(ones):
+        for other in one.after:
+            dependents.setdefault(other, []).append(index)
+    tails = [0.0] * len(ones)
+    for index in reversed(range(len(ones))):
+        one, (_, deadline) = ones[index], windows[index]
+        later = [
+            tails[other] + alone[other] + ones[other].before_seconds for other in dependents.get(index, ())
+        ]
+        tails[index] = max([elapsed[-1] - elapsed[deadline], *later]) + one.after_seconds
+    best = 0.0
+    for queue in sorted({one.queue for one in ones}):
+        members = [index for index, one in enumerate(ones) if one.queue == queue]
+        best = max(best, _heads_and_tails(problem, members, heads, tails, alone))
+    return best
+
+
+def _heads_and_tails(
+    problem: Problem, members: list[int], heads: list[float], tails: list[float], alone: list[float]
+) -> float:
+    ones = problem.collectives
+    keys = {index: ones[index].merge_key or (index,) for index in members}
+    groups: dict[tuple, list[int]] = {}
+    for index in members:
+        groups.setdefault(keys[index], []).append(index)
+    work = {
+        key: _Work(problem, [ones[index] for index in group])
+        for key, group in groups.items()
+        if len(group) > 1
+    }
+    by_tail = sorted(members, key=lambda index: (-tails[index], index))
+    distinct = sorted({heads[index] for index in members})
+    step = max(1, len(distinct) // THRESHOLDS)
+    best = max(heads[index] + alone[index] + tails[index] for index in members)
+    for head in {*distinct[::step], *distinct[:8]}:
+        seconds: dict[tuple, float] = {}
+        num_bytes: dict[tuple, int] = {}
+        total = 0.0
+        for index in by_tail:
+            if heads[index] < head:
+                continue
+            key = keys[index]
+            num_bytes[key] = num_bytes.get(key, 0) + ones[index].num_bytes
+            known = seconds.get(key, 0.0)
+            least = max(known, alone[index], work[key].least(num_bytes[key]) if key in work else 0.0)
+            seconds[key] = least
+            total += least - known
+            best = max(best, head + total + tails[index])
+    return best
+
+
+class _Work:
+    """The least time of collectives of one merge key, however they are merged."""
+
+    def __init__(self, problem: Problem, ones: list[Collective]) -> None:
+        first = ones[0]
+        self._price: Callable[[int], float] = lambda size: problem.prices.collective_seconds(
+            first.kind, size, first.queue
+        )
+        smallest, total = min(one.num_bytes for one in ones), sum(one.num_bytes for one in ones)
+        self._per_byte: float | None = None
+        if not self._is_concave(max(smallest, 1), total):
+            self._per_byte = self._best_rate(max(smallest, 1), total)
+
+    def least(self, num_bytes: int) -> float:
+        return self._price(num_bytes) if self._per_byte is None else num_bytes * self._per_byte
+
+    def _is_concave(self, smallest: int, total: int) -> bool:
+        points = sorted({smallest + (total - smallest) * k // 64 for k in range(65)})
+        slopes, before = [], (0, 0.0)
+        for size in points:
+            now = (size, self._price(size))
+            slopes.append((now[1] - before[1]) / (now[0] - before[0]))
+            before = now
+        return all(later <= earlier * (1 + 1e-9) + 1e-30 for earlier, later in itertools.pairwise(slopes))
+
+    def _best_rate(self, smallest: int, total: int) -> float:
+        """Seconds per byte: between two sizes a price is no lower than at the smaller one."""
+        rate, size = float("inf"), smallest
+        while size <= total:
+            following = max(size + 1, int(size * _GRID))
+            rate = min(rate, self._price(size) / following)
+            size = following
+        return rate

@@ -1,0 +1,211 @@
+"""The best schedule of a small problem: every bucket, every order, every gap.
+
+States of a schedule are explored gap by gap. Two states that have done the same (the same
+collectives started, in the same buckets, and waited for) differ only in their clocks; what is still
+to come never gets later when a clock is earlier, because all rules are maxima and sums. So a state
+none of whose clocks is earlier than another's is dropped (dominance), and so is one whose lower bound
+reaches a schedule that is known. Three choices are left out since they cannot help:
+
+- waiting for what nothing reads yet, where neither a budget, a limit nor another collective asks for
+  it, and no compute comes with it that could fill a pause;
+- leaving open what has ended, where its wait costs nothing;
+- without a budget, starting on a queue that stays busy until the next gap anyway.
+
+The number of states grows exponentially with the collectives: this is for about ten of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import deque
+from collections.abc import Iterator
+
+from .problem import Problem
+from .simulate import Bucket, Flight, Machine, State, Step
+
+#: Above this many states the search gives up.
+MAX_STATES = 400_000
+
+
+class TooLargeError(Exception):
+    """The search has met too many states."""
+
+
+def best_schedule(
+    problem: Problem, *, below_seconds: float = float("inf"), max_states: int = MAX_STATES
+) -> list[Step] | None:
+    """The steps of a fastest schedule within the problem's budget.
+
+    Args:
+        problem: what is planned.
+        below_seconds: only schedules faster than this are wanted.
+        max_states: how many states to look at, at most.
+
+    Returns:
+        None if there is no schedule within the budget, or none below ``below_seconds``.
+
+    Raises:
+        TooLargeError: there are too many states.
+    """
+    machine = Machine(problem, budget_bytes=problem.budget_bytes)
+    return _Exploration(machine, below_seconds, max_states).run()
+
+
+def least_peak(problem: Problem, *, max_states: int = MAX_STATES) -> int:
+    """The smallest budget in bytes that any schedule keeps.
+
+    Raises:
+        TooLargeError: there are too many states.
+    """
+    machine = Machine(problem, budget_bytes=None)
+    arrivals = [machine.begin()]
+    seen = 0
+    for position in range(machine.end + 1):
+        best: dict[tuple, int] = {}
+        leaving: dict[tuple, State] = {}
+        pending = deque(arrivals)
+        while pending:
+            state = pending.popleft()
+            seen += 1
+            if seen > max_states:
+                raise TooLargeError
+            for following in _everything(machine, state):
+                if best.get(key := _key(following), following.peak_bytes + 1) > following.peak_bytes:
+                    best[key] = following.peak_bytes
+                    pending.append(following)
+            onward = machine.run(state) if position < machine.end else state
+            if onward is not None:
+                known = leaving.get(key := _key(onward))
+                if known is None or known.peak_bytes > onward.peak_bytes:
+                    leaving[key] = onward
+        arrivals = list(leaving.values())
+    return min(state.peak_bytes for state in arrivals if machine.is_done(state))
+
+
+def _everything(machine: Machine, state: State) -> Iterator[State]:
+    for bucket in possible_buckets(machine, state):
+        if (following := machine.start(state, bucket)) is not None:
+            yield following
+    for flight in state.flights:
+        if (following := machine.wait(state, flight)) is not None:
+            yield following
+
+
+def possible_buckets(machine: Machine, state: State) -> Iterator[Bucket]:
+    """Every bucket of collectives that may start now."""
+    groups: dict[tuple, list[int]] = {}
+    for index, one in enumerate(machine.collectives):
+        if state.started >> index & 1 or one.earliest > state.position:
+            continue
+        if index in machine.fixed:
+            groups.setdefault(("fixed", machine.fixed[index]), list(machine.fixed[index]))
+        elif all(state.waited >> other & 1 for other in one.after):
+            key = ("alone", index) if one.merge_key is None else ("merged", one.merge_key)
+            groups.setdefault(key, []).append(index)
+    for (how, *_), members in groups.items():
+        smallest = len(members) if how == "fixed" else 1
+        for size in range(smallest, len(members) + 1):
+            for chosen in itertools.combinations(members, size):
+                yield machine.bucket(chosen)
+
+
+def _key(state: State) -> tuple:
+    flights = tuple(sorted(flight.bucket.mask for flight in state.flights))
+    return state.started, state.waited, flights, tuple(sorted(state.linked))
+
+
+def _clocks(state: State) -> tuple[float, ...]:
+    flights = sorted(state.flights, key=lambda flight: flight.bucket.mask)
+    return (state.seconds, *state.free, *(flight.finish for flight in flights))
+
+
+class _Exploration:
+    def __init__(self, machine: Machine, below_seconds: float, max_states: int) -> None:
+        self._machine = machine
+        self._below = below_seconds
+        self._max_states = max_states
+        self._seen = 0
+        self._waits_may_help = machine.budget_bytes is not None or any(machine.limits.values())
+        self._remaining = list(itertools.accumulate(reversed(machine.task_seconds), initial=0.0))[::-1]
+        self._alone = [machine.bucket((index,)).seconds for index in range(len(machine.collectives))]
+        self._queue = [machine.queues.index(one.queue) for one in machine.collectives]
+
+    def run(self) -> list[Step] | None:
+        arrivals = [self._machine.begin()]
+        found: State | None = None
+        for position in range(self._machine.end + 1):
+            table: dict[tuple, list[tuple[tuple[float, ...], State]]] = {}
+            leaving: dict[tuple, list[tuple[tuple[float, ...], State]]] = {}
+            pending = deque(state for state in arrivals if self._enter(table, state))
+            while pending:
+                state = pending.popleft()
+                if not any(state is known for _, known in table[_key(state)]):
+                    continue  # a better one has come since
+                self._seen += 1
+                if self._seen > self._max_states:
+                    raise TooLargeError
+                if self._machine.is_done(state) and state.seconds < self._below:
+                    self._below, found = state.seconds, state
+                for following in self._following(state):
+                    if following.position > position:
+                        self._enter(leaving, following)
+                    elif self._enter(table, following):
+                        pending.append(following)
+            arrivals = [state for states in leaving.values() for _, state in states]
+        return None if found is None else found.steps()
+
+    def _enter(self, table: dict[tuple, list[tuple[tuple[float, ...], State]]], state: State) -> bool:
+        """Adds a state unless it cannot be better than what is known."""
+        if self._least_seconds(state) >= self._below:
+            return False
+        entries = table.setdefault(_key(state), [])
+        clocks = _clocks(state)
+        if any(all(map(operator.le, other, clocks)) for other, _ in entries):
+            return False
+        entries[:] = [entry for entry in entries if not all(map(operator.le, clocks, entry[0]))]
+        entries.append((clocks, state))
+        return True
+
+    def _least_seconds(self, state: State) -> float:
+        """No schedule that goes on from here ends sooner (collectives alone are no slower than merged)."""
+        least = state.seconds + self._remaining[state.position] + state.owed_seconds
+        for flight in state.flights:
+            tail = self._remaining[flight.bucket.deadline] + flight.bucket.wait_seconds
+            least = max(least, flight.finish + tail)
+        for index, one in enumerate(self._machine.collectives):
+            if not state.started >> index & 1:
+                ready = max(state.free[self._queue[index]], state.seconds + one.before_seconds)
+                least = max(least, ready + self._alone[index] + self._remaining[one.deadline])
+        return least * (1 - 1e-12)
+
+    def _following(self, state: State) -> Iterator[State]:
+        machine = self._machine
+        for flight in state.flights:
+            if not machine.prefetched and flight.finish <= state.seconds and not flight.bucket.wait_seconds:
+                if (
+                    closed := machine.wait(state, flight)
+                ) is not None and closed.held_bytes <= state.held_bytes:
+                    yield closed
+                    return
+        onward = machine.run(state) if state.position < machine.end else None
+        if onward is not None:
+            yield onward
+        due = machine.must_wait(state)
+        for bucket in possible_buckets(machine, state):
+            if machine.budget_bytes is None and onward is not None and not machine.prefetched:
+                costs = bucket.start_seconds + bucket.copy_in_seconds
+                if state.free[bucket.queue] >= onward.seconds + costs:
+                    continue
+            if (following := machine.start(state, bucket)) is not None:
+                yield following
+        for flight in state.flights:
+            is_needed = flight.bucket.mask & due or self._feeds_another(flight)
+            if self._waits_may_help or is_needed or flight.bucket.wait_seconds:
+                if (following := machine.wait(state, flight)) is not None:
+                    yield following
+
+    def _feeds_another(self, flight: Flight) -> bool:
+        return any(index in self._machine.dependents for index in flight.bucket.members) or any(
+            first & flight.bucket.mask for first, _ in self._machine.prefetched
+        )

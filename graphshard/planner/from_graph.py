@@ -1,0 +1,426 @@
+"""A planning problem from a forward or backward graph that holds ``_c10d_functional`` collectives.
+
+Nothing is assumed about who made the graph or which process groups it uses. A collective can move if
+one wait reads it, and nothing else, and if no op writes in place to what it reads. With it move the
+layout nodes (casts, pads, views) between inputs of the graph and its start, and those that are made
+of its result alone. Everything else is compute and keeps its order.
+
+Memory is measured, not assumed: the memory model's account of the graph as it came, less what the
+problem says that collectives hold there, is what the tasks hold.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from ..collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    CUSTOM_ALL_GATHER,
+    CUSTOM_REDUCE_SCATTER,
+    REDUCE_SCATTER,
+    c10d,
+    group_name,
+    is_collective,
+    is_wait,
+    operands,
+    short_name,
+)
+from ..errors import GraphShardError
+from ..graph_text import dtype_text
+from ..memory import MemoryModel, copied_bytes, is_alias, is_view, kept_inputs, tensor_bytes
+from ..provenance import is_accumulation, is_layout
+from .problem import Collective, Prices, Problem, Task
+from .simulate import Step, simulate
+
+#: What the prices call each collective that can move.
+KINDS: dict[Any, str] = {
+    ALL_GATHER: "all_gather",
+    CUSTOM_ALL_GATHER: "all_gather",
+    REDUCE_SCATTER: "reduce_scatter",
+    CUSTOM_REDUCE_SCATTER: "reduce_scatter",
+    ALL_REDUCE: "all_reduce",
+    ALL_TO_ALL: "all_to_all",
+    c10d.broadcast.default: "broadcast",
+}
+
+#: Those that can be merged with others of their kind.
+MERGEABLE = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
+
+
+class GraphPrices(Prices, Protocol):
+    """Prices of everything in a graph."""
+
+    def compute_seconds(self, gm: fx.GraphModule) -> Mapping[fx.Node, float]:
+        """Seconds of each node that computes; nodes left out cost nothing."""
+        ...
+
+
+class UnpricedGroupError(GraphShardError, ValueError):
+    """A collective runs on a process group that the prices do not know."""
+
+
+class PriceError(GraphShardError, ValueError):
+    """A price is negative, infinite or not a number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphProblem:
+    """A problem, and what its numbers stand for in the graph.
+
+    Attributes:
+        problem: what is planned.
+        starts: the node that starts each collective.
+        tasks: the node of each task.
+        unplanned: the schedule of the graph as it came.
+        notes: collectives that stay where they are, and why.
+    """
+
+    problem: Problem
+    starts: tuple[fx.Node, ...]
+    tasks: tuple[fx.Node, ...]
+    unplanned: tuple[Step, ...]
+    notes: tuple[str, ...]
+
+
+def problem_of_graph(
+    gm: fx.GraphModule, prices: GraphPrices, *, budget_bytes: int | None = None, max_reductions: int = 0
+) -> GraphProblem:
+    """Reads a graph; changes nothing.
+
+    Args:
+        gm: a forward, inference or backward graph whose values carry ``meta["val"]``.
+        prices: of its compute and its collectives.
+        budget_bytes: the most that may be live, inputs that the caller keeps included.
+        max_reductions: reductions that may be in flight; 0 for any number.
+
+    Raises:
+        UnpricedGroupError: lists the groups without a price, with a collective of each.
+        PriceError: a price that cannot be.
+    """
+    movable, notes = _movable(gm)
+    _check_groups([node for node in gm.graph.nodes if node.target in KINDS], prices)
+    lazy = _lazy_nodes(gm.graph, movable)
+    seconds = dict(prices.compute_seconds(gm))
+    for node in gm.graph.nodes:
+        if is_wait(node) and node not in lazy and node.args[0].target in KINDS:
+            seconds[node] = _seconds_alone(node.args[0], prices)
+    bad = [f"{node.name}: {value}" for node, value in seconds.items() if not 0.0 <= value < float("inf")]
+    if bad:
+        raise PriceError(f"prices must be finite and not negative, but these are not: {', '.join(bad[:5])}")
+    reader = _Reader(gm, movable, lazy, seconds)
+    collectives = reader.collectives()
+    tasks = [Task(seconds=seconds.get(node, 0.0)) for node in reader.tasks]
+    problem = Problem(
+        tasks=tasks,
+        collectives=collectives,
+        prices=prices,
+        max_reductions=max_reductions,
+        position_names=[node.name for node in reader.tasks],
+    )
+    unplanned = reader.unplanned()
+    return GraphProblem(
+        problem=replace(_with_memory(gm, problem, reader.tasks, unplanned), budget_bytes=budget_bytes),
+        starts=tuple(movable),
+        tasks=tuple(reader.tasks),
+        unplanned=tuple(unplanned),
+        notes=tuple(notes),
+    )
+
+
+def _movable(gm: fx.GraphModule) -> tuple[list[fx.Node], list[str]]:
+    """The collectives that can move, in graph order, and a sentence on each of the others."""
+    written = {_base(source) for node in gm.graph.nodes for source in _written(node)}
+    found, notes = [], []
+    for node in filter(is_collective, gm.graph.nodes):
+        users = list(node.users)
+        if node.target not in KINDS:
+            why = "is of a kind that is not planned"
+        elif len(users) != 1 or not is_wait(users[0]):
+            why = "is not read by one wait alone"
+        elif any(_base(source) in written for source in (*operands(node), node)):
+            why = "reads or makes what another op writes to in place"
+        else:
+            found.append(node)
+            continue
+        notes.append(f"{node.name} ({short_name(node)}) stays in its place: it {why}")
+    return found, notes
+
+
+def _written(node: fx.Node) -> Iterator[fx.Node]:
+    """The inputs that an op writes to."""
+    is_op = node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+    if not is_op or is_wait(node):
+        return
+    for argument, value in zip(node.target._schema.arguments, node.args):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from (value,) if isinstance(value, fx.Node) else filter(_is_node, value or ())
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, fx.Node)
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The node whose memory ``node`` looks at."""
+    while node.op == "call_function" and node.all_input_nodes and is_alias(node):
+        if node.target is operator.getitem and not is_alias(node.all_input_nodes[0]):
+            return node  # an item of a tuple has memory of its own
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _check_groups(collectives: list[fx.Node], prices: Prices) -> None:
+    unknown: dict[str, str] = {}
+    for node in collectives:
+        try:
+            value = _seconds_alone(node, prices)
+        except LookupError:
+            unknown.setdefault(group_name(node), f"{node.name}, {short_name(node)}")
+            continue
+        if not 0.0 <= value < float("inf"):
+            raise PriceError(f"{node.name} ({short_name(node)}) cannot take {value} seconds")
+    if unknown:
+        listed = "; ".join(f"{group!r} (of {which})" for group, which in unknown.items())
+        raise UnpricedGroupError(f"there is no price for collectives of these process groups: {listed}")
+
+
+def _sizes(node: fx.Node) -> tuple[int, int]:
+    return sum(tensor_bytes(value.meta["val"]) for value in operands(node)), tensor_bytes(node.meta["val"])
+
+
+def _seconds_alone(node: fx.Node, prices: Prices) -> float:
+    return prices.collective_seconds(KINDS[node.target], max(_sizes(node)), group_name(node))
+
+
+def _lazy_nodes(graph: fx.Graph, movable: list[fx.Node]) -> set[fx.Node]:
+    """The nodes that move: collectives, their waits, and layout nodes that only wait for these or for inputs."""
+    lazy = set(movable)
+    rooted: dict[fx.Node, bool] = {}  # layout nodes made of inputs alone
+    for node in graph.nodes:
+        if is_layout(node) and node.all_input_nodes:
+            rooted[node] = all(
+                source.op == "placeholder" or rooted.get(source) for source in node.all_input_nodes
+            )
+    pending = [source for node in movable for source in node.all_input_nodes]
+    while pending:
+        node = pending.pop()
+        if rooted.get(node) and node not in lazy:
+            lazy.add(node)
+            pending.extend(node.all_input_nodes)
+    moved = set(movable)
+    derived: set[fx.Node] = set()
+    for node in graph.nodes:
+        sources = node.all_input_nodes
+        if is_wait(node) and node.args[0] in moved:
+            derived.add(node)
+        elif (is_layout(node) or is_accumulation(node)) and any(source in derived for source in sources):
+            if all(source in derived or source.op == "placeholder" for source in sources):
+                derived.add(node)
+    return lazy | derived
+
+
+class _Reader:
+    """Positions, sizes and times of the collectives of one graph."""
+
+    def __init__(
+        self, gm: fx.GraphModule, movable: list[fx.Node], lazy: set[fx.Node], seconds: Mapping[fx.Node, float]
+    ) -> None:
+        self._graph, self._movable, self._lazy, self._seconds = gm.graph, movable, lazy, seconds
+        self.tasks = [node for node in gm.graph.nodes if node.op not in _NO_TASKS and node not in lazy]
+        self._position = {node: position for position, node in enumerate(self.tasks)}
+        self._index = {node: index for index, node in enumerate(movable)}
+        self._number = {node: number for number, node in enumerate(gm.graph.nodes)}
+        self._kept = set(kept_inputs(gm))
+        self._staged: set[fx.Node] = set()
+        self._finished: set[fx.Node] = set()
+
+    def collectives(self) -> list[Collective]:
+        return [self._collective(node) for node in self._movable]
+
+    def unplanned(self) -> list[Step]:
+        """The schedule of the graph as it stands."""
+        steps, position = [], 0
+        for node in self._graph.nodes:
+            if node in self._position:
+                position += 1
+            elif node in self._index:
+                steps.append(Step(position, True, (self._index[node],)))
+            elif is_wait(node) and node.args[0] in self._index:
+                steps.append(Step(position, False, (self._index[node.args[0]],)))
+        return steps
+
+    def _collective(self, node: fx.Node) -> Collective:
+        in_bytes, out_bytes = _sizes(node)
+        earliest, after, staging = self._behind(node)
+        deadline, results, finishing, feeds = self._ahead(node)
+        owned = sum(map(self._owned_bytes(node, earliest), operands(node)))
+        is_staged = any(_base(source) in self._lazy and not after for source in operands(node))
+        kept = {_base(result) for result in results}
+        kept_bytes = sum(tensor_bytes(base.meta["val"]) for base in kept)
+        fresh_bytes = sum(tensor_bytes(base.meta["val"]) for base in kept if base is not node)
+        is_from_inputs = earliest == 0 and not after
+        kind = KINDS[node.target]
+        is_last = deadline == len(self.tasks) and not is_from_inputs
+        return Collective(
+            name=node.name,
+            kind=kind,
+            queue=group_name(node),
+            in_bytes=in_bytes,
+            out_bytes=out_bytes,
+            earliest=earliest,
+            deadline=deadline,
+            merge_key=self._merge_key(node),
+            after=tuple(sorted(after)),
+            ready_bytes=in_bytes if after else owned,
+            staged_bytes=in_bytes if is_staged else 0,
+            copy_bytes=copied_bytes(node),
+            kept_bytes=0 if feeds and not results else kept_bytes,
+            fresh_bytes=fresh_bytes,
+            before_seconds=self._seconds_of(staging, self._staged),
+            after_seconds=self._seconds_of(finishing, self._finished),
+            views_result=kind != "all_gather",
+            limit="gather" if kind == "all_gather" and is_from_inputs else "reduction" if is_last else "",
+        )
+
+    def _seconds_of(self, nodes: list[fx.Node], counted: set[fx.Node]) -> float:
+        """The time of nodes that no earlier collective has counted."""
+        fresh = [node for node in nodes if node not in counted]
+        counted.update(fresh)
+        return float(sum(self._seconds.get(node, 0.0) for node in fresh))
+
+    def _merge_key(self, node: fx.Node) -> tuple[str, ...] | None:
+        if node.target not in MERGEABLE:
+            return None
+        value = operands(node)[0].meta["val"]
+        symbolic = any(not isinstance(size, int) for size in value.shape)
+        rest = tuple(str(argument) for argument in node.args[1:])
+        return None if symbolic else (short_name(node), *rest, dtype_text(value.dtype), str(value.device))
+
+    def _behind(self, node: fx.Node) -> tuple[int, set[int], list[fx.Node]]:
+        """The first gap with its input, the collectives before it, and what is computed at its start."""
+        earliest, after = 0, set()
+        staging: dict[fx.Node, None] = {}
+        pending = list(node.all_input_nodes)
+        while pending:
+            source = pending.pop()
+            if source in self._position:
+                earliest = max(earliest, self._position[source] + 1)
+            elif is_wait(source):
+                after.add(self._index[source.args[0]])
+            elif source in self._lazy and source not in staging:
+                staging[source] = None
+                pending.extend(source.all_input_nodes)
+        return earliest, after, [] if after else list(staging)
+
+    def _ahead(self, node: fx.Node) -> tuple[int, list[fx.Node], list[fx.Node], bool]:
+        """The gap of its first reader, the values that are read, what is computed for them, who else reads."""
+        deadline, feeds = len(self.tasks), False
+        results: dict[fx.Node, None] = {}
+        finishing: dict[fx.Node, None] = {}
+        (wait,) = node.users
+        pending = [wait]
+        while pending:
+            value = pending.pop()
+            for reader in value.users:
+                if reader in self._index:
+                    feeds = True
+                elif reader in self._lazy:
+                    if reader not in finishing:
+                        finishing[reader] = None
+                        pending.append(reader)
+                else:
+                    results[value] = None
+                    deadline = min(deadline, self._position.get(reader, deadline))
+        return deadline, list(results), list(finishing), feeds
+
+    def _owned_bytes(self, collective: fx.Node, earliest: int) -> Any:
+        def owned(source: fx.Node) -> int:
+            base = _base(source)
+            if base in self._kept or base in self._lazy:
+                return 0
+            others = [reader for reader in _readers(base) if reader is not collective]
+            is_last = all(self._position.get(reader, len(self.tasks)) < earliest for reader in others)
+            return tensor_bytes(base.meta["val"]) if is_last else 0
+
+        return owned
+
+
+_NO_TASKS = ("placeholder", "get_attr", "output")
+
+
+def _readers(base: fx.Node) -> Iterator[fx.Node]:
+    for user in base.users:
+        if is_view(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _with_memory(
+    gm: fx.GraphModule, problem: Problem, tasks: list[fx.Node], unplanned: list[Step]
+) -> Problem:
+    """The problem with what its tasks hold, from the memory of the graph as it came."""
+    order = list(gm.graph.nodes)
+    model = MemoryModel(gm, kept=kept_inputs(gm))
+    timeline = model.timeline(order)
+    live_at = dict(zip(order, timeline.live_bytes, strict=True))
+    modelled = simulate(replace(problem, max_reductions=0), unplanned).live_bytes
+    kept = timeline.kept_bytes
+    live = [max(0, live_at[node] - held) + kept for node, held in zip(tasks, modelled, strict=True)]
+    between = _live_between(order, tasks, model.lifetimes(order))
+    for gap, held in enumerate(_held_across(problem, unplanned)):
+        between[gap] = max(0, between[gap] - held) + kept
+    return replace(
+        problem,
+        tasks=[
+            replace(task, live_bytes=max(most, before), before_bytes=before)
+            for task, most, before in zip(problem.tasks, live, between)
+        ],
+        end_bytes=between[-1],
+    )
+
+
+def _live_between(
+    order: list[fx.Node], tasks: list[fx.Node], lifetimes: list[tuple[int, int, int]]
+) -> list[int]:
+    """Bytes of the values that live across each gap: made before it, and freed behind it."""
+    position = {node: index for index, node in enumerate(order)}
+    behind = [position[node] for node in tasks] + [len(order) - 1]
+    before = [0, *behind[:-1]]
+    changes = [0] * (len(behind) + 1)
+    for start, end, num_bytes in lifetimes:
+        first, last = bisect_left(before, start), bisect_right(behind, end)
+        if first < last:
+            changes[first] += num_bytes
+            changes[last] -= num_bytes
+    return list(itertools.accumulate(changes))[:-1]
+
+
+def _held_across(problem: Problem, steps: Sequence[Step]) -> list[int]:
+    """What collectives, none of them merged, hold across each gap of a schedule."""
+    changes = [0] * (problem.num_positions + 1)
+
+    def hold(num_bytes: int, first: int, last: int) -> None:
+        if first <= last:
+            changes[first] += num_bytes
+            changes[last + 1] -= num_bytes
+
+    start = {step.members[0]: step.position for step in steps if step.is_start}
+    wait = {step.members[0]: step.position for step in steps if not step.is_start}
+    for index, one in enumerate(problem.collectives):
+        begun, ended = start[index], wait[index]
+        exists = max([one.earliest, *(wait[other] + 1 for other in one.after)])
+        hold(one.ready_bytes, exists, ended - 1)
+        hold(one.out_bytes + one.copy_bytes + one.staged_bytes, begun + 1, ended - 1)
+        hold(one.kept_bytes, ended if begun < ended and not one.fresh_bytes else ended + 1, one.deadline)
+    return list(itertools.accumulate(changes))[:-1]

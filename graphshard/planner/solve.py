@@ -1,0 +1,151 @@
+"""Plans a problem: exactly if it is small, else with the best of a few beam searches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from .bound import gap, lower_bounds
+from .condense import condense, expand
+from .exact import TooLargeError, best_schedule, least_peak
+from .heuristic import Beam, good_schedule
+from .plan import InfeasibleBudgetError, Plan, make_plan
+from .problem import Problem
+from .simulate import PlanError, Step, simulate
+
+#: Up to so many collectives, and tasks after condensing, a problem is solved exactly.
+EXACT_COLLECTIVES, EXACT_TASKS = 7, 40
+
+#: States the exact search looks at before it leaves the problem to the beam.
+EXACT_STATES = 20_000
+
+#: Searches for every problem, in the order in which they are tried.
+BEAMS = (
+    Beam(width=2, merges=False),
+    Beam(width=2, shared_by=1),
+    *(Beam(width=2, shared_by=1, aligned=length) for length in (2, 3, 4, 5, 6, 7, 8, 9, 12, 18)),
+    Beam(width=2, shared_by=3),
+    Beam(width=2, shared_by=9),
+    Beam(width=2, shared_by=16),
+    Beam(width=2, shared_by=1, splits_small=True),
+)
+
+#: Searches that take longer, for problems of at most ``MANY`` collectives.
+WIDE_BEAMS = (
+    Beam(width=8, shared_by=9),
+    Beam(width=8, shared_by=16),
+    Beam(width=8, shared_by=1, splits_small=True),
+)
+MANY = 300
+
+#: A schedule this close to the bound ends the search.
+CLOSE_ENOUGH = 2e-3
+
+
+def plan(problem: Problem, *, unplanned: Sequence[Step] | None = None, notes: Sequence[str] = ()) -> Plan:
+    """The best schedule found for a problem.
+
+    Args:
+        problem: what is planned.
+        unplanned: a schedule that is known; the plan is no slower, if that one keeps the budget.
+        notes: for people, kept in the plan.
+
+    Raises:
+        InfeasibleBudgetError: no schedule is found within the budget.
+    """
+    known = [list(unplanned)] if unplanned is not None else []
+    before = simulate(problem, known[0]).seconds if known else None
+    found = [steps for steps in (*known, in_place(problem)) if _is_kept(problem, steps)]
+    best = _best(problem, found + list(_beams(problem, found)))
+    solver, exact = "beam", _exactly(problem, best)
+    if exact is not None:
+        solver, best = "exact", exact or best
+    if best is None:
+        smallest, is_smallest = smallest_budget(problem)
+        assert problem.budget_bytes is not None, "without a budget there is a schedule"
+        raise InfeasibleBudgetError(problem.budget_bytes, smallest, is_smallest=is_smallest)
+    return make_plan(problem, best, solver=solver, unplanned_seconds=before, notes=notes)
+
+
+def in_place(problem: Problem) -> list[Step]:
+    """Each collective, or fixed bucket, alone where it must be: gathers at their deadline, reductions at once."""
+    buckets = {tuple(sorted(bucket)) for bucket in problem.fixed_buckets}
+    fixed = {index for bucket in buckets for index in bucket}
+    buckets |= {(index,) for index in range(len(problem.collectives)) if index not in fixed}
+    placed = []
+    for bucket in buckets:
+        ones = [problem.collectives[index] for index in bucket]
+        earliest, deadline = max(one.earliest for one in ones), min(one.deadline for one in ones)
+        placed.append((deadline if ones[0].limit == "gather" else earliest, bucket))
+    steps = []
+    for position, bucket in sorted(placed):
+        steps += [Step(position, True, bucket), Step(position, False, bucket)]
+    return steps
+
+
+def _is_kept(problem: Problem, steps: Sequence[Step]) -> bool:
+    try:
+        peak = simulate(problem, steps).peak_bytes
+    except PlanError:
+        return False
+    return problem.budget_bytes is None or peak <= problem.budget_bytes
+
+
+def _best(problem: Problem, schedules: Sequence[list[Step]]) -> list[Step] | None:
+    def cost(steps: list[Step]) -> tuple[float, int]:
+        simulation = simulate(problem, steps)
+        return float(f"{simulation.seconds:.9g}"), simulation.peak_bytes
+
+    return min(schedules, key=cost, default=None)
+
+
+def _beams(problem: Problem, found: Sequence[list[Step]]) -> Iterator[list[Step]]:
+    """Schedules of the beam searches; stops at one that is close enough to the bound."""
+    small, gaps = condense(problem)
+    bounds = lower_bounds(problem)
+    beams = (*BEAMS, *WIDE_BEAMS) if len(problem.collectives) <= MANY else BEAMS
+    for beam in beams:
+        steps = good_schedule(small, beam)
+        if steps is not None:
+            expanded = expand(steps, gaps)
+            yield expanded
+            if gap(simulate(problem, expanded).seconds, bounds) < CLOSE_ENOUGH:
+                return
+
+
+def _exactly(problem: Problem, best: list[Step] | None) -> list[Step] | None:
+    """The steps of a faster schedule, none if ``best`` is the fastest; None if that cannot be shown."""
+    small, gaps = (
+        condense(problem) if problem.budget_bytes is None else (problem, range(len(problem.tasks) + 1))
+    )
+    if len(problem.collectives) > EXACT_COLLECTIVES or len(small.tasks) > EXACT_TASKS:
+        return None
+    below = simulate(problem, best).seconds if best is not None else float("inf")
+    try:
+        steps = best_schedule(small, below_seconds=below, max_states=EXACT_STATES)
+    except TooLargeError:
+        return None
+    return [] if steps is None else expand(steps, gaps)
+
+
+def smallest_budget(problem: Problem) -> tuple[int, bool]:
+    """A budget that a schedule keeps, and whether none smaller is kept by any."""
+    free = replace(problem, budget_bytes=None)
+    if len(problem.collectives) <= EXACT_COLLECTIVES and len(problem.tasks) <= EXACT_TASKS:
+        try:
+            return least_peak(free, max_states=EXACT_STATES), True
+        except TooLargeError:
+            pass
+    small, gaps = condense(free)
+    candidates = [steps for steps in (in_place(free),) if _is_kept(free, steps)]
+    candidates += [expand(steps, gaps) for steps in [good_schedule(small, BEAMS[0])] if steps is not None]
+    smallest = min(simulate(free, steps).peak_bytes for steps in candidates)
+    floor = max([task.live_bytes for task in problem.tasks], default=0)
+    while smallest - floor > max(1, smallest // 1000):
+        middle = (smallest + floor) // 2
+        steps = good_schedule(replace(small, budget_bytes=middle), BEAMS[0])
+        if steps is None:
+            floor = middle
+        else:
+            smallest = min(middle, simulate(free, expand(steps, gaps)).peak_bytes)
+    return smallest, False

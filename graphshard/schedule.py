@@ -1,0 +1,118 @@
+"""``schedule_graph``: plan the collectives of any captured graph, and put the plan into it.
+
+The planner's model of memory is exact for the graph as it came and close elsewhere; the memory model
+itself has the last word. If it measures more than the budget on the planned graph, the graph is
+planned again for a budget that is smaller by the excess.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from torch import fx
+
+from .errors import OptionError, OptionTypeError
+from .memory import MemoryModel, kept_inputs
+from .planner.apply import planned_graph
+from .planner.from_graph import GraphPrices, GraphProblem, problem_of_graph
+from .planner.plan import InfeasibleBudgetError, Plan, make_plan
+from .planner.solve import plan, smallest_budget
+
+_UNITS = {"": 1, "b": 1, **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}} | {
+    f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)
+}
+
+#: So often a graph is planned again because the memory model measured more than the budget.
+_ATTEMPTS = 6
+
+
+def schedule_with_prices(
+    gm: fx.GraphModule,
+    prices: GraphPrices,
+    *,
+    memory_budget: int | str | None = None,
+    max_reductions: int = 0,
+) -> Plan:
+    """Plans and changes a graph in place; on an error nothing is changed.
+
+    Args:
+        gm: a forward, inference or backward graph with ``_c10d_functional`` collectives and
+            ``meta["val"]`` on its values; fake tensors and groups that exist only by name will do.
+        prices: seconds of compute, collectives and copies.
+        memory_budget: the most that may be live while the graph runs, inputs that its caller keeps
+            included: bytes, or a text like "60GiB" or "500MB". None for no limit.
+        max_reductions: reductions that may be in flight; 0 for any number.
+
+    Raises:
+        OptionError, OptionTypeError: a budget that cannot be read.
+        InfeasibleBudgetError: no plan keeps the budget; names one that a plan keeps.
+        UnpricedGroupError: a collective runs on a group without a price.
+    """
+    budget = None if memory_budget is None else parse_bytes(memory_budget)
+    found = problem_of_graph(gm, prices, budget_bytes=budget, max_reductions=max_reductions)
+    planned, result = _within_budget(gm, found, budget)
+    gm.graph = planned.graph
+    gm.recompile()
+    return result
+
+
+def _within_budget(
+    gm: fx.GraphModule, found: GraphProblem, budget: int | None
+) -> tuple[fx.GraphModule, Plan]:
+    before = _measured_peak(gm)
+    fits = budget is None or before <= budget
+    unplanned = found.unplanned if fits else None
+    allowed = budget
+    for _ in range(_ATTEMPTS):
+        problem = replace(found.problem, budget_bytes=allowed)
+        try:
+            result = plan(problem, unplanned=unplanned, notes=found.notes)
+        except InfeasibleBudgetError:
+            break
+        planned = planned_graph(gm, found, result.steps)
+        peak = _measured_peak(planned)
+        if budget is None or peak <= budget:
+            return planned, replace(result, peak_bytes=peak, budget_bytes=budget)
+        assert allowed is not None
+        allowed = min(allowed, result.peak_bytes) - max(1, peak - budget)
+    assert budget is not None
+    if fits:  # the graph as it came keeps the budget, whatever the model of the problem says
+        result = make_plan(found.problem, found.unplanned, solver="none", notes=found.notes)
+        result = replace(result, unplanned_seconds=result.seconds, peak_bytes=before, budget_bytes=budget)
+        return gm, result
+    raise InfeasibleBudgetError(budget, _feasible_budget(gm, found), is_smallest=False)
+
+
+def _feasible_budget(gm: fx.GraphModule, found: GraphProblem) -> int:
+    """A budget that a plan of this graph keeps, by the memory model: the smallest found."""
+    smallest, _ = smallest_budget(found.problem)
+    result = plan(replace(found.problem, budget_bytes=smallest), notes=found.notes)
+    return max(_measured_peak(planned_graph(gm, found, result.steps)), smallest)
+
+
+def _measured_peak(gm: fx.GraphModule) -> int:
+    """Bytes live at the peak, by the memory model, inputs that the caller keeps included."""
+    timeline = MemoryModel(gm, kept=kept_inputs(gm)).timeline(list(gm.graph.nodes))
+    return timeline.peak_bytes + timeline.kept_bytes
+
+
+def parse_bytes(value: int | str) -> int:
+    """Bytes from a number or from a text like "60GiB" (1024) or "2GB" (1000).
+
+    Raises:
+        OptionError: it cannot be read, or is not positive.
+        OptionTypeError: it is neither a number of bytes nor a text.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise OptionTypeError(f"memory_budget={value!r} must be bytes (an int) or a text like '60GiB'")
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(value).lower())
+    unit = _UNITS.get(match.group(2)) if match else None
+    if match is None or unit is None:
+        raise OptionError(
+            f"memory_budget={value!r} cannot be read; write bytes, or a text like '60GiB' or '2GB'"
+        )
+    num_bytes = int(float(match.group(1)) * unit) if "." in match.group(1) else int(match.group(1)) * unit
+    if num_bytes <= 0:
+        raise OptionError(f"memory_budget={value!r} must be positive")
+    return num_bytes

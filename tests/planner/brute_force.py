@@ -1,0 +1,117 @@
+"""A second, plain implementation of the planner's rules, and a search through all that they allow.
+
+It shares no code with the planner: every sequence of starts, waits and tasks is tried, and its time
+and memory are computed from the rules as docs/planning.md states them. Sequences that have led to
+the very same state are tried once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+
+@dataclass
+class Best:
+    """The least time within the budget, and the least peak of memory at all."""
+
+    seconds: float
+    peak_bytes: int
+
+
+def all_schedules(problem) -> Best:
+    """Tries every schedule of a small problem."""
+    best = Best(float("inf"), 10**30)
+    ones = problem.collectives
+    everything = frozenset(range(len(ones)))
+    seen = set()
+
+    def live_between(gap, waiting, flights, waited):
+        base = problem.end_bytes if gap == len(problem.tasks) else problem.tasks[gap].before_bytes
+        return base + held(gap, waiting, flights, waited)
+
+    def held(gap, unstarted, flights, waited):
+        total = sum(ones[m].ready_bytes for m in unstarted if exists(m, gap, waited))
+        for members, _, linked in flights:
+            total += sum(ones[m].out_bytes + ones[m].copy_bytes for m in members)
+            if len(members) == 1:
+                total += ones[members[0]].staged_bytes + ones[members[0]].ready_bytes
+            elif linked:
+                total += sum(ones[m].ready_bytes for m in members)
+            else:
+                total += sum(ones[m].in_bytes for m in members)
+        return total + sum(ones[m].kept_bytes for m in waited if ones[m].deadline >= gap)
+
+    def exists(m, gap, waited):
+        return all(other in waited for other in ones[m].after) if ones[m].after else ones[m].earliest <= gap
+
+    def visit(gap, clock, free, flights, waited, linked, peak):
+        key = (gap, clock, tuple(sorted(free.items())), flights, waited, linked, peak)
+        if key in seen:
+            return
+        seen.add(key)
+        unstarted = everything - waited - {m for members, _, _ in flights for m in members}
+        now = live_between(gap, unstarted, flights, waited)
+        peak = max(peak, now)
+        fits = problem.budget_bytes is None or peak <= problem.budget_bytes
+        if gap == len(problem.tasks) and waited == everything:
+            best.peak_bytes = min(best.peak_bytes, peak)
+            if fits:
+                best.seconds = min(best.seconds, clock)
+        if gap < len(problem.tasks) and all(m in waited for m in everything if ones[m].deadline <= gap):
+            task = problem.tasks[gap]
+            kept = sum(ones[m].kept_bytes for m in waited if ones[m].deadline == gap)
+            used = task.live_bytes + held(gap, unstarted, flights, waited) - kept
+            visit(gap + 1, clock + task.seconds, free, flights, waited, linked, max(peak, used))
+        can = [m for m in sorted(unstarted) if ones[m].earliest <= gap and exists(m, gap, waited)]
+        for size in range(1, len(can) + 1):
+            for members in itertools.combinations(can, size):
+                start(gap, clock, free, flights, waited, linked, peak, members, now)
+        for flight in flights:
+            wait(gap, clock, free, flights, waited, linked, peak, flight, unstarted)
+
+    def start(gap, clock, free, flights, waited, linked, peak, members, now):
+        first = ones[members[0]]
+        if len(members) > 1 and (first.merge_key is None or len({ones[m].merge_key for m in members}) > 1):
+            return
+        fixed = [bucket for bucket in problem.fixed_buckets if set(bucket) & set(members)]
+        if any(tuple(sorted(bucket)) != members for bucket in fixed):
+            return
+        limit = {"gather": problem.max_gathers, "reduction": problem.max_reductions}.get(first.limit, 0)
+        if limit and sum(ones[flight[0][0]].limit == first.limit for flight in flights) >= limit:
+            return
+        is_linked = len(members) > 1 and frozenset(members) in linked
+        clock += sum(ones[m].before_seconds for m in members)
+        if len(members) > 1 and not is_linked:
+            clock += problem.prices.copy_seconds(sum(ones[m].in_bytes for m in members))
+            staging = sum(ones[m].staged_bytes + ones[m].in_bytes for m in members)
+            peak = max(peak, now + staging)
+        num_bytes = sum(max(ones[m].in_bytes, ones[m].out_bytes) for m in members)
+        seconds = problem.prices.collective_seconds(first.kind, num_bytes, first.queue)
+        finish = max(clock, free.get(first.queue, 0.0)) + seconds
+        free = {**free, first.queue: finish}
+        left = frozenset(group for group in linked if not group & set(members))
+        visit(gap, clock, free, (*flights, (members, finish, is_linked)), waited, left, peak)
+
+    def wait(gap, clock, free, flights, waited, linked, peak, flight, unstarted):
+        members, finish, _ = flight
+        copies_out = len(members) > 1 and not ones[members[0]].views_result
+        now = live_between(gap, unstarted, flights, waited)
+        made = sum(ones[m].fresh_bytes for m in members)
+        if copies_out:
+            made += sum(ones[m].out_bytes - ones[m].in_bytes - ones[m].copy_bytes for m in members)
+        elif len(members) == 1:
+            made = ones[members[0]].fresh_bytes
+        peak = max(peak, now + max(made, 0))
+        clock = max(clock, finish) + sum(ones[m].after_seconds for m in members)
+        if copies_out:
+            clock += problem.prices.copy_seconds(sum(ones[m].out_bytes for m in members))
+        fed = [d for d, one in enumerate(ones) if set(one.after) & set(members)]
+        is_link = len(members) > 1 and sorted(ones[d].after for d in fed) == [(m,) for m in members]
+        if is_link and not any(ones[d].staged_bytes for d in fed):
+            linked = linked | {frozenset(fed)}
+        rest = tuple(other for other in flights if other is not flight)
+        visit(gap, clock, free, rest, waited | set(members), linked, peak)
+
+    visit(0, 0.0, {}, (), frozenset(), frozenset(), 0)
+    return best

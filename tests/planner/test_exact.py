@@ -1,0 +1,85 @@
+"""The exact solver and the bounds against a brute force that shares no code with them."""
+
+from dataclasses import replace
+
+import pytest
+from brute_force import all_schedules
+from problems import LinePrices, random_problem
+
+from graphshard.planner.bound import lower_bounds
+from graphshard.planner.exact import TooLargeError, best_schedule, least_peak
+from graphshard.planner.plan import InfeasibleBudgetError
+from graphshard.planner.simulate import simulate
+from graphshard.planner.solve import plan
+
+#: Brute force on these takes longest; they are left to the slow run.
+FREE = [random_problem(seed, most=3, num_tasks=3) for seed in range(20)]
+TIGHT = [random_problem(seed, most=10, num_tasks=6, is_tight=True) for seed in range(21)]
+LIMITED = [
+    random_problem(seed, most=3, num_tasks=3, max_gathers=1, max_reductions=1) for seed in range(100, 110)
+]
+HEAVY = [random_problem(seed, most=3, num_tasks=3, with_memory=True) for seed in range(200, 212)]
+DEAR_COPIES = [
+    random_problem(seed, most=3, num_tasks=3, prices=LinePrices(latency=1.0, copies=8.0))
+    for seed in range(300, 308)
+]
+
+
+def _check(problem):
+    best = all_schedules(problem)
+    found = simulate(problem, best_schedule(problem))
+    assert found.seconds == pytest.approx(best.seconds, abs=1e-9)
+    assert lower_bounds(problem).seconds <= best.seconds + 1e-9
+    assert least_peak(replace(problem, budget_bytes=None)) == best.peak_bytes
+    return best
+
+
+@pytest.mark.parametrize("problem", [*FREE, *LIMITED, *DEAR_COPIES])
+def test_nothing_is_faster(problem):
+    _check(problem)
+
+
+@pytest.mark.parametrize("problem", [p for p in TIGHT if len(p.collectives) < 7])
+def test_nothing_is_faster_with_several_groups(problem):
+    _check(problem)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("problem", [p for p in TIGHT if len(p.collectives) >= 7])
+def test_nothing_is_faster_with_many_collectives(problem):
+    _check(problem)
+
+
+def test_problems_have_up_to_ten_collectives():
+    assert max(len(problem.collectives) for problem in TIGHT) == 10
+
+
+@pytest.mark.parametrize("extra", [0, 3, 8])
+@pytest.mark.parametrize("problem", HEAVY)
+def test_nothing_within_the_budget_is_faster(problem, extra):
+    smallest = least_peak(problem)
+    tight = replace(problem, budget_bytes=smallest + extra)
+    best = _check(tight)
+    assert simulate(tight, best_schedule(tight)).peak_bytes <= smallest + extra
+    assert plan(tight).seconds == pytest.approx(best.seconds, abs=1e-9)
+
+
+@pytest.mark.parametrize("problem", HEAVY)
+def test_one_byte_less_than_the_smallest_budget_is_refused(problem):
+    smallest = least_peak(problem)
+    assert plan(replace(problem, budget_bytes=smallest)).peak_bytes <= smallest
+    message = f"budget of {smallest - 1} bytes; the smallest feasible one is {smallest} bytes"
+    with pytest.raises(InfeasibleBudgetError, match=message):
+        plan(replace(problem, budget_bytes=smallest - 1))
+
+
+def test_only_what_is_faster_is_wanted():
+    problem = FREE[3]
+    seconds = simulate(problem, best_schedule(problem)).seconds
+    assert best_schedule(problem, below_seconds=seconds) is None
+    assert best_schedule(problem, below_seconds=seconds * 1.01) is not None
+
+
+def test_gives_up_on_large_problems():
+    with pytest.raises(TooLargeError):
+        best_schedule(random_problem(7, most=40, num_tasks=20), max_states=100)

@@ -1,0 +1,221 @@
+"""Plans of graphs: random ones with two process groups, and those of small models."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from graphs import MESH, PRICES, NodePrices, inputs_of, random_graph
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import LinePrices
+from small_graphs import GraphBuilder, aten, text_of
+
+from graphshard.collectives import ALL_GATHER, ALL_REDUCE, WAIT, is_collective, is_wait
+from graphshard.context import PassContext
+from graphshard.errors import OptionError, OptionTypeError
+from graphshard.facts import check_typed, check_waited
+from graphshard.memory import kept_inputs, memory_timeline
+from graphshard.planner.from_graph import PriceError, UnpricedGroupError, problem_of_graph
+from graphshard.planner.plan import InfeasibleBudgetError
+from graphshard.planner.simulate import simulate
+from graphshard.rewrite import copy_graph
+from graphshard.schedule import parse_bytes, schedule_with_prices
+from graphshard.testing import run_on_all_ranks
+
+CONTEXT = PassContext(mesh=MESH, full_checks=True)
+SEEDS = st.integers(0, 10**6)
+
+
+def _peak(gm):
+    timeline = memory_timeline(gm, kept=kept_inputs(gm))
+    return timeline.peak_bytes + timeline.kept_bytes
+
+
+def _planned(gm, prices=PRICES, **options):
+    copied = copy_graph(gm)
+    return copied, schedule_with_prices(copied, prices, **options)
+
+
+def _assert_valid(gm):
+    seen, started = set(), set()
+    for node in gm.graph.nodes:
+        assert all(source in seen for source in node.all_input_nodes)
+        seen.add(node)
+        if is_collective(node):
+            started.add(node)
+        elif is_wait(node):
+            started.remove(node.args[0])
+    assert not started
+    assert not check_typed(gm, CONTEXT) and not check_waited(gm, CONTEXT)
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=SEEDS)
+def test_a_planned_graph_is_valid_no_slower_and_computes_the_same(seed):
+    gm = random_graph(seed)
+    planned, plan = _planned(gm)
+    _assert_valid(planned)
+    found = problem_of_graph(gm, PRICES)
+    assert plan.unplanned_seconds == simulate(found.problem, found.unplanned).seconds
+    assert plan.bounds.seconds * (1 - 1e-9) <= plan.seconds <= plan.unplanned_seconds
+    inputs = inputs_of(gm, seed)
+    before, after = (run_on_all_ranks(graph, inputs, MESH) for graph in (gm, planned))
+    for one, other in zip(before, after, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=SEEDS, share=st.floats(0.8, 1.6))
+def test_the_budget_is_kept_by_the_memory_model_or_refused(seed, share):
+    gm = random_graph(seed)
+    budget = int(share * _peak(gm))
+    text = text_of(gm, CONTEXT)
+    try:
+        planned, plan = _planned(gm, memory_budget=budget)
+    except InfeasibleBudgetError as error:
+        assert share < 1 and error.smallest_bytes > budget and text_of(gm, CONTEXT) == text
+        planned, plan = _planned(gm, memory_budget=error.smallest_bytes)
+        budget = error.smallest_bytes
+    assert plan.peak_bytes == _peak(planned) <= budget == plan.budget_bytes
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=SEEDS)
+def test_names_of_nodes_do_not_matter(seed):
+    one, plan = _planned(random_graph(seed))
+    other, renamed = _planned(random_graph(seed, rename="other"))
+    assert plan.steps == renamed.steps
+    assert text_of(one, CONTEXT) == text_of(other, CONTEXT)
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=SEEDS)
+def test_a_planned_graph_can_be_planned_again(seed):
+    first, _ = _planned(random_graph(seed))
+    second, again = _planned(first)
+    _assert_valid(second)
+    assert again.seconds <= again.unplanned_seconds
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=SEEDS)
+def test_the_memory_of_the_graph_as_it_came_is_met(seed):
+    """The problem's account of it is within the two copies of the largest value of the memory model's."""
+    gm = random_graph(seed)
+    found = problem_of_graph(gm, PRICES)
+    assert abs(simulate(found.problem, found.unplanned).peak_bytes - _peak(gm)) <= 2 * 512
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+@pytest.mark.parametrize("name", ["two_linears", "blocks_3"])
+def test_halves_of_small_models(captured, name, half):
+    graphs = captured(name, 2)
+    gm, ctx = getattr(graphs, half), getattr(graphs.context, f"for_{half}")()
+
+    class Prices(NodePrices):
+        def collective_seconds(self, kind, num_bytes, group):
+            return LinePrices.collective_seconds(self, kind, num_bytes, group)
+
+    planned, plan = _planned(gm, Prices(latency=2.0, bandwidth=10_000.0, copies=1e6))
+    assert not check_waited(planned, ctx) and not check_typed(planned, replace(ctx, full_checks=True))
+    assert plan.seconds < plan.unplanned_seconds
+    assert any(len(bucket.names) > 1 for bucket in plan.buckets)
+
+
+def _two_gathers(latency):
+    build = GraphBuilder()
+    shards = [build.input(f"primals_{i}", 2, 4) for i in range(2)]
+    value = build.input("primals_2", 4, 4)
+    for shard in shards:
+        value = build(aten.mm.default, value, build.gather(shard, 2, "shard_group"))
+    gm = build.finish(value)
+    return gm, NodePrices(latency=latency, bandwidth=1000.0, copies=1e6)
+
+
+def test_golden(golden):
+    gm, prices = _two_gathers(latency=0.01)
+    golden(text_of(gm, CONTEXT), "schedule_graph.before")
+    _, plan = gm, schedule_with_prices(gm, prices)
+    golden(text_of(gm, CONTEXT) + str(plan) + "\n", "schedule_graph.after")
+
+
+def test_latency_decides_about_merging():
+    assert [len(bucket.names) for bucket in _planned(*_two_gathers(latency=0.01))[1].buckets] == [1, 1]
+    assert [len(bucket.names) for bucket in _planned(*_two_gathers(latency=10.0))[1].buckets] == [2]
+
+
+def test_what_cannot_move_stays_and_is_named():
+    build = GraphBuilder()
+    x = build.input("primals_0", 4, 4)
+    state = build.input("primals_1", 2, 4)
+    unwaited = build(ALL_REDUCE, x, "sum", "shard_group")
+    gathered = build.gather(state, 2, "shard_group")
+    written = build(aten.copy_.default, state, build(aten.relu.default, state))
+    gm = build.finish(unwaited, build(aten.mm.default, x, gathered), written)
+    planned, plan = _planned(gm)
+    assert plan.notes == (
+        "all_reduce_default (all_reduce) stays in its place: it is not read by one wait alone",
+        "all_gather_into_tensor_default (all_gather_into_tensor) stays in its place: "
+        "it reads or makes what another op writes to in place",
+    )
+    assert text_of(planned, CONTEXT) == text_of(gm, CONTEXT)
+
+
+def test_nothing_to_plan():
+    build = GraphBuilder()
+    gm = build.finish(build(aten.relu.default, build.input("primals_0", 2, 2)))
+    text = text_of(gm, CONTEXT)
+    plan = schedule_with_prices(gm, PRICES)
+    assert plan.buckets == () and plan.gap == 0.0 and text_of(gm, CONTEXT) == text
+
+
+def _foreign():
+    build = GraphBuilder()
+    x = build.input("primals_0", 2, 2)
+    return build.finish(build(WAIT, build(ALL_GATHER, x, 2, "elsewhere")))
+
+
+def test_an_unknown_group_is_an_error_and_changes_nothing():
+    gm = _foreign()
+    text = text_of(gm, CONTEXT)
+    message = r"process groups: 'elsewhere' \(of all_gather_into_tensor_default, all_gather_into_tensor\)"
+    with pytest.raises(UnpricedGroupError, match=message):
+        schedule_with_prices(gm, PRICES)
+    assert text_of(gm, CONTEXT) == text
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_a_price_that_cannot_be_is_an_error(seconds):
+    class Bad(NodePrices):
+        def compute_seconds(self, gm):
+            return {gm.graph.output_node().all_input_nodes[0]: seconds}
+
+    with pytest.raises(PriceError, match="prices must be finite and not negative"):
+        schedule_with_prices(random_graph(1), Bad())
+
+    class BadLink(NodePrices):
+        def collective_seconds(self, kind, num_bytes, group):
+            return seconds
+
+    with pytest.raises(PriceError, match="cannot take"):
+        schedule_with_prices(random_graph(1), BadLink())
+
+
+@pytest.mark.parametrize(
+    ("value", "num_bytes"),
+    [(5, 5), ("5", 5), ("60GiB", 60 * 2**30), ("2GB", 2 * 10**9), (" 1.5 mib ", 3 * 2**19), ("7b", 7)],
+)
+def test_budgets_that_can_be_read(value, num_bytes):
+    assert parse_bytes(value) == num_bytes
+
+
+@pytest.mark.parametrize("value", ["", "GiB", "5 parsecs", "-1GB", "1e9", 0, -3, "0GiB"])
+def test_budgets_that_cannot(value):
+    with pytest.raises(OptionError, match="memory_budget="):
+        parse_bytes(value)
+
+
+@pytest.mark.parametrize("value", [1.5, True, None, [1]])
+def test_budgets_of_another_type(value):
+    with pytest.raises(OptionTypeError, match="must be bytes"):
+        parse_bytes(value)

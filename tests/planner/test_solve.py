@@ -1,0 +1,234 @@
+"""The planner on problems too large for brute force."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import LinePrices, random_problem
+
+from graphshard.planner.bound import lower_bounds
+from graphshard.planner.condense import condense, expand
+from graphshard.planner.heuristic import Beam, block_length, good_schedule
+from graphshard.planner.plan import InfeasibleBudgetError
+from graphshard.planner.problem import Collective, Problem, ProblemError, Task
+from graphshard.planner.simulate import PlanError, Step, simulate
+from graphshard.planner.solve import in_place, plan, smallest_budget
+
+SEEDS = st.integers(0, 10**6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=SEEDS, with_memory=st.booleans())
+def test_a_plan_is_valid_no_slower_than_in_place_and_no_faster_than_the_bound(seed, with_memory):
+    problem = random_problem(seed, most=16, num_tasks=12, with_memory=with_memory)
+    found = plan(problem, unplanned=in_place(problem))
+    again = simulate(problem, found.steps)
+    assert (again.seconds, again.peak_bytes) == (found.seconds, found.peak_bytes)
+    assert found.seconds <= found.unplanned_seconds
+    assert found.seconds >= found.bounds.seconds * (1 - 1e-9)
+    assert found.gap == pytest.approx(found.seconds / found.bounds.seconds - 1) or not found.bounds.seconds
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=SEEDS, share=st.floats(0.0, 1.0))
+def test_the_budget_is_kept_or_refused_with_one_that_works(seed, share):
+    problem = random_problem(seed, most=14, num_tasks=12, with_memory=True)
+    free = simulate(problem, plan(problem).steps).peak_bytes
+    least = max(task.live_bytes for task in problem.tasks)
+    budget = int(least + share * (free - least))
+    try:
+        found = plan(replace(problem, budget_bytes=budget))
+    except InfeasibleBudgetError as error:
+        assert error.smallest_bytes > budget
+        found = plan(replace(problem, budget_bytes=error.smallest_bytes))
+        budget = error.smallest_bytes
+    assert found.peak_bytes <= budget
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=SEEDS)
+def test_names_do_not_matter_and_plans_repeat(seed):
+    problem = random_problem(seed, most=14, num_tasks=10)
+    renamed = replace(
+        problem,
+        collectives=[replace(one, name=f"z{hash(one.name) % 97}") for one in problem.collectives],
+        position_names=[f"node {index}" for index in range(len(problem.tasks))],
+    )
+    assert plan(problem).steps == plan(renamed).steps == plan(problem).steps
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=SEEDS, with_memory=st.booleans())
+def test_condensing_changes_no_time(seed, with_memory):
+    problem = random_problem(seed, most=8, num_tasks=30, with_memory=with_memory)
+    small, gaps = condense(problem)
+    steps = good_schedule(small, Beam())
+    there, here = simulate(small, steps), simulate(problem, expand(steps, gaps))
+    assert there.seconds == pytest.approx(here.seconds)
+    assert here.peak_bytes <= there.peak_bytes
+
+
+def transformer(num_layers, half, prices, task_seconds=8e-3):
+    """Nine parameters a layer, of the sizes of an 8-billion-parameter model."""
+    sizes = [8 << 10, 32 << 20, 8 << 20, 8 << 20, 32 << 20, 8 << 10, 112 << 20, 112 << 20, 112 << 20]
+    tasks, found = [], []
+    layers = range(num_layers) if half == "forward" else reversed(range(num_layers))
+    for layer in layers:
+        for size in sizes if half == "forward" else reversed(sizes):
+            live = (layer + 1) << 27
+            found.append(
+                Collective(name="gather", kind="all_gather", queue="shard", in_bytes=size // 64, out_bytes=size,
+                           earliest=0, deadline=len(tasks), merge_key=("gather",), kept_bytes=size, limit="gather")
+            )  # fmt: skip
+            seconds = task_seconds * size / (424 << 20)
+            tasks += [Task(seconds=seconds, live_bytes=live, before_bytes=live >> 1)] * 2
+            if half == "backward":
+                found.append(
+                    Collective(name="reduction", kind="reduce_scatter", queue="shard", in_bytes=size,
+                               out_bytes=size // 64, earliest=len(tasks), deadline=18 * num_layers,
+                               merge_key=("reduction",), ready_bytes=size, kept_bytes=size // 64,
+                               limit="reduction", views_result=True)
+                )  # fmt: skip
+    return Problem(tasks=tasks, collectives=found, prices=prices)
+
+
+FAST = LinePrices(latency=30e-6, bandwidth=100e9, copies=1.5e12)
+SLOW = LinePrices(latency=250e-6, bandwidth=45e9, copies=1.5e12)
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+@pytest.mark.parametrize(("prices", "most"), [(FAST, 0.01), (SLOW, 0.12)])
+def test_the_gap_of_a_transformer_is_small(half, prices, most):
+    found = plan(transformer(12, half, prices))
+    assert found.solver == "beam" and 0 <= found.gap < most
+
+
+def test_merging_pays_where_latency_rules_and_not_where_copies_do():
+    slow = plan(transformer(4, "backward", replace(SLOW, latency=5e-3)))
+    assert len(slow.buckets) < 36
+    dear = plan(transformer(4, "backward", replace(FAST, copies=1e9)))
+    sizes = [len(bucket.names) for bucket in dear.buckets if bucket.num_bytes > 1 << 20]
+    assert max(sizes) == 1
+
+
+def test_more_memory_is_no_slower():
+    problem = transformer(6, "backward", FAST, task_seconds=4e-3)
+    smallest, is_exact = smallest_budget(problem)
+    assert not is_exact
+    seconds = []
+    for extra in (0, 1 << 26, 1 << 28, 1 << 33):
+        found = plan(replace(problem, budget_bytes=smallest + extra))
+        assert found.peak_bytes <= smallest + extra
+        assert found.bounds.seconds <= found.seconds
+        seconds.append(found.seconds)
+    assert seconds[-1] == min(seconds) < seconds[0]
+
+
+def test_the_bound_knows_the_budget():
+    """No room for a gather beside any task but the one that reads it: each is exposed."""
+    tasks = [Task(seconds=4.0, live_bytes=100) for _ in range(4)]
+    gathers = [
+        Collective(name=f"g{i}", kind="all_gather", queue="q", in_bytes=2, out_bytes=8, earliest=0, deadline=i,
+                   kept_bytes=8, limit="gather")
+        for i in range(4)
+    ]  # fmt: skip
+    problem = Problem(tasks=tasks, collectives=gathers, prices=LinePrices(latency=2.0, bandwidth=4.0))
+    assert lower_bounds(problem).seconds == plan(problem).seconds == 20.0
+    tight = plan(replace(problem, budget_bytes=107))
+    assert tight.seconds == 32.0 and tight.bounds.memory > tight.bounds.queue
+    assert "the budget: 8 bytes do not fit before task 0" in str(tight)
+
+
+class SteppedPrices(LinePrices):
+    """A protocol switch: dearer above 16 bytes, by more than a line says."""
+
+    def collective_seconds(self, kind, num_bytes, group):
+        return super().collective_seconds(kind, num_bytes, group) + (50.0 if num_bytes > 16 else 0.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_bound_holds_where_prices_are_not_concave(seed):
+    problem = random_problem(seed, most=5, num_tasks=4, prices=SteppedPrices())
+    found = plan(problem)
+    assert found.solver == "exact" and lower_bounds(problem).seconds <= found.seconds + 1e-9
+
+
+def test_a_users_buckets_prefetches_and_limits_are_kept():
+    problem = replace(transformer(2, "forward", FAST), fixed_buckets=[tuple(range(9)), tuple(range(9, 18))])
+    found = plan(problem)
+    assert [len(bucket.names) for bucket in found.buckets] == [9, 9]
+    pairs = [(index, index + 1) for index in range(17)]
+    problem = replace(transformer(2, "forward", FAST), prefetch=pairs)
+    starts = {step.members: step.position for step in plan(problem).steps if step.is_start}
+    waits = {step.members: step.position for step in plan(problem).steps if not step.is_start}
+    assert all(starts[(after,)] == waits[(before,)] for before, after in pairs)
+    limited = plan(replace(transformer(2, "forward", FAST), max_gathers=1))
+    assert [step.is_start for step in limited.steps] == [True, False] * (len(limited.steps) // 2)
+
+
+def test_a_plan_says_what_is_exposed_and_why():
+    found = plan(transformer(1, "backward", SLOW))
+    text = str(found)
+    assert "gap" in text and "first in the graph" in text
+    assert sum(bucket.exposed_seconds for bucket in found.buckets) == pytest.approx(found.exposed_seconds)
+    assert found.compute_seconds + found.exposed_seconds == pytest.approx(found.seconds)
+    assert found.to_dict()["buckets"][0]["kind"] == "all_gather"
+    assert all(bool(bucket.reason) == bool(bucket.exposed_seconds) for bucket in found.buckets)
+    assert not math.isnan(found.gap)
+
+
+def _one(**changes):
+    values = {"name": "a", "kind": "all_gather", "queue": "q", "in_bytes": 1, "out_bytes": 4, "earliest": 0}
+    return Collective(**{**values, "deadline": 1, **changes})
+
+
+@pytest.mark.parametrize(
+    ("collectives", "changes", "message"),
+    [
+        ([_one(earliest=2)], {}, "a exists from gap 2 and is read in gap 1 of 2"),
+        ([_one(after=(0,))], {}, r"a comes after \(0,\), which are not all earlier ones"),
+        ([_one(), _one()], {"fixed_buckets": [(0, 1)]}, "a and a cannot be merged"),
+        ([_one()], {"fixed_buckets": [(0,), (0,)]}, "a collective is in two fixed buckets"),
+        ([_one()], {"fixed_buckets": [(3,)]}, "names a collective that does not exist"),
+        (
+            [_one(merge_key=("k",)), _one(merge_key=("k",), queue="r")],
+            {},
+            "a and a have one merge key, but are of other kinds or groups",
+        ),
+        (
+            [_one(merge_key=("k",), deadline=0), _one(merge_key=("k",), earliest=1)],
+            {"fixed_buckets": [(0, 1)]},
+            "a is read before the rest of its bucket exists",
+        ),
+    ],
+)
+def test_a_problem_that_contradicts_itself_is_refused(collectives, changes, message):
+    with pytest.raises(ProblemError, match=message):
+        Problem(tasks=[Task(seconds=1.0)] * 2, collectives=collectives, prices=FAST, **changes)
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ([], "before task 1: a is read but not waited for"),
+        ([Step(0, False, (0,))], "a is waited for but not in flight"),
+        ([Step(0, True, (0,)), Step(0, True, (0,))], "a cannot start: it has started already"),
+        ([Step(1, True, (0,)), Step(0, False, (0,))], "a: its step comes after a later one"),
+        ([Step(0, True, (1,))], "b cannot start: its data is not ready"),
+        ([Step(0, True, (0,)), Step(1, False, (0,))], "b is never waited for"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(steps, message):
+    collectives = [_one(), _one(name="b", earliest=1, deadline=2)]
+    problem = Problem(tasks=[Task(seconds=1.0)] * 2, collectives=collectives, prices=FAST)
+    with pytest.raises(PlanError, match=message):
+        simulate(problem, steps)
+
+
+def test_the_length_of_a_block():
+    assert block_length([1, 2, 3] * 4) == 3
+    assert block_length([9, *([1, 2, 3] * 8), 7]) == 3
+    assert block_length([1, 2, 4, 8, 16, 32]) == 0
+    assert block_length([5] * 6) == 1
