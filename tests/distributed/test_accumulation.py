@@ -125,18 +125,27 @@ KEPT = [
     Pattern("root_only", reshard_after_backward=False),
 ]
 HYBRID = [Pattern(who, what) for what in ("gradient_sync", "all_reduce") for who in WHO]
-slow = pytest.mark.slow
+#: Hybrid or not, reshard_after_forward, patterns, and for which implementations the case is slow.
+CASES = {
+    "1-D resharded": (False, True, RESHARDED, ()),
+    "1-D kept": (False, False, KEPT, ()),
+    "1-D spread over 2": (False, 2, RESHARDED, ("fsdp2", "sharded", "compiled")),
+    "hybrid resharded": (True, True, HYBRID, ("compiled",)),
+    "hybrid kept": (True, False, HYBRID, ("fsdp2", "sharded", "compiled")),
+}
 
 
-@pytest.mark.parametrize("implementation", ["fsdp2", "sharded", "compiled"])
 @pytest.mark.parametrize(
-    ("is_hybrid", "reshard", "patterns"),
+    ("implementation", "is_hybrid", "reshard", "patterns"),
     [
-        pytest.param(False, True, RESHARDED, id="1-D resharded"),
-        pytest.param(False, False, KEPT, id="1-D kept"),
-        pytest.param(False, 2, RESHARDED, id="1-D spread over 2", marks=slow),
-        pytest.param(True, True, HYBRID, id="hybrid resharded"),
-        pytest.param(True, False, HYBRID, id="hybrid kept", marks=slow),
+        pytest.param(
+            implementation,
+            *arguments,
+            id=f"{name}-{implementation}",
+            marks=[pytest.mark.slow] if implementation in slow_ones else [],
+        )
+        for implementation in ("fsdp2", "sharded", "compiled")
+        for name, (*arguments, slow_ones) in CASES.items()
     ],
 )
 def test_counts_and_gradients(run_on_gloo_ranks, implementation, is_hybrid, reshard, patterns):
