@@ -182,12 +182,11 @@ class _Exploration:
     def _following(self, state: State) -> Iterator[State]:
         machine = self._machine
         for flight in state.flights:
-            if not machine.prefetched and flight.finish <= state.seconds and not flight.bucket.wait_seconds:
-                if (
-                    closed := machine.wait(state, flight)
-                ) is not None and closed.held_bytes <= state.held_bytes:
-                    yield closed
-                    return
+            is_over = flight.finish <= state.seconds and not flight.bucket.wait_seconds
+            closed = machine.wait(state, flight) if is_over and not machine.prefetched else None
+            if closed is not None and closed.held_bytes <= state.held_bytes:
+                yield closed
+                return
         onward = machine.run(state) if state.position < machine.end else None
         if onward is not None:
             yield onward
@@ -201,9 +200,10 @@ class _Exploration:
                 yield following
         for flight in state.flights:
             is_needed = flight.bucket.mask & due or self._feeds_another(flight)
-            if self._waits_may_help or is_needed or flight.bucket.wait_seconds:
-                if (following := machine.wait(state, flight)) is not None:
-                    yield following
+            may_help = self._waits_may_help or is_needed or flight.bucket.wait_seconds
+            following = machine.wait(state, flight) if may_help else None
+            if following is not None:
+                yield following
 
     def _feeds_another(self, flight: Flight) -> bool:
         return any(index in self._machine.dependents for index in flight.bucket.members) or any(

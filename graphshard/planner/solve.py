@@ -36,7 +36,7 @@ WIDE_BEAMS = (
     Beam(width=8, shared_by=16),
     Beam(width=8, shared_by=1, splits_small=True),
 )
-MANY = 300
+MANY = 150
 
 #: A schedule this close to the bound ends the search.
 CLOSE_ENOUGH = 2e-3
