@@ -67,10 +67,10 @@ def least_peak(problem: Problem, *, max_states: int = MAX_STATES) -> int:
         pending = deque(arrivals)
         while pending:
             state = pending.popleft()
-            seen += 1
-            if seen > max_states:
-                raise TooLargeError
             for following in _everything(machine, state):
+                seen += 1
+                if seen > max_states:
+                    raise TooLargeError
                 if best.get(key := _key(following), following.peak_bytes + 1) > following.peak_bytes:
                     best[key] = following.peak_bytes
                     pending.append(following)
@@ -142,12 +142,12 @@ class _Exploration:
                 state = pending.popleft()
                 if not any(state is known for _, known in table[_key(state)]):
                     continue  # a better one has come since
-                self._seen += 1
-                if self._seen > self._max_states:
-                    raise TooLargeError
                 if self._machine.is_done(state) and state.seconds < self._below:
                     self._below, found = state.seconds, state
                 for following in self._following(state):
+                    self._seen += 1
+                    if self._seen > self._max_states:
+                        raise TooLargeError
                     if following.position > position:
                         self._enter(leaving, following)
                     elif self._enter(table, following):

@@ -17,7 +17,7 @@ from .simulate import PlanError, Step, simulate
 EXACT_COLLECTIVES, EXACT_TASKS = 7, 40
 
 #: States the exact search looks at before it leaves the problem to the beam.
-EXACT_STATES = 20_000
+EXACT_STATES = 60_000
 
 #: Searches for every problem, in the order in which they are tried.
 BEAMS = (

@@ -17,7 +17,7 @@ FREE = [random_problem(seed, most=3, num_tasks=3) for seed in range(20)]
 TIGHT = [random_problem(seed, most=10, num_tasks=6, is_tight=True) for seed in range(20)]
 TIGHT += [
     problem
-    for problem in (random_problem(seed, most=10, num_tasks=6, is_tight=True) for seed in range(20, 60))
+    for problem in (random_problem(seed, most=10, num_tasks=6, is_tight=True) for seed in range(20, 300))
     if len(problem.collectives) == 10
 ][:2]
 LIMITED = [
