@@ -8,6 +8,7 @@ keeps it in the original problem, and takes the same time.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -33,7 +34,7 @@ def condense(problem: Problem) -> tuple[Problem, list[int]]:
     gaps.append(len(problem.tasks))
     place = {gap: index for index, gap in enumerate(gaps)}
     tasks = []
-    for start, end in zip(gaps, gaps[1:]):
+    for start, end in itertools.pairwise(gaps):
         joined = problem.tasks[start:end]
         tasks.append(
             Task(

@@ -67,10 +67,10 @@ def least_peak(problem: Problem, *, max_states: int = MAX_STATES) -> int:
         pending = deque(arrivals)
         while pending:
             state = pending.popleft()
-            seen += 1
-            if seen > max_states:
-                raise TooLargeError
             for following in _everything(machine, state):
+                seen += 1
+                if seen > max_states:
+                    raise TooLargeError
                 if best.get(key := _key(following), following.peak_bytes + 1) > following.peak_bytes:
                     best[key] = following.peak_bytes
                     pending.append(following)
@@ -142,12 +142,12 @@ class _Exploration:
                 state = pending.popleft()
                 if not any(state is known for _, known in table[_key(state)]):
                     continue  # a better one has come since
-                self._seen += 1
-                if self._seen > self._max_states:
-                    raise TooLargeError
                 if self._machine.is_done(state) and state.seconds < self._below:
                     self._below, found = state.seconds, state
                 for following in self._following(state):
+                    self._seen += 1
+                    if self._seen > self._max_states:
+                        raise TooLargeError
                     if following.position > position:
                         self._enter(leaving, following)
                     elif self._enter(table, following):
@@ -182,12 +182,11 @@ class _Exploration:
     def _following(self, state: State) -> Iterator[State]:
         machine = self._machine
         for flight in state.flights:
-            if not machine.prefetched and flight.finish <= state.seconds and not flight.bucket.wait_seconds:
-                if (
-                    closed := machine.wait(state, flight)
-                ) is not None and closed.held_bytes <= state.held_bytes:
-                    yield closed
-                    return
+            is_over = flight.finish <= state.seconds and not flight.bucket.wait_seconds
+            closed = machine.wait(state, flight) if is_over and not machine.prefetched else None
+            if closed is not None and closed.held_bytes <= state.held_bytes:
+                yield closed
+                return
         onward = machine.run(state) if state.position < machine.end else None
         if onward is not None:
             yield onward
@@ -201,9 +200,10 @@ class _Exploration:
                 yield following
         for flight in state.flights:
             is_needed = flight.bucket.mask & due or self._feeds_another(flight)
-            if self._waits_may_help or is_needed or flight.bucket.wait_seconds:
-                if (following := machine.wait(state, flight)) is not None:
-                    yield following
+            may_help = self._waits_may_help or is_needed or flight.bucket.wait_seconds
+            following = machine.wait(state, flight) if may_help else None
+            if following is not None:
+                yield following
 
     def _feeds_another(self, flight: Flight) -> bool:
         return any(index in self._machine.dependents for index in flight.bucket.members) or any(

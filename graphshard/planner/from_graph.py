@@ -161,7 +161,7 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
     is_op = node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
     if not is_op or is_wait(node):
         return
-    for argument, value in zip(node.target._schema.arguments, node.args):
+    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield from (value,) if isinstance(value, fx.Node) else filter(_is_node, value or ())
 
@@ -221,11 +221,12 @@ def _lazy_nodes(graph: fx.Graph, movable: list[fx.Node]) -> set[fx.Node]:
     derived: set[fx.Node] = set()
     for node in graph.nodes:
         sources = node.all_input_nodes
-        if is_wait(node) and node.args[0] in moved:
+        if (is_wait(node) and node.args[0] in moved) or (
+            (is_layout(node) or is_accumulation(node))
+            and any(source in derived for source in sources)
+            and all(source in derived or source.op == "placeholder" for source in sources)
+        ):
             derived.add(node)
-        elif (is_layout(node) or is_accumulation(node)) and any(source in derived for source in sources):
-            if all(source in derived or source.op == "placeholder" for source in sources):
-                derived.add(node)
     return lazy | derived
 
 
@@ -384,7 +385,7 @@ def _with_memory(
         problem,
         tasks=[
             replace(task, live_bytes=max(most, before), before_bytes=before)
-            for task, most, before in zip(problem.tasks, live, between)
+            for task, most, before in zip(problem.tasks, live, between[:-1], strict=True)
         ],
         end_bytes=between[-1],
     )

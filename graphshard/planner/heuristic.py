@@ -214,9 +214,10 @@ class _Search:
                 continue
             for bucket in self._next_buckets(lane, state, urgent):
                 costs = bucket.start_seconds + bucket.copy_in_seconds
-                if urgent or is_stuck or state.free[bucket.queue] < horizon + costs:
-                    if (following := machine.start(state, bucket)) is not None:
-                        yield following
+                is_now = urgent or is_stuck or state.free[bucket.queue] < horizon + costs
+                following = machine.start(state, bucket) if is_now else None
+                if following is not None:
+                    yield following
         flights = [flight for flight in state.flights if is_stuck or flight.bucket.mask & due]
         if not flights and urgent:  # a limit, memory or another collective may be in the way
             flights = list(state.flights)

@@ -17,7 +17,7 @@ from .simulate import PlanError, Step, simulate
 EXACT_COLLECTIVES, EXACT_TASKS = 7, 40
 
 #: States the exact search looks at before it leaves the problem to the beam.
-EXACT_STATES = 20_000
+EXACT_STATES = 60_000
 
 #: Searches for every problem, in the order in which they are tried.
 BEAMS = (
@@ -36,7 +36,7 @@ WIDE_BEAMS = (
     Beam(width=8, shared_by=16),
     Beam(width=8, shared_by=1, splits_small=True),
 )
-MANY = 300
+MANY = 150
 
 #: A schedule this close to the bound ends the search.
 CLOSE_ENOUGH = 2e-3

@@ -2,7 +2,7 @@
 
 It shares no code with the planner: every sequence of starts, waits and tasks is tried, and its time
 and memory are computed from the rules as docs/planning.md states them. Sequences that have led to
-the very same state are tried once.
+the very same state, with no less memory, are tried once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def all_schedules(problem) -> Best:
     best = Best(float("inf"), 10**30)
     ones = problem.collectives
     everything = frozenset(range(len(ones)))
-    seen = set()
+    seen = {}
 
     def live_between(gap, waiting, flights, waited):
         base = problem.end_bytes if gap == len(problem.tasks) else problem.tasks[gap].before_bytes
@@ -46,10 +46,10 @@ def all_schedules(problem) -> Best:
         return all(other in waited for other in ones[m].after) if ones[m].after else ones[m].earliest <= gap
 
     def visit(gap, clock, free, flights, waited, linked, peak):
-        key = (gap, clock, tuple(sorted(free.items())), flights, waited, linked, peak)
-        if key in seen:
+        key = (gap, clock, tuple(sorted(free.items())), flights, waited, linked)
+        if seen.get(key, peak + 1) <= peak:
             return
-        seen.add(key)
+        seen[key] = peak
         unstarted = everything - waited - {m for members, _, _ in flights for m in members}
         now = live_between(gap, unstarted, flights, waited)
         peak = max(peak, now)

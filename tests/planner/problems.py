@@ -46,10 +46,10 @@ def random_problem(
     tasks = [Task(seconds=float(dice.choice([0, 1, 2, 3, 5, 8]))) for _ in range(num_tasks)]
     if with_memory:
         live = [dice.randrange(8, 40) for _ in tasks]
-        between = [min(pair) - dice.randrange(4) for pair in zip([40, *live], [*live, 40])]
+        between = [min(pair) - dice.randrange(4) for pair in zip([40, *live], [*live, 40], strict=True)]
         tasks = [
             Task(seconds=task.seconds, live_bytes=most_live, before_bytes=before)
-            for task, most_live, before in zip(tasks, live, between)
+            for task, most_live, before in zip(tasks, live, between[:-1], strict=True)
         ]
         changes.setdefault("end_bytes", between[-1])
     found: list[Collective] = []
