@@ -9,6 +9,7 @@ from .api import fully_shard
 from .errors import GraphShardError
 from .fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from .module import register_fsdp_forward_method
+from .schedule import schedule_graph
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -19,6 +20,7 @@ __all__ = [
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",
+    "schedule_graph",
     "share_comm_ctx",
 ]
 __version__ = "0.1.0"

@@ -8,10 +8,16 @@ planned again for a budget that is smaller by the excess.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
+import torch.distributed as dist
 from torch import fx
 
+from ._compat import group_by_name
+from .collectives import ALL_GATHER, REDUCE_SCATTER, group_name, is_collective
+from .cost import CollectiveTables, CostModel, GroupTopology, HardwareCard, load_card, load_tables
 from .errors import OptionError, OptionTypeError
 from .memory import MemoryModel, kept_inputs
 from .planner.apply import planned_graph
@@ -25,6 +31,75 @@ _UNITS = {"": 1, "b": 1, **{f"{letter}ib": 1024**power for power, letter in enum
 
 #: So often a graph is planned again because the memory model measured more than the budget.
 _ATTEMPTS = 6
+
+
+def schedule_graph(
+    gm: fx.GraphModule,
+    *,
+    hardware: str | Path | HardwareCard,
+    tables: str | Path | CollectiveTables | None = None,
+    memory_budget: int | str | None = None,
+    groups: Mapping[str, int | GroupTopology] | None = None,
+) -> Plan:
+    """Merges and orders the collectives of any captured graph, in place; on an error nothing is changed.
+
+    Args:
+        gm: a forward, inference or backward graph with ``_c10d_functional`` collectives and
+            ``meta["val"]`` on its values; fake tensors and groups that exist only by name will do.
+        hardware: a card: its name, its file or itself.
+        tables: measured times of collectives (CSV), used where they have rows.
+        memory_budget: the most that may be live while the graph runs, inputs that its caller keeps
+            included: bytes, or a text like "60GiB" or "500MB". None for no limit.
+        groups: ranks, or topology, of process groups by name. Left out, those of a group that torch
+            knows, and otherwise what gathers and reduce-scatters of the graph say of their group;
+            the ranks of a group then lie side by side, as many to a node as the card has.
+
+    Returns:
+        The plan, with predicted times, bounds and reasons.
+
+    Raises:
+        CardError, TableError, OptionError, OptionTypeError: a card, table or budget that cannot be read.
+        InfeasibleBudgetError: no plan keeps the budget; names one that a plan keeps.
+        UnpricedGroupError: nothing says how many ranks a group has.
+    """
+    card = hardware if isinstance(hardware, HardwareCard) else load_card(hardware)
+    measured = load_tables(tables) if isinstance(tables, (str, Path)) else tables
+    model = CostModel(card=card, tables=measured, groups=_topologies(gm, card, groups or {}))
+    return schedule_with_prices(gm, model, memory_budget=memory_budget)
+
+
+def _topologies(
+    gm: fx.GraphModule, card: HardwareCard, given: Mapping[str, int | GroupTopology]
+) -> dict[str, GroupTopology]:
+    per_node = int(card.ranks_per_node)
+    found = {name: _side_by_side(value, per_node) for name, value in given.items()}
+    collectives = list(filter(is_collective, gm.graph.nodes))
+    for name in dict.fromkeys(map(group_name, collectives)):
+        if name not in found and (ranks := _ranks_of(name)):
+            nodes = [rank // per_node for rank in ranks]
+            found[name] = GroupTopology(num_ranks=len(ranks), ranks_per_node=max(map(nodes.count, nodes)))
+    for node in collectives:
+        name = group_name(node)
+        if name not in found and node.target in (ALL_GATHER, REDUCE_SCATTER):
+            num_ranks = node.args[1] if node.target is ALL_GATHER else node.args[2]
+            found[name] = _side_by_side(num_ranks, per_node)
+    return found
+
+
+def _side_by_side(value: int | GroupTopology, per_node: int) -> GroupTopology:
+    if isinstance(value, GroupTopology):
+        return value
+    return GroupTopology(num_ranks=value, ranks_per_node=min(value, per_node))
+
+
+def _ranks_of(name: str) -> list[int]:
+    """The ranks of a process group that exists here; none of one that does not."""
+    if not dist.is_initialized():
+        return []
+    try:
+        return dist.get_process_group_ranks(group_by_name(name))
+    except (RuntimeError, KeyError, ValueError):
+        return []
 
 
 def schedule_with_prices(

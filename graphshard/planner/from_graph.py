@@ -191,7 +191,10 @@ def _check_groups(collectives: list[fx.Node], prices: Prices) -> None:
             raise PriceError(f"{node.name} ({short_name(node)}) cannot take {value} seconds")
     if unknown:
         listed = "; ".join(f"{group!r} (of {which})" for group, which in unknown.items())
-        raise UnpricedGroupError(f"there is no price for collectives of these process groups: {listed}")
+        raise UnpricedGroupError(
+            f"there is no price for collectives of these process groups: {listed}; say how many ranks they have, "
+            "groups={name: ranks}"
+        )
 
 
 def _sizes(node: fx.Node) -> tuple[int, int]:

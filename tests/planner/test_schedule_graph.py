@@ -1,0 +1,100 @@
+"""`graphshard.schedule_graph`: planned for a machine that is a card, groups that are names and sizes."""
+
+import pytest
+import torch
+from graphs import MESH, inputs_of, random_graph
+from small_graphs import GraphBuilder, aten, text_of
+
+import graphshard
+from graphshard.collectives import ALL_GATHER, ALL_REDUCE, WAIT, is_collective
+from graphshard.context import PassContext
+from graphshard.cost import CostModel, GroupTopology, load_card, mesh_topologies
+from graphshard.errors import CardError, OptionError, TableError
+from graphshard.planner.from_graph import UnpricedGroupError
+from graphshard.planner.plan import InfeasibleBudgetError
+from graphshard.rewrite import copy_graph
+from graphshard.schedule import schedule_with_prices
+from graphshard.testing import run_on_all_ranks
+
+CONTEXT = PassContext(mesh=MESH, full_checks=True)
+GROUPS = {"shard_group": 2, "tensor_group": 2}
+
+
+def _gathers(num_ranks=16, group="shard", width=64):
+    """Two products with gathered factors."""
+    build = GraphBuilder()
+    value = build.input("primals_0", width, width, dtype=torch.bfloat16)
+    for index in (1, 2):
+        shard = build.input(f"primals_{index}", width // num_ranks, width, dtype=torch.bfloat16)
+        value = build(aten.mm.default, value, build.gather(shard, num_ranks, group))
+    return build.finish(value)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_planned_graph_computes_the_same(seed):
+    gm = random_graph(seed)
+    planned = copy_graph(gm)
+    plan = graphshard.schedule_graph(planned, hardware="h100-sxm", groups=GROUPS)
+    assert plan.seconds <= plan.unplanned_seconds
+    inputs = inputs_of(gm, seed)
+    for mine, theirs in zip(
+        run_on_all_ranks(planned, inputs, MESH), run_on_all_ranks(gm, inputs, MESH), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_groups_that_are_names_have_the_size_their_gathers_say():
+    """16 ranks are two nodes of the card; given as one node of 16, the links inside are used."""
+    across, inside = (
+        graphshard.schedule_graph(_gathers(width=8192), hardware="h100-sxm", groups=groups)
+        for groups in (None, {"shard": GroupTopology(num_ranks=16, ranks_per_node=16)})
+    )
+    model = CostModel(card=load_card("h100-sxm"), groups=mesh_topologies({"shard": 16}, 8))
+    assert across.seconds == schedule_with_prices(_gathers(width=8192), model).seconds
+    assert inside.seconds < across.seconds
+
+
+def test_ranks_of_a_process_group_that_exists(fake_group):
+    """8 ranks on a card with one rank a node: its all-reduce says nothing of its size."""
+    name = fake_group(8).get_group().group_name
+    build = GraphBuilder()
+    gm = build.finish(build(WAIT, build(ALL_REDUCE, build.input("primals_0", 4, 4), "sum", name)))
+    few = copy_graph(gm)
+    plan = graphshard.schedule_graph(gm, hardware="cpu-ethernet-1g")
+    assert graphshard.schedule_graph(few, hardware="cpu-ethernet-1g", groups={name: 2}).seconds < plan.seconds
+
+
+def test_an_all_reduce_over_an_unknown_group_asks_for_its_ranks():
+    build = GraphBuilder()
+    gm = build.finish(build(WAIT, build(ALL_REDUCE, build.input("primals_0", 4, 4), "sum", "elsewhere")))
+    with pytest.raises(UnpricedGroupError, match=r"'elsewhere'.*groups=\{name: ranks\}"):
+        graphshard.schedule_graph(gm, hardware="h100-sxm")
+    plan = graphshard.schedule_graph(gm, hardware="h100-sxm", groups={"elsewhere": 8})
+    assert plan.exposed_seconds > 0
+
+
+def test_measured_tables_are_used(tmp_path):
+    table = tmp_path / "times.csv"
+    table.write_text("group,op,bytes,seconds\nshard,all_gather,1024,0.5\nshard,all_gather,1048576,0.5\n")
+    plan = graphshard.schedule_graph(_gathers(), hardware="h100-sxm", tables=table)
+    assert plan.exposed_seconds == pytest.approx(0.5) and len(plan.buckets) == 1  # a start-up of 0.5 s is paid once
+
+
+def test_a_budget_in_words():
+    plan = graphshard.schedule_graph(_gathers(), hardware="h100-sxm", memory_budget="64KiB")
+    assert plan.peak_bytes <= plan.budget_bytes == 64 * 1024
+    with pytest.raises(InfeasibleBudgetError, match="bytes"):
+        graphshard.schedule_graph(_gathers(), hardware="h100-sxm", memory_budget="1KiB")
+
+
+def test_mistakes_change_nothing(tmp_path):
+    gm = _gathers()
+    before = text_of(gm, CONTEXT)
+    with pytest.raises(CardError, match=r"a100-sxm.*h100-sxm"):
+        graphshard.schedule_graph(gm, hardware="h1000")
+    with pytest.raises(TableError, match="cannot be read"):
+        graphshard.schedule_graph(gm, hardware="h100-sxm", tables=tmp_path / "none.csv")
+    with pytest.raises(OptionError, match="memory_budget='lots'"):
+        graphshard.schedule_graph(gm, hardware="h100-sxm", memory_budget="lots")
+    assert text_of(gm, CONTEXT) == before
+    assert len([node for node in gm.graph.nodes if is_collective(node) and node.target is ALL_GATHER]) == 2
