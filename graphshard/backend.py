@@ -138,7 +138,9 @@ class _Compilation:
         is_backward = bool(kwargs.get("is_backward"))
         half = "backward" if is_backward else "inference" if kwargs.get("is_inference") else "forward"
         if not any(node.target in (UNSHARD, REDUCE_GRAD) for node in gm.graph.nodes):
-            return self._compile(Variant(gm, list(example_inputs)), half, kwargs)
+            return self._compile(
+                Variant(gm, list(example_inputs)), half, kwargs, is_sharded=_communicates(gm)
+            )
         later = compile_later(self.patches)
         result = Half(
             gm=gm,
@@ -156,15 +158,14 @@ class _Compilation:
         self, variant: Variant, half: str, kwargs: dict[str, Any], later: Callable[[], Any]
     ) -> Any:
         with later():
-            return self._compile(variant, half, dict(kwargs))
+            return self._compile(variant, half, dict(kwargs), is_sharded=True)
 
-    def _compile(self, variant: Variant, half: str, kwargs: dict[str, Any]) -> Any:
+    def _compile(self, variant: Variant, half: str, kwargs: dict[str, Any], *, is_sharded: bool) -> Any:
         """The passes on one half, the agreement of the ranks, Inductor, the check of the order."""
         gm, unreduced = variant.gm, variant.unreduced_outputs
         context = self.context.for_backward(unreduced) if half == "backward" else self.context.for_forward()
         dumped_as = self._variant_name(half)
-        nodes = gm.graph.nodes
-        if any(is_collective(node) or node.target in (UNSHARD, REDUCE_GRAD) for node in nodes):
+        if is_sharded:
             self._dump(dumped_as, "0-partitioned", self._text(gm, context))
             self._dump_records(dumped_as, half_pipeline(self.options).run(gm, context))
             self._dump_memory(gm, dumped_as)
@@ -182,7 +183,7 @@ class _Compilation:
         return compiled
 
     def _agree(self, gm: fx.GraphModule, context: PassContext, half: str) -> str:
-        """Agrees on the collectives of each group; returns a fingerprint of all of them."""
+        """Agrees on the collectives of each group; returns a fingerprint of all of them, "" for none."""
         labels = group_labels(gm, context.mesh)
         served = reduced_parameters(gm, context)
         sequences: dict[str, list[str]] = {}
@@ -201,6 +202,8 @@ class _Compilation:
                 timeout_seconds=group_timeout_seconds(group),
             )
             agreement.require(sequence, what=f"graph {self.index} ({half})")
+        if not sequences:
+            return ""
         # In the order in which the groups are first used: their names differ between ranks.
         return text_fingerprint("\n".join(text for sequence in sequences.values() for text in sequence))
 
@@ -237,6 +240,10 @@ class _Compilation:
     def _dump(self, stage: str, step: str, text: str) -> None:
         if self.options.dump is not None:
             (self.options.dump / f"graph{self.index}.{stage}.{step}.txt").write_text(text)
+
+
+def _communicates(gm: fx.GraphModule) -> bool:
+    return any(map(is_collective, gm.graph.nodes))
 
 
 class _JointPasses(CustomGraphPass):
