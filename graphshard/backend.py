@@ -26,7 +26,8 @@ from .agreement import Agreement
 from .boundary import cross_boundary
 from .collectives import group_name, is_collective
 from .context import PassContext, context_from_shard_ops, pieces_of
-from .errors import ScheduleOrderError
+from .cost import CostModel
+from .errors import GraphShardError, ScheduleOrderError
 from .graph_text import collective_text, graph_text, group_labels, node_names, text_fingerprint
 from .halves import Half, Variant
 from .inductor import (
@@ -47,16 +48,21 @@ from .options import BackendOptions
 from .pipeline import PassRecord, Pipeline
 from .provenance import reduced_parameters, shards_behind
 from .rewrite import output_values
+from .schedule import topologies
+from .shared_plan import PlanStore, read_plan
 
 JOINT_PIPELINE = Pipeline(passes.MergeUnshards(), passes.SpreadParameters(), passes.TagRecompute())
 
 
 def half_pipeline(options: BackendOptions) -> Pipeline:
-    """The passes that run on the forward and on the backward."""
+    """The passes that run on the forward and on the backward; the last one places the collectives."""
     steps: list[Any] = [passes.LowerShards()]
     if options.bucket == "unit":
         steps.append(passes.BucketCollectives())
-    if options.overlap is False:
+    if options.hardware is not None:
+        is_free = options.bucket == "auto"
+        steps.append(passes.PlanCollectives(merge=is_free, memory_budget=options.memory_budget))
+    elif options.overlap is False:
         steps.append(passes.ScheduleCollectives(prefetch=0, reductions_in_flight=1))
     else:
         steps.append(passes.ScheduleCollectives(memory="any" if options.overlap == "always" else "free"))
@@ -167,8 +173,12 @@ class _Compilation:
         dumped_as = self._variant_name(half)
         if is_sharded:
             self._dump(dumped_as, "0-partitioned", self._text(gm, context))
-            self._dump_records(dumped_as, half_pipeline(self.options).run(gm, context))
+            lower, place = half_pipeline(self.options).split(-1)
+            records = lower.run(gm, context)
+            records += self._place(place, gm, context, half)
+            self._dump_records(dumped_as, records)
             self._dump_memory(gm, dumped_as)
+            self._dump_plan(records[-1], dumped_as, group_labels(gm, context.mesh))
             if self.options.verify != "off":
                 variant.collectives = self._agree(gm, context, half)
         if half == "forward":
@@ -181,6 +191,43 @@ class _Compilation:
         if planned and self.options.verify != "off":
             self._check_order(planned, getattr(compiled, "source_code", None), half)
         return compiled
+
+    def _place(
+        self, pipeline: Pipeline, gm: fx.GraphModule, context: PassContext, half: str
+    ) -> list[PassRecord]:
+        """The last pass; with a cost model, the first rank of the groups plans and the others follow."""
+        card = self.options.hardware
+        if card is None:
+            return pipeline.run(gm, context)
+        context = replace(context, prices=CostModel(card=card, groups=topologies(gm, card, {})))
+        stores = self._plan_stores(gm) if self.options.verify != "off" else []
+        known, key = None, ""
+        if stores:
+            unplanned = self._agree(gm, context, half)
+            key = text_fingerprint("\n".join([half, str(pipeline), repr(card), unplanned]))
+            known = read_plan(stores, key, what=f"graph {self.index} ({half})")
+        try:
+            records = pipeline.run(gm, replace(context, known_plan=known))
+        except GraphShardError as error:
+            for store in stores:
+                store.write(key, error)
+            raise
+        planned = records[-1].report.planned
+        assert planned is not None
+        for store in stores:
+            store.write(key, known or planned.known)
+        return records
+
+    def _plan_stores(self, gm: fx.GraphModule) -> list[PlanStore]:
+        """Where ranks find a plan: in the store of each group, in the order of first use."""
+        stores = []
+        for name in dict.fromkeys(map(group_name, filter(is_collective, gm.graph.nodes))):
+            group = group_by_name(name)
+            if dist.get_backend(group) != "fake":
+                store = dist.PrefixStore(f"graphshard/{name}/plans", group_store(group))
+                seconds = group_timeout_seconds(group)
+                stores.append(PlanStore(store=store, rank=group.rank(), timeout_seconds=seconds))
+        return stores
 
     def _agree(self, gm: fx.GraphModule, context: PassContext, half: str) -> str:
         """Agrees on the collectives of each group; returns a fingerprint of all of them, "" for none."""
@@ -236,6 +283,10 @@ class _Compilation:
         if self.options.dump is not None:
             timeline = memory_timeline(gm, kept=kept_inputs(gm))
             self._dump(stage, "memory", timeline.text(node_names(gm)))
+
+    def _dump_plan(self, record: PassRecord, stage: str, labels: Mapping[str, str]) -> None:
+        if record.report.planned is not None:
+            self._dump(stage, "plan", f"{record.report.planned.plan.with_labels(labels)}\n")
 
     def _dump(self, stage: str, step: str, text: str) -> None:
         if self.options.dump is not None:

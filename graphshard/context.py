@@ -10,11 +10,26 @@ from torch import fx
 from .mesh import MeshAxis, MeshLayout
 from .ops import UNSHARD
 from .params import ParameterBinding, PlainParameter, UnshardCall
+from .prices import GraphPrices
 from .rewrite import output_values
 from .spread import KEEP_PIECE
 
 #: For a unit, the units whose gathers start once its own are copied out.
 PrefetchOrder = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownPlan:
+    """The plan another rank made of this graph; only sizes of activations may differ there.
+
+    Attributes:
+        num_tasks: pieces of compute between which its collectives stand.
+        steps: position among the tasks, whether it is a start (else a wait), and the collectives, by
+            their index in the graph, that are one bucket.
+    """
+
+    num_tasks: int
+    steps: tuple[tuple[int, bool, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +47,8 @@ class PassContext:
         plain: full parameters among the inputs of a graph captured without ``fully_shard``.
         forward_prefetch, backward_prefetch: the prefetches a user asked for, in either half.
         max_reductions: reductions that may be open at a time; 0 for the schedule's own.
+        prices: the cost model; None where nothing is planned by cost.
+        known_plan: the plan to follow, of another rank; None to make one.
     """
 
     mesh: MeshLayout = field(default_factory=MeshLayout)
@@ -44,6 +61,8 @@ class PassContext:
     backward_prefetch: PrefetchOrder = ()
     max_reductions: int = 0
     plain: tuple[PlainParameter, ...] = ()
+    prices: GraphPrices | None = None
+    known_plan: KnownPlan | None = None
 
     def binding(self, placeholder: str) -> ParameterBinding | None:
         """The parameter whose shard, or kept piece, enters through the placeholder of this name."""

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from .cost import HardwareCard, load_card
 from .errors import OptionError
+from .schedule import parse_bytes
 
 _CHOICES = {
-    "bucket": ("unit", "none"),
+    "bucket": ("unit", "none", "auto"),
     "overlap": (True, False, "always"),
     "verify": ("off", "cheap", "full"),
 }
@@ -22,10 +24,15 @@ class BackendOptions:
 
     Attributes:
         bucket: "unit" merges the collectives of one ``fully_shard`` unit; "none" leaves one per
-            parameter.
+            parameter; "auto" merges what the planner finds best (needs ``hardware``).
         overlap: start gathers before the compute that precedes their use, and wait for reductions
             late, where that does not raise the predicted peak of memory; "always" does so whatever
-            it costs, False starts and waits in place.
+            it costs, False starts and waits in place. With ``hardware`` the planner decides.
+        hardware: a hardware card (its name, its file, or itself): collectives stand where the planner
+            finds the predicted time least.
+        memory_budget: the most that may be live on a rank while one graph runs, its inputs included
+            (shards of parameters, saved activations; not gradients and optimizer state of the caller):
+            bytes, or a text like "60GiB". The planner keeps it or says what it needs (needs ``hardware``).
         verify: "cheap" compares the collectives across ranks before the first one of a new graph
             and checks the order Inductor emits; "full" also recomputes every fake value after each
             pass, and makes another order an error; "off" does none of it.
@@ -35,6 +42,8 @@ class BackendOptions:
 
     bucket: str = "unit"
     overlap: bool | str = True
+    hardware: HardwareCard | None = None
+    memory_budget: int | None = None
     verify: str = "cheap"
     dump: Path | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
@@ -45,6 +54,19 @@ class BackendOptions:
             if not any(type(value) is type(choice) and value == choice for choice in choices):
                 listed = ", ".join(map(repr, choices))
                 raise OptionError(f"graphshard backend: option {name}={value!r} must be one of {listed}")
+        needing = [
+            name for name in ("memory_budget", "bucket") if getattr(self, name) not in (None, "unit", "none")
+        ]
+        if needing and self.hardware is None:
+            raise OptionError(
+                f"graphshard backend: option {needing[0]}={getattr(self, needing[0])!r} needs a cost model: "
+                "give option hardware too, the name or the file of a card (`graphshard cards` lists them)"
+            )
+        if self.hardware is not None and self.overlap is not True:
+            raise OptionError(
+                f"graphshard backend: option overlap={self.overlap!r} has no meaning with option hardware, "
+                "since the planner places the collectives; leave out one of them"
+            )
         if not isinstance(self.inductor, Mapping):
             raise OptionError(
                 f"graphshard backend: option inductor={self.inductor!r} must be a dict of Inductor options"
@@ -56,6 +78,7 @@ class BackendOptions:
 
         Raises:
             OptionError: an unknown key (the known ones are listed) or a value that cannot be.
+            CardError: a card that is unknown or wrong.
         """
         given = dict(options or {})
         known = [option.name for option in fields(BackendOptions)]
@@ -69,4 +92,13 @@ class BackendOptions:
             if not isinstance(dump, (str, Path)):
                 raise OptionError(f"graphshard backend: option dump={dump!r} must be the path of a folder")
             given["dump"] = Path(dump)
+        hardware = given.get("hardware")
+        if isinstance(hardware, (str, Path)):
+            given["hardware"] = load_card(hardware)
+        elif hardware is not None and not isinstance(hardware, HardwareCard):
+            raise OptionError(
+                f"graphshard backend: option hardware={hardware!r} must be a card, its name or its file"
+            )
+        if given.get("memory_budget") is not None:
+            given["memory_budget"] = parse_bytes(given["memory_budget"])
         return BackendOptions(**given)

@@ -25,6 +25,7 @@ from .errors import PassError, PipelineError
 from .facts import CHECKERS, Fact
 from .graph_text import graph_text, text_fingerprint
 from .rewrite import output_values
+from .schedule import PlannedGraph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +37,14 @@ class PassReport:
         counts: named numbers for people ("gathers merged": 12).
         skipped: one sentence for each thing the pass declined to do, with the reason.
         new_signature: the graph has other inputs, or outputs of other types, on purpose.
+        planned: the plan that a planning pass carried out, and the graph it made.
     """
 
     changed: bool
     counts: Mapping[str, int] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()
     new_signature: bool = False
+    planned: PlannedGraph | None = None
 
 
 @runtime_checkable
@@ -127,6 +130,11 @@ class Pipeline:
         """
         parts = text.split(" > ") if text.strip() else []
         return Pipeline(*(_parse_pass(part.strip(), known) for part in parts), given=given)
+
+    def split(self, index: int) -> tuple[Pipeline, Pipeline]:
+        """The passes in front of ``index``, and the rest, as two pipelines that run one after the other."""
+        first = Pipeline(*self.passes[:index], given=self.given)
+        return first, Pipeline(*self.passes[index:], given=first.facts_at_end)
 
     def uuid(self) -> str:
         """Hash of the pipeline's text and of the source of its passes: a key for compile caches."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,13 +17,17 @@ from torch import fx
 
 from ._compat import group_by_name
 from .collectives import ALL_GATHER, REDUCE_SCATTER, group_name, is_collective
+from .context import KnownPlan
 from .cost import CollectiveTables, CostModel, GroupTopology, HardwareCard, load_card, load_tables
 from .errors import OptionError, OptionTypeError
 from .memory import MemoryModel, kept_inputs
 from .planner.apply import planned_graph
-from .planner.from_graph import GraphPrices, GraphProblem, problem_of_graph
+from .planner.follow import ways_to_follow
+from .planner.from_graph import GraphProblem, problem_of_graph
 from .planner.plan import InfeasibleBudgetError, Plan, make_plan
+from .planner.simulate import simulate
 from .planner.solve import plan, smallest_budget
+from .prices import GraphPrices
 
 _UNITS = {"": 1, "b": 1, **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}} | {
     f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)
@@ -64,13 +68,17 @@ def schedule_graph(
     """
     card = hardware if isinstance(hardware, HardwareCard) else load_card(hardware)
     measured = load_tables(tables) if isinstance(tables, (str, Path)) else tables
-    model = CostModel(card=card, tables=measured, groups=_topologies(gm, card, groups or {}))
+    model = CostModel(card=card, tables=measured, groups=topologies(gm, card, groups or {}))
     return schedule_with_prices(gm, model, memory_budget=memory_budget)
 
 
-def _topologies(
+def topologies(
     gm: fx.GraphModule, card: HardwareCard, given: Mapping[str, int | GroupTopology]
 ) -> dict[str, GroupTopology]:
+    """The groups of a graph's collectives: ``given`` ones, then torch's, then as the collectives say.
+
+    Ranks of groups that torch does not know lie side by side, as many to a node as the card has.
+    """
     per_node = int(card.ranks_per_node)
     found = {name: _side_by_side(value, per_node) for name, value in given.items()}
     collectives = list(filter(is_collective, gm.graph.nodes))
@@ -111,6 +119,40 @@ def schedule_with_prices(
 ) -> Plan:
     """Plans and changes a graph in place; on an error nothing is changed.
 
+    Args and errors are those of :func:`plan_graph`.
+    """
+    planned = plan_graph(gm, prices, memory_budget=memory_budget, max_reductions=max_reductions)
+    gm.graph = planned.gm.graph
+    gm.recompile()
+    return planned.plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedGraph:
+    """A plan, and the graph it makes.
+
+    Attributes:
+        gm: a changed copy, or the graph itself where its own order is the plan.
+        plan: with predicted times, bounds and reasons.
+        known: the plan as another rank can follow it.
+    """
+
+    gm: fx.GraphModule
+    plan: Plan
+    known: KnownPlan
+
+
+def plan_graph(
+    gm: fx.GraphModule,
+    prices: GraphPrices,
+    *,
+    memory_budget: int | str | None = None,
+    max_reductions: int = 0,
+    merge: bool = True,
+    known: KnownPlan | None = None,
+) -> PlannedGraph:
+    """Plans a graph, which stays as it is.
+
     Args:
         gm: a forward, inference or backward graph with ``_c10d_functional`` collectives and
             ``meta["val"]`` on its values; fake tensors and groups that exist only by name will do.
@@ -118,18 +160,46 @@ def schedule_with_prices(
         memory_budget: the most that may be live while the graph runs, inputs that its caller keeps
             included: bytes, or a text like "60GiB" or "500MB". None for no limit.
         max_reductions: reductions that may be in flight; 0 for any number.
+        merge: whether collectives may be merged.
+        known: a plan of another rank to follow: its buckets and their order, and where they stand as
+            far as this graph allows.
 
     Raises:
         OptionError, OptionTypeError: a budget that cannot be read.
         InfeasibleBudgetError: no plan keeps the budget; names one that a plan keeps.
         UnpricedGroupError: a collective runs on a group without a price.
+        PlanError: ``known`` is no plan of this graph.
     """
     budget = None if memory_budget is None else parse_bytes(memory_budget)
     found = problem_of_graph(gm, prices, budget_bytes=budget, max_reductions=max_reductions)
-    planned, result = _within_budget(gm, found, budget)
-    gm.graph = planned.graph
-    gm.recompile()
-    return result
+    if not merge:
+        ones = [replace(one, merge_key=None) for one in found.problem.collectives]
+        found = replace(found, problem=replace(found.problem, collectives=ones))
+    planned, result = (
+        _within_budget(gm, found, budget) if known is None else _followed(gm, found, known, budget)
+    )
+    steps = tuple((step.position, step.is_start, step.members) for step in result.steps)
+    return PlannedGraph(
+        gm=planned, plan=result, known=KnownPlan(num_tasks=len(found.problem.tasks), steps=steps)
+    )
+
+
+def _followed(
+    gm: fx.GraphModule, found: GraphProblem, known: KnownPlan, budget: int | None
+) -> tuple[fx.GraphModule, Plan]:
+    """The graph with the buckets and the sequence of a known plan, within the budget."""
+    before = simulate(found.problem, found.unplanned).seconds
+    peaks = []
+    for steps in ways_to_follow(found.problem, known):
+        planned = planned_graph(gm, found, steps)
+        peaks.append(_measured_peak(planned))
+        if budget is None or peaks[-1] <= budget:
+            result = make_plan(
+                found.problem, steps, solver="followed", unplanned_seconds=before, notes=found.notes
+            )
+            return planned, replace(result, peak_bytes=peaks[-1], budget_bytes=budget)
+    assert budget is not None
+    raise InfeasibleBudgetError(budget, min(peaks), is_smallest=False)
 
 
 def _within_budget(

@@ -10,6 +10,7 @@ from .bucket_collectives import BucketCollectives
 from .insert_shards import InsertShards
 from .lower_shards import LowerShards
 from .merge_unshards import MergeUnshards
+from .plan_collectives import PlanCollectives
 from .schedule_collectives import ScheduleCollectives
 from .spread_parameters import SpreadParameters
 from .tag_recompute import TagRecompute
@@ -24,6 +25,7 @@ KNOWN = {
         LowerShards,
         BucketCollectives,
         ScheduleCollectives,
+        PlanCollectives,
     )
 }
 
@@ -33,6 +35,7 @@ __all__ = [
     "InsertShards",
     "LowerShards",
     "MergeUnshards",
+    "PlanCollectives",
     "ScheduleCollectives",
     "SpreadParameters",
     "TagRecompute",

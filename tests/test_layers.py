@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.outer_layout",
         "graphshard._compat",
         "graphshard.versions",
+        "graphshard.prices",
     ),
     # ops, collectives, typed edits
     ("graphshard.user_comms", "graphshard.lockstep"),
@@ -70,7 +71,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("graphshard.planner.plan",),
     ("graphshard.planner.solve",),
     # from graphs and back
-    ("graphshard.planner.from_graph",),
+    ("graphshard.planner.from_graph", "graphshard.planner.follow"),
     ("graphshard.planner.apply",),
     ("graphshard.schedule",),
     ("graphshard.pipeline",),
@@ -79,6 +80,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.passes.insert_shards",
         "graphshard.passes.lower_shards",
         "graphshard.passes.merge_unshards",
+        "graphshard.passes.plan_collectives",
         "graphshard.passes.schedule_collectives",
         "graphshard.passes.spread_parameters",
         "graphshard.passes.tag_recompute",
@@ -88,6 +90,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "graphshard.options",
         "graphshard.agreement",
+        "graphshard.shared_plan",
         "graphshard.boundary",
         "graphshard.inductor",
         "graphshard.halves",

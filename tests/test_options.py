@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from graphshard.errors import GraphShardError, OptionError
+from graphshard.cost import load_card
+from graphshard.errors import CardError, GraphShardError, OptionError, OptionTypeError
 from graphshard.options import BackendOptions
 
 
@@ -34,6 +35,40 @@ def test_values_arrive(given):
     assert parsed != BackendOptions()
 
 
+def test_hardware_becomes_a_card_and_a_budget_bytes():
+    card = load_card("h100-sxm")
+    for given in ("h100-sxm", card):
+        parsed = BackendOptions.parse({"hardware": given, "memory_budget": "2GiB", "bucket": "auto"})
+        assert (parsed.hardware, parsed.memory_budget, parsed.bucket) == (card, 2 * 2**30, "auto")
+    assert BackendOptions().hardware is None and BackendOptions().memory_budget is None
+
+
+def test_an_unknown_card_lists_the_known_ones():
+    with pytest.raises(CardError, match="h100-sxm"):
+        BackendOptions.parse({"hardware": "h1000"})
+    with pytest.raises(OptionError, match="option hardware=3 must be a card, its name or its file"):
+        BackendOptions.parse({"hardware": 3})
+
+
+@pytest.mark.parametrize("given", [{"memory_budget": "1GiB"}, {"bucket": "auto"}], ids=str)
+def test_planning_needs_a_card(given):
+    (name,) = given
+    with pytest.raises(OptionError, match=f"option {name}=.* needs a cost model: give option hardware"):
+        BackendOptions.parse(given)
+
+
+@pytest.mark.parametrize("overlap", [False, "always"])
+def test_the_planner_replaces_overlap(overlap):
+    with pytest.raises(OptionError, match=f"option overlap={overlap!r} has no meaning with option hardware"):
+        BackendOptions.parse({"hardware": "h100-sxm", "overlap": overlap})
+
+
+@pytest.mark.parametrize(("budget", "error"), [("much", OptionError), (0, OptionError), (1.5, OptionTypeError)])
+def test_budgets_that_cannot_be_read(budget, error):
+    with pytest.raises(error, match="memory_budget="):
+        BackendOptions.parse({"hardware": "h100-sxm", "memory_budget": budget})
+
+
 def test_dump_becomes_a_path():
     assert BackendOptions.parse({"dump": "somewhere"}).dump == Path("somewhere")
 
@@ -50,7 +85,7 @@ def test_unknown_options_list_the_known_ones():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"bucket": "units"}, "option bucket='units' must be one of 'unit', 'none'"),
+        ({"bucket": "units"}, "option bucket='units' must be one of 'unit', 'none', 'auto'"),
         ({"bucket": None}, "option bucket=None must be one of"),
         ({"overlap": "yes"}, "option overlap='yes' must be one of True, False, 'always'"),
         ({"verify": True}, "option verify=True must be one of 'off', 'cheap', 'full'"),

@@ -16,7 +16,7 @@ import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -38,8 +38,9 @@ from ..collectives import (
 from ..errors import GraphShardError
 from ..graph_text import dtype_text
 from ..memory import MemoryModel, copied_bytes, is_alias, is_view, kept_inputs, tensor_bytes
+from ..prices import GraphPrices, Prices
 from ..provenance import is_accumulation, is_layout
-from .problem import Collective, Prices, Problem, Task
+from .problem import Collective, Problem, Task
 from .simulate import Step, simulate
 
 #: What the prices call each collective that can move.
@@ -55,14 +56,6 @@ KINDS: dict[Any, str] = {
 
 #: Those that can be merged with others of their kind.
 MERGEABLE = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
-
-
-class GraphPrices(Prices, Protocol):
-    """Prices of everything in a graph."""
-
-    def compute_seconds(self, gm: fx.GraphModule) -> Mapping[fx.Node, float]:
-        """Seconds of each node that computes; nodes left out cost nothing."""
-        ...
 
 
 class UnpricedGroupError(GraphShardError, ValueError):

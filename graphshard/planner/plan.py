@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..errors import GraphShardError
@@ -92,6 +92,11 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON can hold it."""
         return asdict(self)
+
+    def with_labels(self, labels: Mapping[str, str]) -> Plan:
+        """The plan with other names for its groups, those of mesh axes for instance."""
+        buckets = tuple(replace(one, group=labels.get(one.group, one.group)) for one in self.buckets)
+        return replace(self, buckets=buckets)
 
     def __str__(self) -> str:
         return "\n".join([*self._summary(), *map(_bucket_text, self.buckets), *self.notes])

@@ -14,27 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ..errors import GraphShardError
-
-
-class Prices(Protocol):
-    """The part of a cost model that depends on sizes alone."""
-
-    def collective_seconds(self, kind: str, num_bytes: int, group: str) -> float:
-        """Seconds of one collective.
-
-        Args:
-            kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast".
-            num_bytes: the larger of its input and its output.
-            group: name of its process group.
-        """
-        ...
-
-    def copy_seconds(self, num_bytes: int) -> float:
-        """Seconds in which the device copies ``num_bytes`` from one buffer to another."""
-        ...
+from ..prices import Prices
 
 
 class ProblemError(GraphShardError, ValueError):

@@ -11,7 +11,7 @@ from .implementations import compile_if_asked, shard_units
 from .parity import start_lockstep
 from .toy_models import WORKLOADS, build_mlp
 
-KNOWN_OPTIONS = ("bucket", "overlap", "verify", "dump", "inductor")
+KNOWN_OPTIONS = ("bucket", "overlap", "hardware", "memory_budget", "verify", "dump", "inductor")
 
 
 def compile_with_options(options: dict[str, object]) -> str:

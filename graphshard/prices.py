@@ -1,0 +1,34 @@
+"""What a planner asks of a cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import fx
+
+
+class Prices(Protocol):
+    """The part of a cost model that depends on sizes alone."""
+
+    def collective_seconds(self, kind: str, num_bytes: int, group: str) -> float:
+        """Seconds of one collective.
+
+        Args:
+            kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast".
+            num_bytes: the larger of its input and its output.
+            group: name of its process group.
+        """
+        ...
+
+    def copy_seconds(self, num_bytes: int) -> float:
+        """Seconds in which the device copies ``num_bytes`` from one buffer to another."""
+        ...
+
+
+class GraphPrices(Prices, Protocol):
+    """Prices of everything in a graph."""
+
+    def compute_seconds(self, gm: fx.GraphModule) -> Mapping[fx.Node, float]:
+        """Seconds of each node that computes; nodes left out cost nothing."""
+        ...

@@ -1,0 +1,107 @@
+"""Graphs that the planner merged and placed train like the unsharded model, on every rank the same way."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing import assert_close
+
+from .implementations import compile_if_asked, pick_fully_shard
+from .parity import check_sharded_parity, make_adam, start_lockstep
+from .toy_models import WORKLOADS
+
+SLOW_LINK = "cpu-ethernet-1g"
+
+
+def train_planned(workload: str, num_steps: int, options: dict[str, Any]) -> None:
+    lockstep = start_lockstep(WORKLOADS[workload], "sharded")
+    lockstep.forward = compile_if_asked("compiled", lockstep.model, verify="full", **options)
+    lockstep.train(num_steps)
+
+
+def train_with_accumulation() -> None:
+    """Two micro-batches a step; the gradients of the first are not reduced."""
+    lockstep = start_lockstep(WORKLOADS["mlp_7_15_3"], "sharded")
+    forward = compile_if_asked("compiled", lockstep.model, hardware=SLOW_LINK, bucket="auto")
+    workload, rank = lockstep.workload, dist.get_rank()
+    for step in (0, 2):
+        for micro in (step, step + 1):
+            for other in range(dist.get_world_size()):
+                loss = workload.loss(lockstep.reference, workload.batch_of(other, micro))
+                (loss / dist.get_world_size()).backward()
+            lockstep.model.set_requires_gradient_sync(micro % 2 == 1)
+            workload.loss(forward, workload.batch_of(rank, micro)).backward()
+        check_sharded_parity(lockstep.reference, lockstep.model)
+        lockstep.update(step)
+
+
+def train_hybrid_on_other_batches(sizes: list[list[int]]) -> None:
+    """Hybrid sharding on 2 x 2 ranks, each with batches of its own sizes from the first step on."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    workload = WORKLOADS["mlp_7_15_3"]
+    torch.manual_seed(42)
+    reference = workload.build()
+    model = copy.deepcopy(reference)
+    for module in [*workload.list_units(model), model]:
+        pick_fully_shard("sharded")(module, mesh=mesh)
+    forward = compile_if_asked("compiled", model, hardware=SLOW_LINK, bucket="auto")
+    optimizers = [make_adam(each.parameters()) for each in (reference, model)]
+    for step in range(len(sizes[0])):
+        losses = [
+            workload.loss(reference, workload.batch_of(rank, step, sizes[rank][step])) for rank in range(4)
+        ]
+        torch.stack(losses).mean().backward()
+        rank = dist.get_rank()
+        loss = workload.loss(forward, workload.batch_of(rank, step, sizes[rank][step]))
+        loss.backward()
+        assert_close(loss.detach(), losses[rank].detach())
+        for name, expected in reference.named_parameters():
+            assert_close(model.get_parameter(name).grad.full_tensor(), expected.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def exceed_the_budget() -> str:
+    lockstep = start_lockstep(WORKLOADS["mlp_even"], "sharded")
+    forward = compile_if_asked("compiled", lockstep.model, hardware=SLOW_LINK, memory_budget=100)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        lockstep.workload.loss(forward, lockstep.workload.batch_of(dist.get_rank(), 0))
+    return str(caught.value.inner_exception)
+
+
+@pytest.mark.parametrize("workload", ["mlp_16_17_8", "transformer"])
+def test_merged_and_placed_by_cost(run_on_gloo_ranks, tmp_path: Path, workload):
+    options = {"hardware": SLOW_LINK, "bucket": "auto", "dump": str(tmp_path)}
+    run_on_gloo_ranks(2, train_planned, workload, 3, options)
+    for half, collective in (("forward", " all_gather_into_tensor("), ("backward", " reduce_scatter_tensor(")):
+        plan = (tmp_path / f"graph0.{half}.plan.txt").read_text()
+        assert " over shard of " in plan and "at least" in plan
+        lowered = (tmp_path / f"graph0.{half}.1-lower_shards.txt").read_text()
+        planned = (tmp_path / f"graph0.{half}.2-plan_collectives.txt").read_text()
+        assert 0 < planned.count(collective) < lowered.count(collective)
+
+
+@pytest.mark.parametrize("bucket", ["unit", "none"])
+def test_placed_by_cost_within_a_budget(run_on_gloo_ranks, bucket):
+    options = {"hardware": SLOW_LINK, "bucket": bucket, "memory_budget": "1MB"}
+    run_on_gloo_ranks(2, train_planned, "mlp_7_15_3", 2, options)
+
+
+def test_accumulation_with_planned_graphs(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, train_with_accumulation)
+
+
+def test_all_ranks_follow_one_plan(run_on_gloo_ranks):
+    """Batches of such different sizes have different plans, were every rank to make its own."""
+    run_on_gloo_ranks(4, train_hybrid_on_other_batches, [[512, 64], [2, 2], [64, 512], [8, 3]])
+
+
+def test_a_budget_that_nothing_keeps_is_refused_on_every_rank(run_on_gloo_ranks):
+    first, second = run_on_gloo_ranks(2, exceed_the_budget)
+    assert first.startswith("no schedule keeps a memory budget of 100 bytes; ")
+    assert second == f"rank 0 could not plan graph 0 (forward): {first}"

@@ -1,0 +1,214 @@
+"""plan_collectives: the planner as a pass."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from all_ranks import assert_same, run_halves, step_inputs
+from small_graphs import GraphBuilder, aten, num_targets, run_pass, run_twice, text_of
+
+from graphshard.collectives import ALL_GATHER, REDUCE_SCATTER, is_collective, is_wait
+from graphshard.context import KnownPlan, PassContext
+from graphshard.errors import OptionError, OptionTypeError, PassError
+from graphshard.facts import Fact
+from graphshard.memory import kept_inputs, memory_timeline
+from graphshard.passes import PlanCollectives
+from graphshard.pipeline import Pipeline
+from graphshard.planner.plan import InfeasibleBudgetError
+from graphshard.planner.simulate import PlanError
+from graphshard.rewrite import copy_graph
+
+HELD = (Fact.TYPED, Fact.WAITED, Fact.GATHERED, Fact.REDUCED, Fact.LOWERED)
+
+
+@dataclass(frozen=True)
+class Prices:
+    """A unit of time for each product, a tenth for other ops; collectives as lines."""
+
+    latency: float
+    bandwidth: float = 1e4
+
+    def compute_seconds(self, gm):
+        return {
+            node: 1.0 if node.target in (aten.mm.default, aten.addmm.default) else 0.1
+            for node in gm.graph.nodes
+            if node.op == "call_function" and not is_collective(node) and not is_wait(node)
+            if isinstance(node.meta.get("val"), torch.Tensor)
+        }
+
+    def collective_seconds(self, kind, num_bytes, group):
+        return self.latency + num_bytes / self.bandwidth
+
+    def copy_seconds(self, num_bytes):
+        return num_bytes / 1e6
+
+
+DEAR, CHEAP = Prices(latency=4.0), Prices(latency=0.01, bandwidth=400.0)
+
+
+def _half(captured, name, half, prices=DEAR, num_ranks=2, **options):
+    graphs = captured(name, num_ranks, **options)
+    return getattr(graphs, half), replace(getattr(graphs.context, f"for_{half}")(), prices=prices)
+
+
+def _peak(gm):
+    timeline = memory_timeline(gm, kept=kept_inputs(gm))
+    return timeline.peak_bytes + timeline.kept_bytes
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_golden(captured, golden, half):
+    gm, ctx = _half(captured, "two_linears", half)
+    golden(text_of(gm, ctx), f"plan_collectives.{half}.before")
+    record = run_pass(PlanCollectives(), gm, ctx, *HELD)
+    golden(text_of(gm, ctx) + f"{record.report.planned.plan}\n", f"plan_collectives.{half}.after")
+
+
+def test_nothing_to_plan():
+    build = GraphBuilder()
+    gm = build.finish(build(aten.relu.default, build.input("primals_1", 2, 2)))
+    record = run_pass(PlanCollectives(), gm, PassContext(prices=DEAR))
+    assert not record.report.changed
+    assert record.report.counts == {"collectives": 0, "buckets": 0}
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+@pytest.mark.parametrize("name", ["two_linears", "blocks_2"])
+def test_second_run_changes_nothing(captured, name, half):
+    first, second = run_twice(PlanCollectives(), *_half(captured, name, half), *HELD)
+    assert first.report.changed and not second.report.changed
+
+
+def test_latency_decides_about_merging(captured):
+    counts = {}
+    for prices in (DEAR, CHEAP):
+        gm, ctx = _half(captured, "blocks_2", "forward", prices)
+        counts[prices] = run_pass(PlanCollectives(), gm, ctx, *HELD).report.counts["buckets"]
+        assert num_targets(gm, ALL_GATHER) == counts[prices]
+    assert counts[DEAR] < counts[CHEAP]
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_without_merging_collectives_are_only_placed(captured, half):
+    gm, ctx = _half(captured, "blocks_2", half)
+    before = [num_targets(gm, target) for target in (ALL_GATHER, REDUCE_SCATTER)]
+    record = run_pass(PlanCollectives(merge=False), gm, ctx, *HELD)
+    assert record.report.changed
+    assert [num_targets(gm, target) for target in (ALL_GATHER, REDUCE_SCATTER)] == before
+    plan = record.report.planned.plan
+    assert plan.seconds < plan.unplanned_seconds
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_the_budget_is_kept_or_refused(captured, half):
+    gm, ctx = _half(captured, "blocks_3", half)
+    free = copy_graph(gm)
+    run_pass(PlanCollectives(), free, ctx, *HELD)
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        run_pass(PlanCollectives(memory_budget=_peak(gm) // 3), copy_graph(gm), ctx, *HELD)
+    smallest = refused.value.smallest_bytes
+    assert smallest < _peak(free)
+    for budget in (smallest, (smallest + _peak(free)) // 2):
+        tight = copy_graph(gm)
+        report = run_pass(PlanCollectives(memory_budget=budget), tight, ctx, *HELD).report
+        assert _peak(tight) == report.planned.plan.peak_bytes <= budget
+
+
+def test_a_users_limit_of_reductions_is_kept(captured):
+    def most_open(limit):
+        gm, ctx = _half(captured, "blocks_3", "backward", CHEAP)
+        run_pass(PlanCollectives(), gm, replace(ctx, max_reductions=limit), *HELD)
+        is_open, most = set(), 0
+        for node in gm.graph.nodes:
+            if node.target is REDUCE_SCATTER:
+                is_open.add(node)
+                most = max(most, len(is_open))
+            elif is_wait(node):
+                is_open.discard(node.args[0])
+        return most
+
+    assert most_open(1) == 1 and most_open(2) <= 2 < most_open(0)
+
+
+def test_needs_prices(captured):
+    gm, ctx = _half(captured, "two_linears", "forward", prices=None)
+    with pytest.raises(PassError, match="plan_collectives: the context has no prices"):
+        run_pass(PlanCollectives(), gm, ctx, *HELD)
+
+
+def test_refuses_budgets_that_cannot_be():
+    with pytest.raises(OptionError, match="memory_budget='much' cannot be read"):
+        PlanCollectives(memory_budget="much")
+    with pytest.raises(OptionTypeError, match="memory_budget=True"):
+        PlanCollectives(memory_budget=True)
+
+
+def test_pipeline_text_reads_back():
+    pipeline = Pipeline(PlanCollectives(merge=False, memory_budget="2GiB"), given=frozenset(HELD))
+    assert str(pipeline) == "plan_collectives(merge=False, memory_budget='2GiB')"
+    again = Pipeline.parse(str(pipeline), {"plan_collectives": PlanCollectives}, given=frozenset(HELD))
+    assert again.passes == pipeline.passes
+
+
+@pytest.mark.parametrize("merge", [True, False])
+@pytest.mark.parametrize("prices", [DEAR, CHEAP], ids=["dear", "cheap"])
+@pytest.mark.parametrize(("name", "num_ranks"), [("two_linears", 4), ("blocks_2", 2), ("tied_embedding", 2)])
+def test_parity(captured, name, num_ranks, prices, merge):
+    graphs = captured(name, num_ranks)
+    planned = {}
+    for half in ("forward", "backward"):
+        gm, ctx = _half(captured, name, half, prices, num_ranks)
+        run_pass(PlanCollectives(merge=merge), gm, ctx, *HELD)
+        planned[half] = gm
+    inputs, expected = step_inputs(name, num_ranks)
+    after = run_halves(planned["forward"], planned["backward"], graphs.context, inputs)
+    assert_same(after, expected)
+
+
+def _starts(gm):
+    return [(node.target, tuple(node.meta["val"].shape)) for node in gm.graph.nodes if is_collective(node)]
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_a_known_plan_is_followed(captured, half):
+    """Another cost model, hence another plan of its own; and the same graph as the other rank's."""
+    gm, ctx = _half(captured, "blocks_2", half, DEAR)
+    leader = copy_graph(gm)
+    known = run_pass(PlanCollectives(), leader, ctx, *HELD).report.planned.known
+    follower, alone = copy_graph(gm), copy_graph(gm)
+    run_pass(PlanCollectives(), follower, replace(ctx, prices=CHEAP, known_plan=known), *HELD)
+    run_pass(PlanCollectives(), alone, replace(ctx, prices=CHEAP), *HELD)
+    assert text_of(follower, ctx) == text_of(leader, ctx) != text_of(alone, ctx)
+
+
+@pytest.mark.parametrize("scale", [0.4, 2.5])
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_a_known_plan_of_more_or_less_compute_is_followed(captured, half, scale):
+    gm, ctx = _half(captured, "blocks_2", half, DEAR)
+    leader = copy_graph(gm)
+    known = run_pass(PlanCollectives(), leader, ctx, *HELD).report.planned.known
+    steps = tuple((round(position * scale), *step) for position, *step in known.steps)
+    other = KnownPlan(num_tasks=round(known.num_tasks * scale), steps=steps)
+    run_pass(PlanCollectives(), gm, replace(ctx, known_plan=other), *HELD)
+    assert _starts(gm) == _starts(leader)
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_a_known_plan_gives_way_to_the_budget_of_this_rank(captured, half):
+    """Same collectives in the same order, but close to where their results are read."""
+    gm, ctx = _half(captured, "blocks_3", half, CHEAP)
+    free, late = copy_graph(gm), copy_graph(gm)
+    known = run_pass(PlanCollectives(merge=False), free, ctx, *HELD).report.planned.known
+    budget = _peak(free) - 1
+    following = replace(ctx, known_plan=known)
+    run_pass(PlanCollectives(merge=False, memory_budget=budget), late, following, *HELD)
+    assert _peak(late) <= budget and _starts(late) == _starts(free)
+    with pytest.raises(InfeasibleBudgetError, match="no schedule keeps a memory budget of 100 bytes"):
+        run_pass(PlanCollectives(merge=False, memory_budget=100), gm, following, *HELD)
+
+
+def test_a_plan_of_another_graph_is_refused(captured):
+    gm, ctx = _half(captured, "blocks_2", "forward")
+    known = KnownPlan(num_tasks=1, steps=((0, True, (0,)), (0, False, (0,))))
+    with pytest.raises(PlanError, match="the plan to follow is one of 1 collectives"):
+        run_pass(PlanCollectives(), gm, replace(ctx, known_plan=known), *HELD)
