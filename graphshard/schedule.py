@@ -8,7 +8,7 @@ planned again for a budget that is smaller by the excess.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from .memory import MemoryModel, kept_inputs
 from .planner.apply import planned_graph
 from .planner.from_graph import GraphPrices, GraphProblem, problem_of_graph
 from .planner.plan import InfeasibleBudgetError, Plan, make_plan
-from .planner.solve import plan, smallest_budget
+from .planner.solve import is_possible, plan, smallest_budget
 
 _UNITS = {"": 1, "b": 1, **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}} | {
     f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)
@@ -107,6 +107,9 @@ def schedule_with_prices(
     prices: GraphPrices,
     *,
     memory_budget: int | str | None = None,
+    fixed_buckets: Sequence[Sequence[fx.Node]] = (),
+    prefetch: Sequence[tuple[fx.Node, fx.Node]] = (),
+    max_gathers: int = 0,
     max_reductions: int = 0,
 ) -> Plan:
     """Plans and changes a graph in place; on an error nothing is changed.
@@ -117,15 +120,25 @@ def schedule_with_prices(
         prices: seconds of compute, collectives and copies.
         memory_budget: the most that may be live while the graph runs, inputs that its caller keeps
             included: bytes, or a text like "60GiB" or "500MB". None for no limit.
-        max_reductions: reductions that may be in flight; 0 for any number.
+        fixed_buckets, prefetch, max_gathers, max_reductions: what the user insists on, as in
+            :func:`graphshard.planner.from_graph.problem_of_graph`.
 
     Raises:
         OptionError, OptionTypeError: a budget that cannot be read.
         InfeasibleBudgetError: no plan keeps the budget; names one that a plan keeps.
+        ProblemError: buckets, prefetches or limits that cannot be kept.
         UnpricedGroupError: a collective runs on a group without a price.
     """
     budget = None if memory_budget is None else parse_bytes(memory_budget)
-    found = problem_of_graph(gm, prices, budget_bytes=budget, max_reductions=max_reductions)
+    found = problem_of_graph(
+        gm,
+        prices,
+        budget_bytes=budget,
+        fixed_buckets=fixed_buckets,
+        prefetch=prefetch,
+        max_gathers=max_gathers,
+        max_reductions=max_reductions,
+    )
     planned, result = _within_budget(gm, found, budget)
     gm.graph = planned.graph
     gm.recompile()
@@ -136,13 +149,14 @@ def _within_budget(
     gm: fx.GraphModule, found: GraphProblem, budget: int | None
 ) -> tuple[fx.GraphModule, Plan]:
     before = _measured_peak(gm)
-    fits = budget is None or before <= budget
-    unplanned = found.unplanned if fits else None
+    fits = (budget is None or before <= budget) and is_possible(
+        replace(found.problem, budget_bytes=None), found.unplanned
+    )
     allowed = budget
     for _ in range(_ATTEMPTS):
         problem = replace(found.problem, budget_bytes=allowed)
         try:
-            result = plan(problem, unplanned=unplanned, notes=found.notes)
+            result = plan(problem, unplanned=found.unplanned, notes=found.notes)
         except InfeasibleBudgetError:
             break
         planned = planned_graph(gm, found, result.steps)
