@@ -69,7 +69,7 @@ def test_prefetches_of_buckets():
 
 
 def test_limits_of_gathers_and_reductions_in_flight():
-    gm, collectives = _chain(num_gathers=4, num_reductions=4)
+    gm, _ = _chain(num_gathers=4, num_reductions=4)
     plan = schedule_with_prices(gm, PRICES, max_gathers=1, max_reductions=2)
     most = {"all_gather": 1, "reduce_scatter": 2}
     kinds = ["all_gather"] * 4 + ["reduce_scatter"] * 4
