@@ -8,7 +8,7 @@ planned again for a budget that is smaller by the excess.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from .planner.follow import ways_to_follow
 from .planner.from_graph import GraphProblem, problem_of_graph
 from .planner.plan import InfeasibleBudgetError, Plan, make_plan
 from .planner.simulate import simulate
-from .planner.solve import plan, smallest_budget
+from .planner.solve import is_possible, plan, smallest_budget
 from .prices import GraphPrices
 
 _UNITS = {"": 1, "b": 1, **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}} | {
@@ -115,13 +115,24 @@ def schedule_with_prices(
     prices: GraphPrices,
     *,
     memory_budget: int | str | None = None,
+    fixed_buckets: Sequence[Sequence[fx.Node]] = (),
+    prefetch: Sequence[tuple[fx.Node, fx.Node]] = (),
+    max_gathers: int = 0,
     max_reductions: int = 0,
 ) -> Plan:
     """Plans and changes a graph in place; on an error nothing is changed.
 
     Args and errors are those of :func:`plan_graph`.
     """
-    planned = plan_graph(gm, prices, memory_budget=memory_budget, max_reductions=max_reductions)
+    planned = plan_graph(
+        gm,
+        prices,
+        memory_budget=memory_budget,
+        fixed_buckets=fixed_buckets,
+        prefetch=prefetch,
+        max_gathers=max_gathers,
+        max_reductions=max_reductions,
+    )
     gm.graph = planned.gm.graph
     gm.recompile()
     return planned.plan
@@ -147,6 +158,9 @@ def plan_graph(
     prices: GraphPrices,
     *,
     memory_budget: int | str | None = None,
+    fixed_buckets: Sequence[Sequence[fx.Node]] = (),
+    prefetch: Sequence[tuple[fx.Node, fx.Node]] = (),
+    max_gathers: int = 0,
     max_reductions: int = 0,
     merge: bool = True,
     known: KnownPlan | None = None,
@@ -159,7 +173,8 @@ def plan_graph(
         prices: seconds of compute, collectives and copies.
         memory_budget: the most that may be live while the graph runs, inputs that its caller keeps
             included: bytes, or a text like "60GiB" or "500MB". None for no limit.
-        max_reductions: reductions that may be in flight; 0 for any number.
+        fixed_buckets, prefetch, max_gathers, max_reductions: what the user insists on, as in
+            :func:`graphshard.planner.from_graph.problem_of_graph`.
         merge: whether collectives may be merged.
         known: a plan of another rank to follow: its buckets and their order, and where they stand as
             far as this graph allows.
@@ -167,11 +182,20 @@ def plan_graph(
     Raises:
         OptionError, OptionTypeError: a budget that cannot be read.
         InfeasibleBudgetError: no plan keeps the budget; names one that a plan keeps.
+        ProblemError: buckets, prefetches or limits that cannot be kept.
         UnpricedGroupError: a collective runs on a group without a price.
         PlanError: ``known`` is no plan of this graph.
     """
     budget = None if memory_budget is None else parse_bytes(memory_budget)
-    found = problem_of_graph(gm, prices, budget_bytes=budget, max_reductions=max_reductions)
+    found = problem_of_graph(
+        gm,
+        prices,
+        budget_bytes=budget,
+        fixed_buckets=fixed_buckets,
+        prefetch=prefetch,
+        max_gathers=max_gathers,
+        max_reductions=max_reductions,
+    )
     if not merge:
         ones = [replace(one, merge_key=None) for one in found.problem.collectives]
         found = replace(found, problem=replace(found.problem, collectives=ones))
@@ -206,13 +230,14 @@ def _within_budget(
     gm: fx.GraphModule, found: GraphProblem, budget: int | None
 ) -> tuple[fx.GraphModule, Plan]:
     before = _measured_peak(gm)
-    fits = budget is None or before <= budget
-    unplanned = found.unplanned if fits else None
+    fits = (budget is None or before <= budget) and is_possible(
+        replace(found.problem, budget_bytes=None), found.unplanned
+    )
     allowed = budget
     for _ in range(_ATTEMPTS):
         problem = replace(found.problem, budget_bytes=allowed)
         try:
-            result = plan(problem, unplanned=unplanned, notes=found.notes)
+            result = plan(problem, unplanned=found.unplanned, notes=found.notes)
         except InfeasibleBudgetError:
             break
         planned = planned_graph(gm, found, result.steps)

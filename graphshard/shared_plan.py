@@ -58,8 +58,10 @@ class PlanStore:
     def write(self, key: str, plan: KnownPlan | GraphShardError) -> None:
         """Puts a plan, or why there is none, where the others of the group wait for it; rank 0's task."""
         if self.rank == 0 and not self.store.check([key]):
-            is_error = isinstance(plan, GraphShardError)
-            value = {"error": str(plan)} if is_error else {"num_tasks": plan.num_tasks, "steps": plan.steps}
+            if isinstance(plan, KnownPlan):
+                value: dict[str, object] = {"num_tasks": plan.num_tasks, "steps": plan.steps}
+            else:
+                value = {"error": str(plan)}
             self.store.set(key, json.dumps(value))
 
 

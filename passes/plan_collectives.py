@@ -2,7 +2,8 @@
 
 What :func:`graphshard.schedule_graph` does for any graph, as a pass: docs/planning.md has the model
 and the algorithm. Prices come from the context, and so does a plan of another rank to follow. Compute
-keeps its order. Memory is that of the memory model, and stays within ``memory_budget``.
+keeps its order. A unit whose user named the units to prefetch is one bucket a dtype and group, and starts
+those right after its own wait. Memory is that of the memory model, and stays within ``memory_budget``.
 
 Before (latency dear)::
 
@@ -30,14 +31,18 @@ far as the process group's algorithm does not depend on the size or the position
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar
 
 from torch import fx
 
+from graphshard.collectives import group_name
 from graphshard.context import PassContext
 from graphshard.errors import PassError
 from graphshard.facts import Fact
 from graphshard.pipeline import PassReport
+from graphshard.placement import Movable
+from graphshard.provenance import shards_behind
 from graphshard.schedule import parse_bytes, plan_graph
 
 
@@ -73,10 +78,13 @@ class PlanCollectives:
         """
         if ctx.prices is None:
             raise PassError("plan_collectives: the context has no prices (PassContext.prices, a CostModel)")
+        fixed, prefetch = _wishes(gm, ctx, self.merge)
         planned = plan_graph(
             gm,
             ctx.prices,
             memory_budget=self.memory_budget,
+            fixed_buckets=fixed,
+            prefetch=prefetch,
             max_reductions=ctx.max_reductions,
             merge=self.merge,
             known=ctx.known_plan,
@@ -91,6 +99,29 @@ class PlanCollectives:
             skipped=planned.plan.notes,
             planned=planned,
         )
+
+
+def _wishes(
+    gm: fx.GraphModule, ctx: PassContext, merge: bool
+) -> tuple[list[list[fx.Node]], list[tuple[fx.Node, fx.Node]]]:
+    """The prefetches a user asked for, as pairs of gathers, and the buckets of the units they name."""
+    units: dict[str, dict[tuple[str, ...], list[fx.Node]]] = {}
+    for gather in Movable(gm, ctx).gathers:
+        binding = shards_behind(gather, ctx)[0]
+        of_unit = units.setdefault(binding.unit, {})
+        of_unit.setdefault((group_name(gather), str(gather.meta["val"].dtype)), []).append(gather)
+    fixed: dict[str, list[list[fx.Node]]] = {}
+    pairs = []
+    order = list(units)
+    for index, unit in enumerate(order):
+        for other in ctx.prefetched_after(unit):
+            if other in order[index + 1 :]:
+                for named in (unit, other):
+                    fixed[named] = list(units[named].values())
+                (*_, last), *_ = reversed(fixed[unit])
+                firsts = [bucket[0] for bucket in fixed[other]] if merge else list(chain(*fixed[other]))
+                pairs += [(last, first) for first in firsts]
+    return (list(chain(*fixed.values())) if merge else []), pairs
 
 
 def _names(gm: fx.GraphModule) -> list[str]:

@@ -52,8 +52,8 @@ def best_schedule(
     return _Exploration(machine, below_seconds, max_states).run()
 
 
-def least_peak(problem: Problem, *, max_states: int = MAX_STATES) -> int:
-    """The smallest budget in bytes that any schedule keeps.
+def least_peak(problem: Problem, *, max_states: int = MAX_STATES) -> int | None:
+    """The smallest budget in bytes that any schedule keeps; None if the user's wishes allow none.
 
     Raises:
         TooLargeError: there are too many states.
@@ -80,7 +80,7 @@ def least_peak(problem: Problem, *, max_states: int = MAX_STATES) -> int:
                 if known is None or known.peak_bytes > onward.peak_bytes:
                     leaving[key] = onward
         arrivals = list(leaving.values())
-    return min(state.peak_bytes for state in arrivals if machine.is_done(state))
+    return min((state.peak_bytes for state in arrivals if machine.is_done(state)), default=None)
 
 
 def _everything(machine: Machine, state: State) -> Iterator[State]:

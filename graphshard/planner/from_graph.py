@@ -40,7 +40,7 @@ from ..graph_text import dtype_text
 from ..memory import MemoryModel, copied_bytes, is_alias, is_view, kept_inputs, tensor_bytes
 from ..prices import GraphPrices, Prices
 from ..provenance import is_accumulation, is_layout
-from .problem import Collective, Problem, Task
+from .problem import Collective, Problem, ProblemError, Task
 from .simulate import Step, simulate
 
 #: What the prices call each collective that can move.
@@ -86,7 +86,14 @@ class GraphProblem:
 
 
 def problem_of_graph(
-    gm: fx.GraphModule, prices: GraphPrices, *, budget_bytes: int | None = None, max_reductions: int = 0
+    gm: fx.GraphModule,
+    prices: GraphPrices,
+    *,
+    budget_bytes: int | None = None,
+    fixed_buckets: Sequence[Sequence[fx.Node]] = (),
+    prefetch: Sequence[tuple[fx.Node, fx.Node]] = (),
+    max_gathers: int = 0,
+    max_reductions: int = 0,
 ) -> GraphProblem:
     """Reads a graph; changes nothing.
 
@@ -94,11 +101,16 @@ def problem_of_graph(
         gm: a forward, inference or backward graph whose values carry ``meta["val"]``.
         prices: of its compute and its collectives.
         budget_bytes: the most that may be live, inputs that the caller keeps included.
-        max_reductions: reductions that may be in flight; 0 for any number.
+        fixed_buckets: collectives that must form one bucket each; of one group, dtype and settings.
+        prefetch: pairs of collectives (a, b): b starts where a is waited for, right after it.
+        max_gathers, max_reductions: buckets that may be in flight; 0 for any number.
+
+    What ``fixed_buckets`` and ``prefetch`` say of collectives that cannot move is left out, with a note.
 
     Raises:
         UnpricedGroupError: lists the groups without a price, with a collective of each.
         PriceError: a price that cannot be.
+        ProblemError: buckets, prefetches or limits that contradict each other, or name other nodes.
     """
     movable, notes = _movable(gm)
     _check_groups([node for node in gm.graph.nodes if node.target in KINDS], prices)
@@ -117,8 +129,11 @@ def problem_of_graph(
         tasks=tasks,
         collectives=collectives,
         prices=prices,
-        max_reductions=max_reductions,
         position_names=[node.name for node in reader.tasks],
+        fixed_buckets=_buckets_by_index(fixed_buckets, movable, notes),
+        prefetch=_pairs_by_index(prefetch, movable, notes),
+        max_gathers=max_gathers,
+        max_reductions=max_reductions,
     )
     unplanned = reader.unplanned()
     return GraphProblem(
@@ -128,6 +143,41 @@ def problem_of_graph(
         unplanned=tuple(unplanned),
         notes=tuple(notes),
     )
+
+
+def _buckets_by_index(
+    buckets: Sequence[Sequence[fx.Node]], movable: list[fx.Node], notes: list[str]
+) -> list[tuple[int, ...]]:
+    """A user's buckets by number; adds a note for those of which a part cannot move."""
+    index = _indices(movable, [node for members in buckets for node in members])
+    found = []
+    for members in buckets:
+        if left := [node.name for node in members if node not in index]:
+            notes.append(f"{', '.join(left)} is not in the bucket asked for: it stays in its place")
+        found.append(tuple(sorted(index[node] for node in members if node in index)))
+    return [bucket for bucket in found if bucket]
+
+
+def _pairs_by_index(
+    pairs: Sequence[tuple[fx.Node, fx.Node]], movable: list[fx.Node], notes: list[str]
+) -> list[tuple[int, int]]:
+    """A user's prefetches by number; adds a note for those of what cannot move."""
+    index = _indices(movable, [node for pair in pairs for node in pair])
+    found = []
+    for first, then in pairs:
+        if first in index and then in index:
+            found.append((index[first], index[then]))
+        else:
+            notes.append(f"{then.name} is not prefetched after {first.name}: one of them stays in its place")
+    return found
+
+
+def _indices(movable: list[fx.Node], named: list[fx.Node]) -> dict[fx.Node, int]:
+    if strange := [str(node) for node in named if not is_collective(node)]:
+        raise ProblemError(
+            f"buckets and prefetches must name nodes that start collectives; these do not: {', '.join(strange)}"
+        )
+    return {node: number for number, node in enumerate(movable)}
 
 
 def _movable(gm: fx.GraphModule) -> tuple[list[fx.Node], list[str]]:
@@ -371,7 +421,7 @@ def _with_memory(
     model = MemoryModel(gm, kept=kept_inputs(gm))
     timeline = model.timeline(order)
     live_at = dict(zip(order, timeline.live_bytes, strict=True))
-    modelled = simulate(replace(problem, max_reductions=0), unplanned).live_bytes
+    modelled = simulate(problem.without_wishes(), unplanned).live_bytes
     kept = timeline.kept_bytes
     live = [max(0, live_at[node] - held) + kept for node, held in zip(tasks, modelled, strict=True)]
     between = _live_between(order, tasks, model.lifetimes(order))

@@ -13,7 +13,7 @@ wait it holds ``kept_bytes``; from the first reader on these count as the tasks'
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..errors import GraphShardError
 from ..prices import Prices
@@ -97,7 +97,7 @@ class Problem:
         end_bytes: what is live at the end, without what collectives hold.
         budget_bytes: the most that may be live at any point; None for no limit.
         fixed_buckets: collectives, by index, that must form one bucket each.
-        prefetch: pairs (a, b): b starts in the gap in which a is waited for, after it.
+        prefetch: pairs (a, b): b starts in the gap in which the bucket of a is waited for, after it.
         max_gathers, max_reductions: how many buckets of one ``limit`` may be in flight; 0 for any number.
 
     Raises:
@@ -123,6 +123,10 @@ class Problem:
     def num_positions(self) -> int:
         """The number of gaps."""
         return len(self.tasks) + 1
+
+    def without_wishes(self) -> Problem:
+        """The same problem without what the user insists on, beside the budget."""
+        return replace(self, fixed_buckets=(), prefetch=(), max_gathers=0, max_reductions=0)
 
     def where(self, position: int) -> str:
         """A gap, for people."""
@@ -157,6 +161,9 @@ def _contradictions(problem: Problem) -> list[str]:
         found.append("a collective is in two fixed buckets")
     if any(not 0 <= index < count for index in bucketed):
         found.append("a fixed bucket names a collective that does not exist")
+        return found
+    if any(not 0 <= index < count for pair in problem.prefetch for index in pair):
+        found.append("a prefetch names a collective that does not exist")
         return found
     for bucket in problem.fixed_buckets:
         members = [problem.collectives[index] for index in bucket]

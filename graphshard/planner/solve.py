@@ -10,7 +10,7 @@ from .condense import condense, expand
 from .exact import TooLargeError, best_schedule, least_peak
 from .heuristic import Beam, good_schedule
 from .plan import InfeasibleBudgetError, Plan, make_plan
-from .problem import Problem
+from .problem import Problem, ProblemError
 from .simulate import PlanError, Step, simulate
 
 #: Up to so many collectives, and tasks after condensing, a problem is solved exactly.
@@ -38,6 +38,11 @@ WIDE_BEAMS = (
 )
 MANY = 150
 
+_TOO_MANY_WISHES = (
+    "no schedule is found that keeps the buckets, prefetches and limits that were asked for, whatever the "
+    "budget; ask for fewer of them"
+)
+
 #: A schedule this close to the bound ends the search.
 CLOSE_ENOUGH = 2e-3
 
@@ -47,22 +52,24 @@ def plan(problem: Problem, *, unplanned: Sequence[Step] | None = None, notes: Se
 
     Args:
         problem: what is planned.
-        unplanned: a schedule that is known; the plan is no slower, if that one keeps the budget.
+        unplanned: a schedule that is known; the plan is no slower, if that one keeps the budget and
+            what the user insists on.
         notes: for people, kept in the plan.
 
     Raises:
         InfeasibleBudgetError: no schedule is found within the budget.
+        ProblemError: no schedule is found that keeps what the user insists on.
     """
     known = [list(unplanned)] if unplanned is not None else []
-    before = simulate(problem, known[0]).seconds if known else None
-    found = [steps for steps in (*known, in_place(problem)) if _is_kept(problem, steps)]
+    before = simulate(problem.without_wishes(), known[0]).seconds if known else None
+    found = [steps for steps in (*known, in_place(problem)) if is_possible(problem, steps)]
     best = _best(problem, found + list(_beams(problem, found)))
     solver, exact = "beam", _exactly(problem, best)
     if exact is not None:
         solver, best = "exact", exact or best
     if best is None:
         smallest, is_smallest = smallest_budget(problem)
-        assert problem.budget_bytes is not None, "without a budget there is a schedule"
+        assert problem.budget_bytes is not None, "smallest_budget finds what keeps the user's wishes"
         raise InfeasibleBudgetError(problem.budget_bytes, smallest, is_smallest=is_smallest)
     return make_plan(problem, best, solver=solver, unplanned_seconds=before, notes=notes)
 
@@ -83,7 +90,8 @@ def in_place(problem: Problem) -> list[Step]:
     return steps
 
 
-def _is_kept(problem: Problem, steps: Sequence[Step]) -> bool:
+def is_possible(problem: Problem, steps: Sequence[Step]) -> bool:
+    """Whether a schedule keeps the rules, what the user insists on, and the budget."""
     try:
         peak = simulate(problem, steps).peak_bytes
     except PlanError:
@@ -129,16 +137,26 @@ def _exactly(problem: Problem, best: list[Step] | None) -> list[Step] | None:
 
 
 def smallest_budget(problem: Problem) -> tuple[int, bool]:
-    """A budget that a schedule keeps, and whether none smaller is kept by any."""
+    """A budget that a schedule keeps, and whether none smaller is kept by any.
+
+    Raises:
+        ProblemError: no schedule is found that keeps what the user insists on.
+    """
     free = replace(problem, budget_bytes=None)
     if len(problem.collectives) <= EXACT_COLLECTIVES and len(problem.tasks) <= EXACT_TASKS:
         try:
-            return least_peak(free, max_states=EXACT_STATES), True
+            least = least_peak(free, max_states=EXACT_STATES)
         except TooLargeError:
             pass
+        else:
+            if least is None:
+                raise ProblemError(_TOO_MANY_WISHES)
+            return least, True
     small, gaps = condense(free)
-    candidates = [steps for steps in (in_place(free),) if _is_kept(free, steps)]
+    candidates = [steps for steps in (in_place(free),) if is_possible(free, steps)]
     candidates += [expand(steps, gaps) for steps in [good_schedule(small, BEAMS[0])] if steps is not None]
+    if not candidates:
+        raise ProblemError(_TOO_MANY_WISHES)
     smallest = min(simulate(free, steps).peak_bytes for steps in candidates)
     floor = max([task.live_bytes for task in problem.tasks], default=0)
     while smallest - floor > max(1, smallest // 1000):

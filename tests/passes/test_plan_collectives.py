@@ -16,6 +16,7 @@ from graphshard.passes import PlanCollectives
 from graphshard.pipeline import Pipeline
 from graphshard.planner.plan import InfeasibleBudgetError
 from graphshard.planner.simulate import PlanError
+from graphshard.provenance import shards_behind
 from graphshard.rewrite import copy_graph
 
 HELD = (Fact.TYPED, Fact.WAITED, Fact.GATHERED, Fact.REDUCED, Fact.LOWERED)
@@ -128,6 +129,23 @@ def test_a_users_limit_of_reductions_is_kept(captured):
         return most
 
     assert most_open(1) == 1 and most_open(2) <= 2 < most_open(0)
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_a_users_prefetch_is_kept(captured, merge):
+    """The gathers of blocks.2 start where those of blocks.0 are waited for, each unit in one bucket."""
+    gm, ctx = _half(captured, "blocks_3", "forward", Prices(latency=0.01))
+    ctx = replace(ctx, forward_prefetch=(("blocks.0", ("blocks.2",)),))
+    run_pass(PlanCollectives(merge=merge), gm, ctx, *HELD)
+    nodes = list(gm.graph.nodes)
+    units = {node: shards_behind(node, ctx)[0].unit for node in nodes if node.target is ALL_GATHER}
+    first, then = ([node for node in units if units[node] == f"blocks.{index}"] for index in (0, 2))
+    assert (len(first), len(then)) == ((1, 1) if merge else (6, 6))
+    waited = max(nodes.index(wait) for node in first for wait in node.users)
+    started = [nodes.index(node) for node in then]
+    assert all(position > waited for position in started)
+    between = nodes[waited : max(started)]
+    assert not any(node.target is aten.addmm.default for node in between)
 
 
 def test_needs_prices(captured):
