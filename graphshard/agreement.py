@@ -19,6 +19,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from ._compat import group_by_name, group_store, group_timeout_seconds
 from .errors import AgreementError
 from .graph_text import text_fingerprint
 
@@ -95,6 +96,20 @@ class Agreement:
                 "collectives, or has stopped with an error of its own"
             )
         return str(json.loads(self.store.get(key)))
+
+
+def agree_on_group(name: str, sequence: Sequence[str], *, what: str) -> None:
+    """:meth:`Agreement.require` among the ranks of the process group ``name``; nothing on a fake one."""
+    group = group_by_name(name)
+    if dist.get_backend(group) == "fake":  # there is no other rank to agree with
+        return
+    agreement = Agreement(
+        store=dist.PrefixStore(f"graphshard/{name}", group_store(group)),
+        rank=group.rank(),
+        num_ranks=group.size(),
+        timeout_seconds=group_timeout_seconds(group),
+    )
+    agreement.require(sequence, what=what)
 
 
 def _first_difference(mine: list[str], theirs: list[str], rank: int) -> str:

@@ -21,13 +21,11 @@ import torch.distributed as dist
 from torch import fx
 
 from . import passes
-from ._compat import group_by_name, group_store, group_timeout_seconds
-from .agreement import Agreement
+from .agreement import agree_on_group
 from .boundary import cross_boundary
 from .collectives import group_name, is_collective
 from .context import PassContext, context_from_shard_ops, pieces_of
-from .cost import CostModel
-from .errors import GraphShardError, ScheduleOrderError
+from .errors import ScheduleOrderError
 from .graph_text import collective_text, graph_text, group_labels, node_names, text_fingerprint
 from .halves import Half, Variant
 from .inductor import (
@@ -46,10 +44,9 @@ from .memory import kept_inputs, memory_timeline
 from .ops import REDUCE_GRAD, UNSHARD
 from .options import BackendOptions
 from .pipeline import PassRecord, Pipeline
+from .planning import Planning
 from .provenance import reduced_parameters, shards_behind
 from .rewrite import output_values
-from .schedule import topologies
-from .shared_plan import PlanStore, read_plan
 
 JOINT_PIPELINE = Pipeline(passes.MergeUnshards(), passes.SpreadParameters(), passes.TagRecompute())
 
@@ -128,11 +125,26 @@ class _Compilation:
     variants: Counter[str] = field(default_factory=Counter)
     """How often each half was compiled: once for each state its units were in."""
 
+    @property
+    def planning(self) -> Planning:
+        """Decisions by cost, for all ranks."""
+        card = self.options.hardware
+        assert card is not None
+        is_checked = self.options.verify != "off"
+        return Planning(
+            card=card, halves=half_pipeline(self.options), is_shared=is_checked, what=f"graph {self.index}"
+        )
+
     def run_joint(self, gm: fx.GraphModule) -> None:
         """The joint passes; remembers mesh and parameters for the halves."""
         self.context = context_from_shard_ops(gm, full_checks=self.options.verify == "full")
         self._dump("joint", "0-captured", self._text(gm, self.context))
-        self._dump_records("joint", JOINT_PIPELINE.run(gm, self.context))
+        first, tag = JOINT_PIPELINE.split(-1)
+        records = first.run(gm, self.context)
+        if self.options.memory_budget is not None and self.context.first_gradient is not None:
+            records += self.planning.keep(gm, self.context, tag)
+            self.context = context_from_shard_ops(gm, full_checks=self.context.full_checks)
+        self._dump_records("joint", records + tag.run(gm, self.context))
         self.context = replace(self.context, pieces=pieces_of(gm))
 
     def compile_half(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -195,39 +207,11 @@ class _Compilation:
     def _place(
         self, pipeline: Pipeline, gm: fx.GraphModule, context: PassContext, half: str
     ) -> list[PassRecord]:
-        """The last pass; with a cost model, the first rank of the groups plans and the others follow."""
-        card = self.options.hardware
-        if card is None:
+        """The last pass; with a cost model, one rank plans and the others follow."""
+        if self.options.hardware is None:
             return pipeline.run(gm, context)
-        context = replace(context, prices=CostModel(card=card, groups=topologies(gm, card, {})))
-        stores = self._plan_stores(gm) if self.options.verify != "off" else []
-        known, key = None, ""
-        if stores:
-            unplanned = self._agree(gm, context, half)
-            key = text_fingerprint("\n".join([half, str(pipeline), repr(card), unplanned]))
-            known = read_plan(stores, key, what=f"graph {self.index} ({half})")
-        try:
-            records = pipeline.run(gm, replace(context, known_plan=known))
-        except GraphShardError as error:
-            for store in stores:
-                store.write(key, error)
-            raise
-        planned = records[-1].report.planned
-        assert planned is not None
-        for store in stores:
-            store.write(key, known or planned.known)
-        return records
-
-    def _plan_stores(self, gm: fx.GraphModule) -> list[PlanStore]:
-        """Where ranks find a plan: in the store of each group, in the order of first use."""
-        stores = []
-        for name in dict.fromkeys(map(group_name, filter(is_collective, gm.graph.nodes))):
-            group = group_by_name(name)
-            if dist.get_backend(group) != "fake":
-                store = dist.PrefixStore(f"graphshard/{name}/plans", group_store(group))
-                seconds = group_timeout_seconds(group)
-                stores.append(PlanStore(store=store, rank=group.rank(), timeout_seconds=seconds))
-        return stores
+        unplanned = self._agree(gm, context, half) if self.options.verify != "off" else ""
+        return self.planning.place(pipeline, gm, context, unplanned, half)
 
     def _agree(self, gm: fx.GraphModule, context: PassContext, half: str) -> str:
         """Agrees on the collectives of each group; returns a fingerprint of all of them, "" for none."""
@@ -239,16 +223,7 @@ class _Compilation:
             text = collective_text(node, labels) + (f" of {', '.join(names)}" if names else "")
             sequences.setdefault(group_name(node), []).append(text)
         for name, sequence in sequences.items():
-            group = group_by_name(name)
-            if dist.get_backend(group) == "fake":  # there is no other rank to agree with
-                continue
-            agreement = Agreement(
-                store=dist.PrefixStore(f"graphshard/{name}", group_store(group)),
-                rank=group.rank(),
-                num_ranks=group.size(),
-                timeout_seconds=group_timeout_seconds(group),
-            )
-            agreement.require(sequence, what=f"graph {self.index} ({half})")
+            agree_on_group(name, sequence, what=f"graph {self.index} ({half})")
         if not sequences:
             return ""
         # In the order in which the groups are first used: their names differ between ranks.

@@ -146,7 +146,7 @@ def capture_step(
             found.append((copy_graph(gm), replace(context_from_shard_ops(gm), pieces=pieces_of(gm)), records))
 
         num_results = len(output_values(joint.graph)) - len(primals)
-        forward, backward = partition_as_inductor(joint, num_results, len(plain), run_joint_passes)
+        forward, backward = partition_as_inductor(joint, num_results, range(len(plain)), run_joint_passes)
     ((sharded, sharded_context, records),) = found
     return CapturedStep(
         joint=sharded, forward=forward, backward=backward, context=sharded_context, records=tuple(records)
@@ -249,5 +249,6 @@ def _plain_parameter(node: fx.Node, path: str, dtype: torch.dtype, rules: Shardi
         reduce_dtype=policy.reduce_dtype,
         divide_factor=None,
         force_sum=False,
+        reshard_fixed=reshard is not None,
     )
     return PlainParameter(placeholder=node.name, call=call, dtype=dtype)

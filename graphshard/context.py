@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import fx
 
@@ -30,6 +32,16 @@ class KnownPlan:
 
     num_tasks: int
     steps: tuple[tuple[int, bool, tuple[int, ...]], ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return {"num_tasks": self.num_tasks, "steps": self.steps}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> KnownPlan:
+        """Reads :meth:`to_dict` back."""
+        steps = tuple((position, is_start, tuple(members)) for position, is_start, members in data["steps"])
+        return KnownPlan(num_tasks=data["num_tasks"], steps=steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

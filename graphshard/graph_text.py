@@ -41,6 +41,7 @@ _SILENT: dict[str, Any] = {
     "custom": "",
     "forward_prefetch": "",
     "backward_prefetch": "",
+    "reshard_fixed": False,
     "max_reductions": 0,
 }
 _INPUT_NAME = re.compile(r"(primals|tangents|arg\d+)_\d+")

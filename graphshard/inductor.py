@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch._functorch.config as functorch_config
@@ -115,7 +115,7 @@ class _JointPass(CustomGraphPass):
 def partition_as_inductor(
     joint: fx.GraphModule,
     num_results: int,
-    num_parameters: int,
+    parameters: Sequence[int],
     joint_pass: Callable[[fx.GraphModule], None],
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Inductor's joint passes, ``joint_pass`` in front of them, and its partitioner.
@@ -123,7 +123,7 @@ def partition_as_inductor(
     Args:
         joint: a joint graph, edited in place.
         num_results: how many of its outputs are the forward's.
-        num_parameters: its first inputs are parameters, which live on whatever is saved.
+        parameters: positions of the inputs that are parameters, which live on whatever is saved.
 
     Returns:
         Forward and backward.
@@ -135,7 +135,7 @@ def partition_as_inductor(
             joint,
             inputs,
             num_fwd_outputs=num_results,
-            static_lifetime_input_indices=list(range(num_parameters)),
+            static_lifetime_input_indices=list(parameters),
         )
 
 

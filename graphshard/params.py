@@ -66,6 +66,7 @@ class UnshardCall(NamedTuple):
         forward_prefetch, backward_prefetch: labels of the units, joined by ",", whose gathers start once
             this unit's are copied out; "" for the unit that comes next.
         max_reductions: reductions of the model that may be open at a time; 0 for the schedule's own.
+        reshard_fixed: the user said what ``reshard`` is; a plan that keeps a memory budget leaves it so.
     """
 
     shard: Any
@@ -92,6 +93,7 @@ class UnshardCall(NamedTuple):
     forward_prefetch: str = ""
     backward_prefetch: str = ""
     max_reductions: int = 0
+    reshard_fixed: bool = False
 
 
 class ReduceGradCall(NamedTuple):

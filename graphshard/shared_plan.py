@@ -9,13 +9,13 @@ smaller) follows the plan that all have. No collective is used, and waiting has 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
-from .context import KnownPlan
 from .errors import AgreementError, GraphShardError
 
 
@@ -33,7 +33,7 @@ class PlanStore:
     rank: int
     timeout_seconds: float
 
-    def read(self, key: str, *, what: str) -> KnownPlan | None:
+    def read(self, key: str, *, what: str) -> dict[str, Any] | None:
         """The plan of this key; None on rank 0 if there is none yet.
 
         Raises:
@@ -49,31 +49,48 @@ class PlanStore:
                     f"rank 0 has no plan of {what} after {self.timeout_seconds:.0f} s; it may have stopped "
                     "with an error of its own: look at its output"
                 ) from error
-        found = json.loads(self.store.get(key))
+        found: dict[str, Any] = json.loads(self.store.get(key))
         if "error" in found:
             raise AgreementError(f"rank 0 could not plan {what}: {found['error']}")
-        steps = tuple((position, is_start, tuple(members)) for position, is_start, members in found["steps"])
-        return KnownPlan(num_tasks=found["num_tasks"], steps=steps)
+        return found
 
-    def write(self, key: str, plan: KnownPlan | GraphShardError) -> None:
+    def write(self, key: str, plan: Mapping[str, Any] | GraphShardError) -> None:
         """Puts a plan, or why there is none, where the others of the group wait for it; rank 0's task."""
         if self.rank == 0 and not self.store.check([key]):
-            if isinstance(plan, KnownPlan):
-                value: dict[str, object] = {"num_tasks": plan.num_tasks, "steps": plan.steps}
-            else:
-                value = {"error": str(plan)}
+            value = {"error": str(plan)} if isinstance(plan, GraphShardError) else dict(plan)
             self.store.set(key, json.dumps(value))
 
 
-def read_plan(stores: Sequence[PlanStore], key: str, *, what: str) -> KnownPlan | None:
-    """The plan to follow; None for the rank that has to make it.
+def decide_together(
+    stores: Sequence[PlanStore],
+    key: str,
+    decide: Callable[[Mapping[str, Any] | None], Mapping[str, Any]],
+    *,
+    what: str,
+) -> None:
+    """Calls ``decide`` with the plan of this key, or with None on the one rank that has to make it.
 
     Groups in which this rank is not the first come first: what it reads there it passes on.
 
+    Args:
+        stores: of all process groups of a graph; none for a rank that plans by itself.
+        key: the same on all ranks for the same collectives and options.
+        decide: follows a plan, or makes one; returns it as JSON can hold it.
+        what: names the graph in errors.
+
     Raises:
         AgreementError: see :meth:`PlanStore.read`.
+        GraphShardError: what ``decide`` raises, once the others have been told.
     """
+    plan: Mapping[str, Any] | None = None
     for store in sorted(stores, key=lambda store: store.rank == 0):
         if (plan := store.read(key, what=what)) is not None:
-            return plan
-    return None
+            break
+    try:
+        made = decide(plan)
+    except GraphShardError as error:
+        for store in stores:
+            store.write(key, error)
+        raise
+    for store in stores:
+        store.write(key, plan if plan is not None else made)

@@ -197,6 +197,7 @@ class ParameterSlot:
             forward_prefetch=_labels(self.unit.forward_prefetch),
             backward_prefetch=_labels(self.unit.backward_prefetch),
             max_reductions=self.unit.tree.max_reductions,
+            reshard_fixed=self.unit.reshard_after_forward is not None,
         )
         self.arguments = tuple(call[2:])
         is_alone = self.axis.size == 1 and self.replicate.size == 1

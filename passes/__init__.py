@@ -8,6 +8,7 @@ if __name__ != "graphshard.passes":
 
 from .bucket_collectives import BucketCollectives
 from .insert_shards import InsertShards
+from .keep_gathered import KeepGathered
 from .lower_shards import LowerShards
 from .merge_unshards import MergeUnshards
 from .plan_collectives import PlanCollectives
@@ -21,6 +22,7 @@ KNOWN = {
         InsertShards,
         MergeUnshards,
         SpreadParameters,
+        KeepGathered,
         TagRecompute,
         LowerShards,
         BucketCollectives,
@@ -33,6 +35,7 @@ __all__ = [
     "KNOWN",
     "BucketCollectives",
     "InsertShards",
+    "KeepGathered",
     "LowerShards",
     "MergeUnshards",
     "PlanCollectives",

@@ -72,12 +72,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("graphshard.planner.solve",),
     # from graphs and back
     ("graphshard.planner.from_graph", "graphshard.planner.follow"),
-    ("graphshard.planner.apply",),
+    ("graphshard.planner.apply", "graphshard.keeping"),
     ("graphshard.schedule",),
     ("graphshard.pipeline",),
     (
         "graphshard.passes.bucket_collectives",
         "graphshard.passes.insert_shards",
+        "graphshard.passes.keep_gathered",
         "graphshard.passes.lower_shards",
         "graphshard.passes.merge_unshards",
         "graphshard.passes.plan_collectives",
@@ -95,6 +96,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.inductor",
         "graphshard.halves",
     ),
+    ("graphshard.planning",),
     ("graphshard.backend", "graphshard.capture"),
     ("graphshard.testing.capture", "graphshard.testing.golden", "graphshard.testing.ranks"),
     ("graphshard.testing",),

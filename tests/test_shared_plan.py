@@ -1,5 +1,6 @@
 """One rank plans, the others follow, over stores."""
 
+import json
 import threading
 from datetime import timedelta
 
@@ -8,10 +9,30 @@ import torch.distributed as dist
 
 from graphshard.context import KnownPlan
 from graphshard.errors import AgreementError, OptionError
-from graphshard.shared_plan import PlanStore, read_plan
+from graphshard.shared_plan import PlanStore, decide_together
 
-PLAN = KnownPlan(num_tasks=3, steps=((0, True, (0, 1)), (2, False, (0, 1))))
-OTHER = KnownPlan(num_tasks=4, steps=((0, True, (0,)), (1, False, (0,))))
+PLAN, OTHER = {"steps": [1, 2]}, {"steps": [3]}
+
+
+def _decision(stores, made=PLAN):
+    """What one rank follows, and whether it made that itself."""
+    found = []
+
+    def decide(plan):
+        found.append((plan or made, plan is None))
+        return found[0][0]
+
+    decide_together(stores, "key", decide, what="a graph")
+    return found[0]
+
+
+def test_a_known_plan_survives_json():
+    plan = KnownPlan(num_tasks=3, steps=((0, True, (0, 1)), (2, False, (0, 1))))
+    assert KnownPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+def test_without_others_each_rank_makes_its_own():
+    assert _decision([]) == (PLAN, True)
 
 
 def _stores(store, *ranks, seconds=5.0):
@@ -20,9 +41,9 @@ def _stores(store, *ranks, seconds=5.0):
 
 def test_rank_0_makes_the_plan_and_the_others_read_it():
     first, second = _stores(dist.HashStore(), 0, 1)
-    assert read_plan([first], "key", what="a graph") is None
-    first.write("key", PLAN)
-    assert read_plan([second], "key", what="a graph") == PLAN
+    assert _decision([first]) == (PLAN, True)
+    assert _decision([second], OTHER) == (PLAN, False)
+    assert _decision([first], OTHER) == (PLAN, False)
 
 
 def test_the_plan_that_is_there_stays():
@@ -38,7 +59,7 @@ def test_others_wait_for_rank_0():
     first, second = _stores(dist.HashStore(), 0, 1)
     timer = threading.Timer(0.3, first.write, ("key", PLAN))
     timer.start()
-    assert read_plan([second], "key", what="a graph") == PLAN
+    assert _decision([second]) == (PLAN, False)
     timer.join()
 
 
@@ -73,15 +94,23 @@ def test_one_plan_reaches_all_ranks_of_a_mesh():
     def run(rank):
         row, column = divmod(rank, 2)
         (rows,), (columns,) = _stores(shard[row], column), _stores(replicate[column], row)
-        known = read_plan([rows, columns], "key", what="a graph")
-        found[rank] = known or PLAN
-        for store in (rows, columns):
-            store.write("key", found[rank])
-        assert (known is None) == (rank == 0)
+        found[rank] = _decision([rows, columns], {"steps": [rank]})
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in (3, 2, 1, 0)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
-    assert found == dict.fromkeys(range(4), PLAN)
+    assert found == {rank: ({"steps": [0]}, rank == 0) for rank in range(4)}
+
+
+def test_a_failed_decision_is_told_to_the_others_and_raised():
+    first, second = _stores(dist.HashStore(), 0, 1)
+
+    def fail(plan):
+        raise OptionError("the budget is too small")
+
+    with pytest.raises(OptionError, match="the budget is too small"):
+        decide_together([first], "key", fail, what="a graph")
+    with pytest.raises(AgreementError, match="rank 0 could not plan a graph: the budget is too small"):
+        _decision([second])

@@ -66,6 +66,10 @@ def train_hybrid_on_other_batches(sizes: list[list[int]]) -> None:
             optimizer.zero_grad()
 
 
+def train_within(folder: str, budget: str) -> None:
+    train_planned("mlp_even", 2, {"hardware": SLOW_LINK, "memory_budget": budget, "dump": folder})
+
+
 def exceed_the_budget() -> str:
     lockstep = start_lockstep(WORKLOADS["mlp_even"], "sharded")
     forward = compile_if_asked("compiled", lockstep.model, hardware=SLOW_LINK, memory_budget=100)
@@ -90,6 +94,15 @@ def test_merged_and_placed_by_cost(run_on_gloo_ranks, tmp_path: Path, workload):
 def test_placed_by_cost_within_a_budget(run_on_gloo_ranks, bucket):
     options = {"hardware": SLOW_LINK, "bucket": bucket, "memory_budget": "1MB"}
     run_on_gloo_ranks(2, train_planned, "mlp_7_15_3", 2, options)
+
+
+@pytest.mark.parametrize(("budget", "regathers"), [("1GB", False), ("3.4kB", True)])
+def test_with_a_budget_units_keep_what_fits(run_on_gloo_ranks, tmp_path: Path, budget, regathers):
+    """With room to spare no unit gathers again; a tight budget leaves no room to keep parameters."""
+    run_on_gloo_ranks(2, train_within, str(tmp_path), budget)
+    backward = (tmp_path / "graph0.backward.1-lower_shards.txt").read_text()
+    assert (" all_gather_into_tensor(" in backward) == regathers
+    assert "reshard=1" in (tmp_path / "graph0.joint.3-keep_gathered.txt").read_text() or regathers
 
 
 def test_accumulation_with_planned_graphs(run_on_gloo_ranks):
