@@ -93,7 +93,8 @@ class Agreement:
         except (dist.DistStoreError, RuntimeError):
             return (
                 f"rank 0 published no verdict within {limit:.0f} s: it compiled no graph with new "
-                "collectives, or has stopped with an error of its own"
+                "collectives, or has stopped with an error of its own. Every rank must take the same "
+                "branches of compiled code"
             )
         return str(json.loads(self.store.get(key)))
 

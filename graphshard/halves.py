@@ -308,12 +308,16 @@ def _shard_ops(gm: fx.GraphModule, pieces: frozenset[str]) -> tuple[list[_Gather
 
 
 def _first_group(gm: fx.GraphModule) -> str:
-    """The process group over which a half's first shard op communicates."""
+    """The first process group of more than one rank over which a half's shard ops communicate."""
     for node in gm.graph.nodes:
-        if node.target is UNSHARD:
-            return UnshardCall(*node.args).group_name
-        if node.target is REDUCE_GRAD:
-            return ReduceGradCall(*node.args).group_name
+        if node.target in (UNSHARD, REDUCE_GRAD):
+            call = (UnshardCall if node.target is UNSHARD else ReduceGradCall)(*node.args)
+            for size, name in (
+                (call.group_size, call.group_name),
+                (call.replicate_size, call.replicate_group),
+            ):
+                if size > 1 and name:
+                    return name
     return ""
 
 

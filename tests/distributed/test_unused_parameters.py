@@ -250,6 +250,7 @@ def test_compiled_branches_that_part_from_the_known_path(
 ) -> None:
     (first, first_s), (second, second_s) = run_on_gloo_ranks(2, part_from_the_known_path)
     assert "no error" not in (first, second)
+    assert "rank 0 published no verdict" in second, second
     assert "Every rank must take the same branches of compiled code" in second, second
     assert max(first_s, second_s) < 3 * COMPILING_LIMIT_S
 
