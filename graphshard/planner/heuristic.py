@@ -46,10 +46,15 @@ class Beam:
     aligned: int = 0
 
 
-def good_schedule(problem: Problem, beam: Beam) -> list[Step] | None:
-    """The steps of the best schedule found within the problem's budget; None if there is none."""
-    machine = Machine(problem, budget_bytes=problem.budget_bytes)
-    return _Search(machine, beam).run()
+def good_schedule(problem: Problem, beam: Beam, *, machine: Machine | None = None) -> list[Step] | None:
+    """The steps of the best schedule found within the problem's budget; None if there is none.
+
+    Args:
+        problem: what is planned.
+        beam: how to search.
+        machine: of this problem and its budget, if there is one already: it remembers buckets.
+    """
+    return _Search(machine or Machine(problem, budget_bytes=problem.budget_bytes), beam).run()
 
 
 def block_length(sizes: Sequence[int]) -> int:
@@ -242,9 +247,11 @@ class _Search:
 
     def _horizon(self, state: State, due: int) -> float:
         """The end of the task behind this gap, as far as what is in flight tells."""
-        flights = [flight for flight in state.flights if flight.bucket.mask & due]
-        seconds = max([state.seconds, *(flight.finish for flight in flights)])
-        seconds += sum(flight.bucket.wait_seconds for flight in flights)
+        flights = [flight for flight in state.flights if flight.bucket.mask & due] if due else []
+        seconds = state.seconds
+        if flights:
+            seconds = max(seconds, *(flight.finish for flight in flights))
+            seconds += sum(flight.bucket.wait_seconds for flight in flights)
         is_end = state.position == self._machine.end
         return float("inf") if is_end else seconds + self._machine.task_seconds[state.position]
 

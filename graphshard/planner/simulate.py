@@ -134,6 +134,7 @@ class Machine:
         self.limits = {"gather": problem.max_gathers, "reduction": problem.max_reductions}
         self.prefetched = [(1 << first, 1 << then) for first, then in problem.prefetch]
         self._buckets: dict[tuple[int, ...], Bucket] = {}
+        self._bits = [1 << index for index in range(len(problem.collectives))]
         self.all_mask = (1 << len(problem.collectives)) - 1
 
     def begin(self) -> State:
@@ -162,7 +163,7 @@ class Machine:
         packed = in_bytes if is_merged else staged
         return Bucket(
             members=members,
-            mask=sum(1 << index for index in members),
+            mask=sum(self._bits[index] for index in members),
             queue=self.queues.index(first.queue),
             limit=first.limit,
             num_bytes=num_bytes,
@@ -288,7 +289,9 @@ class Machine:
         position = state.position
         if self.due[position] & ~state.waited:
             return None
-        if any(first & state.waited and then & ~state.started for first, then in self.prefetched):
+        if self.prefetched and any(
+            first & state.waited and then & ~state.started for first, then in self.prefetched
+        ):
             return None
         held = state.held_bytes - self.released[position]
         live = self.live[position] + held
@@ -363,17 +366,18 @@ class Simulation:
         return sum(run.exposed_seconds for run in self.runs)
 
 
-def simulate(problem: Problem, steps: Sequence[Step]) -> Simulation:
+def simulate(problem: Problem, steps: Sequence[Step], *, machine: Machine | None = None) -> Simulation:
     """Carries out a schedule without a budget.
 
     Args:
         problem: what is planned.
         steps: in their order; positions must not decrease.
+        machine: of this problem, without a budget, if there is one already: it remembers buckets.
 
     Raises:
         PlanError: a step is impossible, or a collective is never started or waited for; names it.
     """
-    machine = Machine(problem, budget_bytes=None)
+    machine = machine or Machine(problem, budget_bytes=None)
     state = machine.begin()
     runs: dict[tuple[int, ...], dict] = {}
     last_in_queue: dict[int, tuple[int, ...]] = {}

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from .bound import gap, lower_bounds
-from .condense import condense, expand
+from .condense import both_ends, condense, expand
 from .exact import TooLargeError, best_schedule, least_peak
 from .heuristic import Beam, good_schedule
 from .plan import InfeasibleBudgetError, Plan, make_plan
 from .problem import Problem, ProblemError
-from .simulate import PlanError, Step, simulate
+from .simulate import Machine, PlanError, Step, simulate
 
 #: Up to so many collectives, and tasks after condensing, a problem is solved exactly.
 EXACT_COLLECTIVES, EXACT_TASKS = 7, 40
@@ -43,6 +43,9 @@ _TOO_MANY_WISHES = (
     "budget; ask for fewer of them"
 )
 
+#: Larger problems are tried out on about ``SAMPLE`` of their collectives: which searches to run.
+SAMPLE, NUM_PROMISING = 120, 3
+
 #: A schedule this close to the bound ends the search.
 CLOSE_ENOUGH = 2e-3
 
@@ -63,7 +66,7 @@ def plan(problem: Problem, *, unplanned: Sequence[Step] | None = None, notes: Se
     known = [list(unplanned)] if unplanned is not None else []
     before = simulate(problem.without_wishes(), known[0]).seconds if known else None
     found = [steps for steps in (*known, in_place(problem)) if is_possible(problem, steps)]
-    best = _best(problem, found + list(_beams(problem, found)))
+    best = _best(problem, found + list(_beams(problem)))
     solver, exact = "beam", _exactly(problem, best)
     if exact is not None:
         solver, best = "exact", exact or best
@@ -100,25 +103,42 @@ def is_possible(problem: Problem, steps: Sequence[Step]) -> bool:
 
 
 def _best(problem: Problem, schedules: Sequence[list[Step]]) -> list[Step] | None:
-    def cost(steps: list[Step]) -> tuple[float, int]:
-        simulation = simulate(problem, steps)
-        return float(f"{simulation.seconds:.9g}"), simulation.peak_bytes
-
-    return min(schedules, key=cost, default=None)
+    machine = Machine(problem, budget_bytes=None)
+    return min(schedules, key=lambda steps: _cost(problem, steps, machine), default=None)
 
 
-def _beams(problem: Problem, found: Sequence[list[Step]]) -> Iterator[list[Step]]:
+def _cost(problem: Problem, steps: Sequence[Step], machine: Machine) -> tuple[float, int]:
+    simulation = simulate(problem, steps, machine=machine)
+    return float(f"{simulation.seconds:.9g}"), simulation.peak_bytes
+
+
+def _beams(problem: Problem) -> Iterator[list[Step]]:
     """Schedules of the beam searches; stops at one that is close enough to the bound."""
     small, gaps = condense(problem)
     bounds = lower_bounds(problem)
-    beams = (*BEAMS, *WIDE_BEAMS) if len(problem.collectives) <= MANY else BEAMS
-    for beam in beams:
-        steps = good_schedule(small, beam)
+    machine = Machine(small, budget_bytes=small.budget_bytes)
+    free = Machine(small, budget_bytes=None)
+    for beam in _promising(small):
+        steps = good_schedule(small, beam, machine=machine)
         if steps is not None:
-            expanded = expand(steps, gaps)
-            yield expanded
-            if gap(simulate(problem, expanded).seconds, bounds) < CLOSE_ENOUGH:
+            yield expand(steps, gaps)
+            if gap(simulate(small, steps, machine=free).seconds, bounds) < CLOSE_ENOUGH:
                 return
+
+
+def _promising(problem: Problem) -> Sequence[Beam]:
+    """The searches worth their time: of a large problem those that do best on its two ends."""
+    if len(problem.collectives) <= MANY:
+        return (*BEAMS, *WIDE_BEAMS)
+    ends = both_ends(problem, SAMPLE)
+    machine = Machine(ends, budget_bytes=ends.budget_bytes)
+    free = Machine(ends, budget_bytes=None)
+    costs = []
+    for place, beam in enumerate(BEAMS):
+        steps = good_schedule(ends, beam, machine=machine)
+        if steps is not None:
+            costs.append((*_cost(ends, steps, free), place))
+    return [BEAMS[place] for *_, place in sorted(costs)[:NUM_PROMISING]] or BEAMS
 
 
 def _exactly(problem: Problem, best: list[Step] | None) -> list[Step] | None:
