@@ -19,6 +19,30 @@ from ..errors import GraphShardError
 from ..prices import Prices
 
 
+class RememberedPrices:
+    """Prices that are asked for once."""
+
+    def __init__(self, prices: Prices) -> None:
+        self._prices = prices
+        self._collectives: dict[tuple[str, int, str], float] = {}
+        self._copies: dict[int, float] = {}
+
+    def collective_seconds(self, kind: str, num_bytes: int, group: str) -> float:
+        """As in :class:`Prices`."""
+        key = (kind, num_bytes, group)
+        found = self._collectives.get(key)
+        if found is None:
+            found = self._collectives[key] = self._prices.collective_seconds(kind, num_bytes, group)
+        return found
+
+    def copy_seconds(self, num_bytes: int) -> float:
+        """As in :class:`Prices`."""
+        found = self._copies.get(num_bytes)
+        if found is None:
+            found = self._copies[num_bytes] = self._prices.copy_seconds(num_bytes)
+        return found
+
+
 class ProblemError(GraphShardError, ValueError):
     """A planning problem contradicts itself."""
 

@@ -10,7 +10,7 @@ from .condense import both_ends, condense, expand
 from .exact import TooLargeError, best_schedule, least_peak
 from .heuristic import Beam, good_schedule
 from .plan import InfeasibleBudgetError, Plan, make_plan
-from .problem import Problem, ProblemError
+from .problem import Problem, ProblemError, RememberedPrices
 from .simulate import Machine, PlanError, Step, simulate
 
 #: Up to so many collectives, and tasks after condensing, a problem is solved exactly.
@@ -43,11 +43,12 @@ _TOO_MANY_WISHES = (
     "budget; ask for fewer of them"
 )
 
-#: Larger problems are tried out on about ``SAMPLE`` of their collectives: which searches to run.
-SAMPLE, NUM_PROMISING = 120, 3
+#: Of the searches with buckets of any length, larger problems run this many: the best on a sample
+#: of about ``SAMPLE`` collectives.
+SAMPLE, NUM_DEAR = 120, 2
 
-#: A schedule this close to the bound ends the search.
-CLOSE_ENOUGH = 2e-3
+#: A schedule this close to the bound ends the search; the second number is for many collectives.
+CLOSE_ENOUGH, CLOSE_ENOUGH_OF_MANY = 2e-3, 5e-3
 
 
 def plan(problem: Problem, *, unplanned: Sequence[Step] | None = None, notes: Sequence[str] = ()) -> Plan:
@@ -63,6 +64,7 @@ def plan(problem: Problem, *, unplanned: Sequence[Step] | None = None, notes: Se
         InfeasibleBudgetError: no schedule is found within the budget.
         ProblemError: no schedule is found that keeps what the user insists on.
     """
+    problem = replace(problem, prices=RememberedPrices(problem.prices))
     known = [list(unplanned)] if unplanned is not None else []
     before = simulate(problem.without_wishes(), known[0]).seconds if known else None
     found = [steps for steps in (*known, in_place(problem)) if is_possible(problem, steps)]
@@ -118,16 +120,20 @@ def _beams(problem: Problem) -> Iterator[list[Step]]:
     bounds = lower_bounds(problem)
     machine = Machine(small, budget_bytes=small.budget_bytes)
     free = Machine(small, budget_bytes=None)
+    enough = CLOSE_ENOUGH if len(problem.collectives) <= MANY else CLOSE_ENOUGH_OF_MANY
     for beam in _promising(small):
         steps = good_schedule(small, beam, machine=machine)
         if steps is not None:
             yield expand(steps, gaps)
-            if gap(simulate(small, steps, machine=free).seconds, bounds) < CLOSE_ENOUGH:
+            if gap(simulate(small, steps, machine=free).seconds, bounds) < enough:
                 return
 
 
 def _promising(problem: Problem) -> Sequence[Beam]:
-    """The searches worth their time: of a large problem those that do best on its two ends."""
+    """The searches worth their time, best first.
+
+    Of a large problem these are the quick ones, and those others that do best on its two ends.
+    """
     if len(problem.collectives) <= MANY:
         return (*BEAMS, *WIDE_BEAMS)
     ends = both_ends(problem, SAMPLE)
@@ -136,9 +142,11 @@ def _promising(problem: Problem) -> Sequence[Beam]:
     costs = []
     for place, beam in enumerate(BEAMS):
         steps = good_schedule(ends, beam, machine=machine)
-        if steps is not None:
-            costs.append((*_cost(ends, steps, free), place))
-    return [BEAMS[place] for *_, place in sorted(costs)[:NUM_PROMISING]] or BEAMS
+        cost = _cost(ends, steps, free) if steps is not None else (float("inf"), 0)
+        costs.append((*cost, place))
+    ranked = [BEAMS[place] for *_, place in sorted(costs)]
+    dear = [beam for beam in ranked if beam.merges and not beam.aligned]
+    return [beam for beam in ranked if beam not in dear[NUM_DEAR:]]
 
 
 def _exactly(problem: Problem, best: list[Step] | None) -> list[Step] | None:
