@@ -81,7 +81,9 @@ def both_ends(problem: Problem, most: int) -> Problem:
         index[number] = len(kept)
         after = tuple(index[other] for other in one.after)
         kept.append(replace(one, earliest=earliest, deadline=deadline, after=after))
-    buckets = [tuple(index[number] for number in bucket if number in index) for bucket in problem.fixed_buckets]
+    buckets = [
+        tuple(index[number] for number in bucket if number in index) for bucket in problem.fixed_buckets
+    ]
     return replace(
         problem,
         tasks=[*problem.tasks[:half], *problem.tasks[end - half :]],

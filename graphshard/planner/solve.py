@@ -14,10 +14,10 @@ from .problem import Problem, ProblemError, RememberedPrices
 from .simulate import Machine, PlanError, Step, simulate
 
 #: Up to so many collectives, and tasks after condensing, a problem is solved exactly.
-EXACT_COLLECTIVES, EXACT_TASKS = 7, 40
+EXACT_COLLECTIVES, EXACT_TASKS = 10, 40
 
 #: States the exact search looks at before it leaves the problem to the beam.
-EXACT_STATES = 60_000
+EXACT_STATES = 200_000
 
 #: Searches for every problem, in the order in which they are tried.
 BEAMS = (

@@ -77,7 +77,9 @@ def test_measured_tables_are_used(tmp_path):
     table = tmp_path / "times.csv"
     table.write_text("group,op,bytes,seconds\nshard,all_gather,1024,0.5\nshard,all_gather,1048576,0.5\n")
     plan = graphshard.schedule_graph(_gathers(), hardware="h100-sxm", tables=table)
-    assert plan.exposed_seconds == pytest.approx(0.5) and len(plan.buckets) == 1  # a start-up of 0.5 s is paid once
+    assert (
+        plan.exposed_seconds == pytest.approx(0.5) and len(plan.buckets) == 1
+    )  # a start-up of 0.5 s is paid once
 
 
 def test_a_budget_in_words():
