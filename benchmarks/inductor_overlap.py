@@ -11,7 +11,7 @@ it computes (with triton) even where it is told the time of a node.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from unittest import mock
 
 import torch.distributed as dist
@@ -65,9 +65,23 @@ def inductor_schedule(
     finally:
         dist.destroy_process_group()
     reordered, origin = _with_tasks_in_order(gm, [tasks[n] for n in copied.graph.nodes if n in tasks])
-    again = problem_of_graph(reordered, model)
+    seconds = model.compute_seconds(gm)
+    same = {node: seconds[origin[node]] for node in reordered.graph.nodes if origin[node] in seconds}
+    again = problem_of_graph(reordered, _SamePrices(model, same))
     known = [roots[origin[node]] for node in again.starts]
     return again.problem, _steps(copied.graph, again.problem, tasks, known)
+
+
+class _SamePrices:
+    """The model's prices, with the seconds of compute that it gave in another order of the nodes."""
+
+    def __init__(self, model: CostModel, seconds: Mapping[fx.Node, float]) -> None:
+        self.collective_seconds, self.copy_seconds = model.collective_seconds, model.copy_seconds
+        self._seconds = seconds
+
+    def compute_seconds(self, gm: fx.GraphModule) -> Mapping[fx.Node, float]:
+        """Whatever the graph's order."""
+        return self._seconds
 
 
 def _with_tasks_in_order(

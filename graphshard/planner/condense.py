@@ -1,9 +1,9 @@
 """Smaller problems that stand for a large one.
 
-``condense`` joins tasks between which nothing needs to happen. A gap matters where a collective's input appears or its result is read. Between such gaps tasks are
-joined, up to a share of the whole time, so that collectives may also start within a long stretch. A
-joined task counts the most that is live in any of its tasks, so a schedule that keeps a budget here
-keeps it in the original problem, and takes the same time.
+``condense`` joins tasks between which nothing needs to happen. A gap matters where a collective's input
+appears or its result is read. Between such gaps tasks are joined, up to a share of the whole time, so that
+collectives may also start within a long stretch. A joined task counts the most that is live in any of its
+tasks, so a schedule that keeps a budget here keeps it in the original problem, and takes the same time.
 
 ``both_ends`` leaves out the middle. Models repeat their blocks, so what searches well there searches well
 in the whole; a schedule of it is of no further use.

@@ -79,7 +79,7 @@ class _Lane:
         ones = [machine.collectives[index] for index in members]
         self.members = members
         self.mask = sum(1 << index for index in members)
-        self.queue = machine.queues.index(ones[0].queue)
+        self.queue = machine.queue_of(ones[0])
         self.earliest = [one.earliest for one in ones]
         self.deadline = [one.deadline for one in ones]
         self.is_merged = ones[0].merge_key is not None and beam.merges

@@ -2,7 +2,8 @@
 
 One compute stream runs tasks in their order and, between them, *steps*: starts and waits of buckets.
 A start costs the stream the bucket's casts and its copy in (none for a bucket of one, and none where
-the members are what one reduced bucket gave); the collective then queues in its process group. A wait
+the members are what one reduced bucket gave); the collective then queues in its process group, or on the link that this
+group shares with others. A wait
 blocks the stream until the collective has ended, then costs its copy out (gathers) and what is
 computed from it at once.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import GraphShardError
-from .problem import Problem
+from .problem import Collective, Problem
 
 
 class PlanError(GraphShardError, RuntimeError):
@@ -115,7 +116,9 @@ class Machine:
         self.budget_bytes = budget_bytes
         self.collectives = problem.collectives
         self.end = len(problem.tasks)
-        self.queues = sorted({one.queue for one in problem.collectives})
+        groups = sorted({one.queue for one in problem.collectives})
+        self.queues = sorted(set(map(problem.link_of, groups)))
+        self._queue = {group: self.queues.index(problem.link_of(group)) for group in groups}
         self.fixed = {index: tuple(sorted(b)) for b in problem.fixed_buckets for index in b}
         self.dependents: dict[int, list[int]] = {}
         self.task_seconds = [task.seconds for task in problem.tasks]
@@ -136,6 +139,10 @@ class Machine:
         self._buckets: dict[tuple[int, ...], Bucket] = {}
         self._bits = [1 << index for index in range(len(problem.collectives))]
         self.all_mask = (1 << len(problem.collectives)) - 1
+
+    def queue_of(self, one: Collective) -> int:
+        """Which of ``queues`` it waits in."""
+        return self._queue[one.queue]
 
     def begin(self) -> State:
         """Nothing has started."""
@@ -164,7 +171,7 @@ class Machine:
         return Bucket(
             members=members,
             mask=sum(self._bits[index] for index in members),
-            queue=self.queues.index(first.queue),
+            queue=self.queue_of(first),
             limit=first.limit,
             num_bytes=num_bytes,
             seconds=prices.collective_seconds(first.kind, num_bytes, first.queue),

@@ -27,7 +27,11 @@ def all_schedules(problem, *, prunes: bool = False) -> Best:
     ones = problem.collectives
     everything = frozenset(range(len(ones)))
     rest = [sum(task.seconds for task in problem.tasks[gap:]) for gap in range(len(problem.tasks) + 1)]
-    queues = sorted({one.queue for one in ones})
+    links = {
+        one.queue: next((min(link) for link in problem.shared_links if one.queue in link), one.queue)
+        for one in ones
+    }
+    queues = sorted(set(links.values()))
     seen = {}
 
     def live_between(gap, waiting, flights, waited):
@@ -108,8 +112,8 @@ def all_schedules(problem, *, prunes: bool = False) -> Best:
             peak = max(peak, now + staging)
         num_bytes = sum(max(ones[m].in_bytes, ones[m].out_bytes) for m in members)
         seconds = problem.prices.collective_seconds(first.kind, num_bytes, first.queue)
-        finish = max(clock, free.get(first.queue, 0.0)) + seconds
-        free = {**free, first.queue: finish}
+        finish = max(clock, free.get(links[first.queue], 0.0)) + seconds
+        free = {**free, links[first.queue]: finish}
         left = frozenset(group for group in linked if not group & set(members))
         visit(gap, clock, free, (*flights, (members, finish, is_linked)), waited, left, peak)
 

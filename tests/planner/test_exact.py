@@ -129,6 +129,29 @@ def test_one_byte_less_than_the_smallest_budget_is_refused(problem):
         plan(replace(problem, budget_bytes=smallest - 1))
 
 
+SHARED = [
+    random_problem(seed, most=4, num_tasks=3, shared_links=[("shard", "copies"), ("tensor", "elsewhere")])
+    for seed in range(400, 440)
+]
+SHARED_LONG = [replace(problem, shared_links=[("tensor", "copies", "shard")]) for problem in LONG[:15]]
+
+
+@pytest.mark.parametrize("problem", [p for p in SHARED if len(p.collectives) < 4])
+def test_nothing_is_faster_on_shared_links(problem):
+    _check(problem)
+
+
+@pytest.mark.parametrize("problem", SHARED_LONG)
+def test_a_shared_link_is_never_faster(problem):
+    _check_time(problem)
+    assert plan(replace(problem, shared_links=())).seconds <= plan(problem).seconds
+
+
+def test_a_shared_link_makes_collectives_wait_for_each_other():
+    seconds = [(plan(p).seconds, plan(replace(p, shared_links=())).seconds) for p in SHARED_LONG]
+    assert any(shared > alone for shared, alone in seconds)
+
+
 def test_only_what_is_faster_is_wanted():
     problem = FREE[3]
     seconds = simulate(problem, best_schedule(problem)).seconds
