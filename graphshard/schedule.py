@@ -44,6 +44,7 @@ def schedule_graph(
     tables: str | Path | CollectiveTables | None = None,
     memory_budget: int | str | None = None,
     groups: Mapping[str, int | GroupTopology] | None = None,
+    shared_links: Sequence[tuple[str, ...]] = (),
 ) -> Plan:
     """Merges and orders the collectives of any captured graph, in place; on an error nothing is changed.
 
@@ -57,6 +58,8 @@ def schedule_graph(
         groups: ranks, or topology, of process groups by name. Left out, those of a group that torch
             knows, and otherwise what gathers and reduce-scatters of the graph say of their group;
             the ranks of a group then lie side by side, as many to a node as the card has.
+        shared_links: names of groups that share a link, ``[("replicate", "shard")]`` for instance: their
+            collectives then run one after the other. Left out, groups do not slow each other down.
 
     Returns:
         The plan, with predicted times, bounds and reasons.
@@ -69,7 +72,7 @@ def schedule_graph(
     card = hardware if isinstance(hardware, HardwareCard) else load_card(hardware)
     measured = load_tables(tables) if isinstance(tables, (str, Path)) else tables
     model = CostModel(card=card, tables=measured, groups=topologies(gm, card, groups or {}))
-    return schedule_with_prices(gm, model, memory_budget=memory_budget)
+    return schedule_with_prices(gm, model, memory_budget=memory_budget, shared_links=shared_links)
 
 
 def topologies(
@@ -119,6 +122,7 @@ def schedule_with_prices(
     prefetch: Sequence[tuple[fx.Node, fx.Node]] = (),
     max_gathers: int = 0,
     max_reductions: int = 0,
+    shared_links: Sequence[tuple[str, ...]] = (),
 ) -> Plan:
     """Plans and changes a graph in place; on an error nothing is changed.
 
@@ -132,6 +136,7 @@ def schedule_with_prices(
         prefetch=prefetch,
         max_gathers=max_gathers,
         max_reductions=max_reductions,
+        shared_links=shared_links,
     )
     gm.graph = planned.gm.graph
     gm.recompile()
@@ -162,6 +167,7 @@ def plan_graph(
     prefetch: Sequence[tuple[fx.Node, fx.Node]] = (),
     max_gathers: int = 0,
     max_reductions: int = 0,
+    shared_links: Sequence[tuple[str, ...]] = (),
     merge: bool = True,
     known: KnownPlan | None = None,
 ) -> PlannedGraph:
@@ -175,6 +181,7 @@ def plan_graph(
             included: bytes, or a text like "60GiB" or "500MB". None for no limit.
         fixed_buckets, prefetch, max_gathers, max_reductions: what the user insists on, as in
             :func:`graphshard.planner.from_graph.problem_of_graph`.
+        shared_links: names of process groups that share a link: their collectives run one after the other.
         merge: whether collectives may be merged.
         known: a plan of another rank to follow: its buckets and their order, and where they stand as
             far as this graph allows.
@@ -195,6 +202,7 @@ def plan_graph(
         prefetch=prefetch,
         max_gathers=max_gathers,
         max_reductions=max_reductions,
+        shared_links=shared_links,
     )
     if not merge:
         ones = [replace(one, merge_key=None) for one in found.problem.collectives]
@@ -212,7 +220,7 @@ def _followed(
     gm: fx.GraphModule, found: GraphProblem, known: KnownPlan, budget: int | None
 ) -> tuple[fx.GraphModule, Plan]:
     """The graph with the buckets and the sequence of a known plan, within the budget."""
-    before = simulate(found.problem, found.unplanned).seconds
+    before = simulate(found.problem.without_wishes(), found.unplanned).seconds
     peaks = []
     for steps in ways_to_follow(found.problem, known):
         planned = planned_graph(gm, found, steps)

@@ -1,7 +1,7 @@
 """What no schedule can beat: lower bounds on the time of a problem.
 
 - *compute*: all tasks, and the casts and layouts around collectives, on one stream.
-- *queue*: take the collectives of one process group whose input exists at time ``a`` at the earliest
+- *queue*: take the collectives of one process group (or shared link) whose input exists at time ``a`` at the earliest
   and after which at least ``b`` is left to do. They run one after the other, so all is over no sooner
   than ``a`` + their work + ``b``. The best of many such sets is taken (the bound of one machine with
   heads and tails; Carlier, "The one-machine sequencing problem", 1982). It holds the critical path
@@ -144,8 +144,9 @@ def _queue_bound(problem: Problem, windows: Sequence[tuple[int, int]]) -> float:
         ]
         tails[index] = max([elapsed[-1] - elapsed[deadline], *later]) + one.after_seconds
     best = 0.0
-    for queue in sorted({one.queue for one in ones}):
-        members = [index for index, one in enumerate(ones) if one.queue == queue]
+    links = [problem.link_of(one.queue) for one in ones]
+    for link in sorted(set(links)):
+        members = [index for index, other in enumerate(links) if other == link]
         best = max(best, _heads_and_tails(problem, members, heads, tails, alone))
     return best
 

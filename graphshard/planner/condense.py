@@ -1,9 +1,12 @@
-"""The same problem with fewer tasks: those between which nothing needs to happen become one.
+"""Smaller problems that stand for a large one.
 
-A gap matters where a collective's input appears or its result is read. Between such gaps tasks are
-joined, up to a share of the whole time, so that collectives may also start within a long stretch. A
-joined task counts the most that is live in any of its tasks, so a schedule that keeps a budget here
-keeps it in the original problem, and takes the same time.
+``condense`` joins tasks between which nothing needs to happen. A gap matters where a collective's input
+appears or its result is read. Between such gaps tasks are joined, up to a share of the whole time, so that
+collectives may also start within a long stretch. A joined task counts the most that is live in any of its
+tasks, so a schedule that keeps a budget here keeps it in the original problem, and takes the same time.
+
+``both_ends`` leaves out the middle. Models repeat their blocks, so what searches well there searches well
+in the whole; a schedule of it is of no further use.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .problem import Problem, Task
+from .problem import Collective, Problem, Task
 from .simulate import Step
 
 #: Into how many pieces the whole time is cut, at least, where there are that many tasks.
@@ -53,3 +56,43 @@ def condense(problem: Problem) -> tuple[Problem, list[int]]:
 def expand(steps: Sequence[Step], gaps: Sequence[int]) -> list[Step]:
     """The steps of a condensed problem, in the gaps of the original."""
     return [step._replace(position=gaps[step.position]) for step in steps]
+
+
+def both_ends(problem: Problem, most: int) -> Problem:
+    """The first and the last tasks, with about ``most`` of the collectives between them.
+
+    A collective is kept if its input appears, and its result is read, in what is kept (inputs of the
+    graph appear at its beginning, and its results are read at its end), and so is what it comes after.
+    """
+    end = len(problem.tasks)
+    half = max(1, int(end * most / max(1, 2 * len(problem.collectives))))
+    if 2 * half >= end:
+        return problem
+
+    def place(gap: int) -> int | None:
+        return gap if gap <= half else gap - (end - 2 * half) if gap >= end - half else None
+
+    index: dict[int, int] = {}
+    kept: list[Collective] = []
+    for number, one in enumerate(problem.collectives):
+        earliest, deadline = place(one.earliest), place(one.deadline)
+        if earliest is None or deadline is None or any(other not in index for other in one.after):
+            continue
+        index[number] = len(kept)
+        after = tuple(index[other] for other in one.after)
+        kept.append(replace(one, earliest=earliest, deadline=deadline, after=after))
+    buckets = [
+        tuple(index[number] for number in bucket if number in index) for bucket in problem.fixed_buckets
+    ]
+    return replace(
+        problem,
+        tasks=[*problem.tasks[:half], *problem.tasks[end - half :]],
+        collectives=kept,
+        fixed_buckets=[bucket for bucket in buckets if bucket],
+        prefetch=[
+            (index[first], index[then])
+            for first, then in problem.prefetch
+            if first in index and then in index
+        ],
+        position_names=(),
+    )

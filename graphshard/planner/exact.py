@@ -129,7 +129,7 @@ class _Exploration:
         self._waits_may_help = machine.budget_bytes is not None or any(machine.limits.values())
         self._remaining = list(itertools.accumulate(reversed(machine.task_seconds), initial=0.0))[::-1]
         self._alone = [machine.bucket((index,)).seconds for index in range(len(machine.collectives))]
-        self._queue = [machine.queues.index(one.queue) for one in machine.collectives]
+        self._queue = [machine.queue_of(one) for one in machine.collectives]
 
     def run(self) -> list[Step] | None:
         arrivals = [self._machine.begin()]

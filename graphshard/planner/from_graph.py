@@ -94,6 +94,7 @@ def problem_of_graph(
     prefetch: Sequence[tuple[fx.Node, fx.Node]] = (),
     max_gathers: int = 0,
     max_reductions: int = 0,
+    shared_links: Sequence[tuple[str, ...]] = (),
 ) -> GraphProblem:
     """Reads a graph; changes nothing.
 
@@ -104,6 +105,8 @@ def problem_of_graph(
         fixed_buckets: collectives that must form one bucket each; of one group, dtype and settings.
         prefetch: pairs of collectives (a, b): b starts where a is waited for, right after it.
         max_gathers, max_reductions: buckets that may be in flight; 0 for any number.
+        shared_links: names of process groups that share a link, so that their collectives run one after
+            the other; those that the graph does not use may be among them.
 
     What ``fixed_buckets`` and ``prefetch`` say of collectives that cannot move is left out, with a note.
 
@@ -134,6 +137,7 @@ def problem_of_graph(
         prefetch=_pairs_by_index(prefetch, movable, notes),
         max_gathers=max_gathers,
         max_reductions=max_reductions,
+        shared_links=shared_links,
     )
     unplanned = reader.unplanned()
     return GraphProblem(

@@ -23,6 +23,9 @@ from dataclasses import dataclass
 from .problem import Collective, Problem
 from .simulate import Bucket, Flight, Machine, State, Step
 
+#: Gathers start earlier where one of so many that follow in their lane is large.
+_NEAR = 16
+
 #: Lengths of buckets to try, beside the rest of a block and whole blocks.
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 
@@ -46,10 +49,15 @@ class Beam:
     aligned: int = 0
 
 
-def good_schedule(problem: Problem, beam: Beam) -> list[Step] | None:
-    """The steps of the best schedule found within the problem's budget; None if there is none."""
-    machine = Machine(problem, budget_bytes=problem.budget_bytes)
-    return _Search(machine, beam).run()
+def good_schedule(problem: Problem, beam: Beam, *, machine: Machine | None = None) -> list[Step] | None:
+    """The steps of the best schedule found within the problem's budget; None if there is none.
+
+    Args:
+        problem: what is planned.
+        beam: how to search.
+        machine: of this problem and its budget, if there is one already: it remembers buckets.
+    """
+    return _Search(machine or Machine(problem, budget_bytes=problem.budget_bytes), beam).run()
 
 
 def block_length(sizes: Sequence[int]) -> int:
@@ -71,7 +79,7 @@ class _Lane:
         ones = [machine.collectives[index] for index in members]
         self.members = members
         self.mask = sum(1 << index for index in members)
-        self.queue = machine.queues.index(ones[0].queue)
+        self.queue = machine.queue_of(ones[0])
         self.earliest = [one.earliest for one in ones]
         self.deadline = [one.deadline for one in ones]
         self.is_merged = ones[0].merge_key is not None and beam.merges
@@ -85,7 +93,9 @@ class _Lane:
         shares = [_share(machine, one, beam.shared_by) for one in ones]
         alone = [machine.bucket((index,)) for index in members]
         self.is_gather = ones[0].limit == "gather"
-        self.margin = 2 * max(one.seconds for one in alone)
+        seconds = [one.seconds for one in alone]
+        #: How long before they are missed gathers from each place on may start.
+        self.margin = [2 * max(seconds[place : place + _NEAR]) for place in range(len(ones))]
         total = sum(one.in_bytes for one in ones)
         self.most_costs = sum(one.before_seconds for one in ones) + (
             machine.problem.prices.copy_seconds(total) if self.is_merged else 0.0
@@ -113,7 +123,7 @@ class _Search:
         self._elapsed = [0.0, *itertools.accumulate(machine.task_seconds)]
         self._total = self._elapsed[-1]
         self._lanes = [_Lane(machine, members, self._elapsed, beam) for members in self._lane_members()]
-        self._buckets: dict[tuple[int, int, int], Bucket] = {}
+        self._buckets: dict[tuple[int, int, int], list[Bucket]] = {}
 
     def _lane_members(self) -> list[list[int]]:
         lanes: dict[tuple, list[int]] = {}
@@ -232,7 +242,7 @@ class _Search:
             return False
         ahead = state.seconds - self._elapsed[state.position]
         free = max(state.free[lane.queue], horizon)
-        return free - lane.work[place] + lane.lag[place] - ahead + lane.margin < 0.0
+        return free - lane.work[place] + lane.lag[place] - ahead + lane.margin[place] < 0.0
 
     def _earliest_waits(self, state: State, flights: list[Flight]) -> Iterator[State]:
         for flight in sorted(flights, key=lambda flight: (flight.finish, flight.bucket.members)):
@@ -242,27 +252,32 @@ class _Search:
 
     def _horizon(self, state: State, due: int) -> float:
         """The end of the task behind this gap, as far as what is in flight tells."""
-        flights = [flight for flight in state.flights if flight.bucket.mask & due]
-        seconds = max([state.seconds, *(flight.finish for flight in flights)])
-        seconds += sum(flight.bucket.wait_seconds for flight in flights)
+        flights = [flight for flight in state.flights if flight.bucket.mask & due] if due else []
+        seconds = state.seconds
+        if flights:
+            seconds = max(seconds, *(flight.finish for flight in flights))
+            seconds += sum(flight.bucket.wait_seconds for flight in flights)
         is_end = state.position == self._machine.end
         return float("inf") if is_end else seconds + self._machine.task_seconds[state.position]
 
-    def _next_buckets(self, lane: _Lane, state: State, urgent: bool) -> Iterator[Bucket]:
+    def _next_buckets(self, lane: _Lane, state: State, urgent: bool) -> Sequence[Bucket]:
         place = lane.next_place(state)
         if place == len(lane.members) or lane.earliest[place] > state.position:
-            return
+            return ()
         if urgent and lane.deadline[place] > state.position:
-            return
+            return ()
         if (fixed := lane.fixed[place]) is not None:
-            yield self._machine.bucket(fixed)
-            return
+            return (self._machine.bucket(fixed),)
         longest = 1
         if lane.is_merged:
             farthest = min(lane.until_fixed[place], place + LENGTHS[-1])
             longest = bisect_right(lane.latest, state.position, place, farthest) - place
-        for length in self._lengths(lane, place, longest):
-            yield self._run_of(lane, place, length)
+        key = (lane.members[0], place, longest)
+        found = self._buckets.get(key)
+        if found is None:
+            lengths = self._lengths(lane, place, longest)
+            found = self._buckets[key] = [self._run_of(lane, place, length) for length in lengths]
+        return found
 
     def _lengths(self, lane: _Lane, place: int, longest: int) -> list[int]:
         if not lane.is_merged:
@@ -281,12 +296,7 @@ class _Search:
         return sorted(length for length in wanted if length <= longest)
 
     def _run_of(self, lane: _Lane, place: int, length: int) -> Bucket:
-        key = (lane.members[0], place, length)
-        found = self._buckets.get(key)
-        if found is None:
-            members = tuple(sorted(lane.members[place : place + length]))
-            found = self._buckets[key] = self._machine.bucket(members)
-        return found
+        return self._machine.bucket(tuple(sorted(lane.members[place : place + length])))
 
 
 def _keep(table: dict[tuple, State], state: State) -> None:

@@ -19,6 +19,30 @@ from ..errors import GraphShardError
 from ..prices import Prices
 
 
+class RememberedPrices:
+    """Prices that are asked for once."""
+
+    def __init__(self, prices: Prices) -> None:
+        self._prices = prices
+        self._collectives: dict[tuple[str, int, str], float] = {}
+        self._copies: dict[int, float] = {}
+
+    def collective_seconds(self, kind: str, num_bytes: int, group: str) -> float:
+        """As in :class:`Prices`."""
+        key = (kind, num_bytes, group)
+        found = self._collectives.get(key)
+        if found is None:
+            found = self._collectives[key] = self._prices.collective_seconds(kind, num_bytes, group)
+        return found
+
+    def copy_seconds(self, num_bytes: int) -> float:
+        """As in :class:`Prices`."""
+        found = self._copies.get(num_bytes)
+        if found is None:
+            found = self._copies[num_bytes] = self._prices.copy_seconds(num_bytes)
+        return found
+
+
 class ProblemError(GraphShardError, ValueError):
     """A planning problem contradicts itself."""
 
@@ -99,6 +123,8 @@ class Problem:
         fixed_buckets: collectives, by index, that must form one bucket each.
         prefetch: pairs (a, b): b starts in the gap in which the bucket of a is waited for, after it.
         max_gathers, max_reductions: how many buckets of one ``limit`` may be in flight; 0 for any number.
+        shared_links: names of process groups that share a link: their collectives run one after the
+            other, in the order of their starts, as if they were of one group.
 
     Raises:
         ProblemError: lists everything that is wrong.
@@ -113,6 +139,7 @@ class Problem:
     prefetch: Sequence[tuple[int, int]] = ()
     max_gathers: int = 0
     max_reductions: int = 0
+    shared_links: Sequence[tuple[str, ...]] = ()
     position_names: Sequence[str] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -123,6 +150,10 @@ class Problem:
     def num_positions(self) -> int:
         """The number of gaps."""
         return len(self.tasks) + 1
+
+    def link_of(self, queue: str) -> str:
+        """A name for what the collectives of a process group wait for: the group, or the link it shares."""
+        return next((" and ".join(sorted(groups)) for groups in self.shared_links if queue in groups), queue)
 
     def without_wishes(self) -> Problem:
         """The same problem without what the user insists on, beside the budget."""
@@ -156,6 +187,9 @@ def _contradictions(problem: Problem) -> list[str]:
         first = lanes.setdefault(one.merge_key, one)
         if one.merge_key is not None and (first.queue, first.kind) != (one.queue, one.kind):
             found.append(f"{first.name} and {one.name} have one merge key, but are of other kinds or groups")
+    shared = [queue for groups in problem.shared_links for queue in set(groups)]
+    if twice := sorted({queue for queue in shared if shared.count(queue) > 1}):
+        found.append(f"process groups on two shared links: {', '.join(twice)}; write each link once")
     bucketed = [index for bucket in problem.fixed_buckets for index in bucket]
     if len(set(bucketed)) < len(bucketed):
         found.append("a collective is in two fixed buckets")

@@ -2,7 +2,8 @@
 
 One compute stream runs tasks in their order and, between them, *steps*: starts and waits of buckets.
 A start costs the stream the bucket's casts and its copy in (none for a bucket of one, and none where
-the members are what one reduced bucket gave); the collective then queues in its process group. A wait
+the members are what one reduced bucket gave); the collective then queues in its process group, or on the link that this
+group shares with others. A wait
 blocks the stream until the collective has ended, then costs its copy out (gathers) and what is
 computed from it at once.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import GraphShardError
-from .problem import Problem
+from .problem import Collective, Problem
 
 
 class PlanError(GraphShardError, RuntimeError):
@@ -115,7 +116,9 @@ class Machine:
         self.budget_bytes = budget_bytes
         self.collectives = problem.collectives
         self.end = len(problem.tasks)
-        self.queues = sorted({one.queue for one in problem.collectives})
+        groups = sorted({one.queue for one in problem.collectives})
+        self.queues = sorted(set(map(problem.link_of, groups)))
+        self._queue = {group: self.queues.index(problem.link_of(group)) for group in groups}
         self.fixed = {index: tuple(sorted(b)) for b in problem.fixed_buckets for index in b}
         self.dependents: dict[int, list[int]] = {}
         self.task_seconds = [task.seconds for task in problem.tasks]
@@ -134,7 +137,12 @@ class Machine:
         self.limits = {"gather": problem.max_gathers, "reduction": problem.max_reductions}
         self.prefetched = [(1 << first, 1 << then) for first, then in problem.prefetch]
         self._buckets: dict[tuple[int, ...], Bucket] = {}
+        self._bits = [1 << index for index in range(len(problem.collectives))]
         self.all_mask = (1 << len(problem.collectives)) - 1
+
+    def queue_of(self, one: Collective) -> int:
+        """Which of ``queues`` it waits in."""
+        return self._queue[one.queue]
 
     def begin(self) -> State:
         """Nothing has started."""
@@ -162,8 +170,8 @@ class Machine:
         packed = in_bytes if is_merged else staged
         return Bucket(
             members=members,
-            mask=sum(1 << index for index in members),
-            queue=self.queues.index(first.queue),
+            mask=sum(self._bits[index] for index in members),
+            queue=self.queue_of(first),
             limit=first.limit,
             num_bytes=num_bytes,
             seconds=prices.collective_seconds(first.kind, num_bytes, first.queue),
@@ -288,7 +296,9 @@ class Machine:
         position = state.position
         if self.due[position] & ~state.waited:
             return None
-        if any(first & state.waited and then & ~state.started for first, then in self.prefetched):
+        if self.prefetched and any(
+            first & state.waited and then & ~state.started for first, then in self.prefetched
+        ):
             return None
         held = state.held_bytes - self.released[position]
         live = self.live[position] + held
@@ -363,17 +373,18 @@ class Simulation:
         return sum(run.exposed_seconds for run in self.runs)
 
 
-def simulate(problem: Problem, steps: Sequence[Step]) -> Simulation:
+def simulate(problem: Problem, steps: Sequence[Step], *, machine: Machine | None = None) -> Simulation:
     """Carries out a schedule without a budget.
 
     Args:
         problem: what is planned.
         steps: in their order; positions must not decrease.
+        machine: of this problem, without a budget, if there is one already: it remembers buckets.
 
     Raises:
         PlanError: a step is impossible, or a collective is never started or waited for; names it.
     """
-    machine = Machine(problem, budget_bytes=None)
+    machine = machine or Machine(problem, budget_bytes=None)
     state = machine.begin()
     runs: dict[tuple[int, ...], dict] = {}
     last_in_queue: dict[int, tuple[int, ...]] = {}

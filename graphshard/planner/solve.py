@@ -6,18 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from .bound import gap, lower_bounds
-from .condense import condense, expand
+from .condense import both_ends, condense, expand
 from .exact import TooLargeError, best_schedule, least_peak
 from .heuristic import Beam, good_schedule
 from .plan import InfeasibleBudgetError, Plan, make_plan
-from .problem import Problem, ProblemError
-from .simulate import PlanError, Step, simulate
+from .problem import Problem, ProblemError, RememberedPrices
+from .simulate import Machine, PlanError, Step, simulate
 
 #: Up to so many collectives, and tasks after condensing, a problem is solved exactly.
-EXACT_COLLECTIVES, EXACT_TASKS = 7, 40
+EXACT_COLLECTIVES, EXACT_TASKS = 10, 40
 
 #: States the exact search looks at before it leaves the problem to the beam.
-EXACT_STATES = 60_000
+EXACT_STATES = 30_000
 
 #: Searches for every problem, in the order in which they are tried.
 BEAMS = (
@@ -43,6 +43,10 @@ _TOO_MANY_WISHES = (
     "budget; ask for fewer of them"
 )
 
+#: Of the searches with buckets of any length, larger problems run this many: the best on a sample
+#: of about ``SAMPLE`` collectives.
+SAMPLE, NUM_DEAR = 120, 2
+
 #: A schedule this close to the bound ends the search.
 CLOSE_ENOUGH = 2e-3
 
@@ -60,10 +64,11 @@ def plan(problem: Problem, *, unplanned: Sequence[Step] | None = None, notes: Se
         InfeasibleBudgetError: no schedule is found within the budget.
         ProblemError: no schedule is found that keeps what the user insists on.
     """
+    problem = replace(problem, prices=RememberedPrices(problem.prices))
     known = [list(unplanned)] if unplanned is not None else []
     before = simulate(problem.without_wishes(), known[0]).seconds if known else None
     found = [steps for steps in (*known, in_place(problem)) if is_possible(problem, steps)]
-    best = _best(problem, found + list(_beams(problem, found)))
+    best = _best(problem, found + list(_beams(problem)))
     solver, exact = "beam", _exactly(problem, best)
     if exact is not None:
         solver, best = "exact", exact or best
@@ -100,25 +105,49 @@ def is_possible(problem: Problem, steps: Sequence[Step]) -> bool:
 
 
 def _best(problem: Problem, schedules: Sequence[list[Step]]) -> list[Step] | None:
-    def cost(steps: list[Step]) -> tuple[float, int]:
-        simulation = simulate(problem, steps)
-        return float(f"{simulation.seconds:.9g}"), simulation.peak_bytes
-
-    return min(schedules, key=cost, default=None)
+    machine = Machine(problem, budget_bytes=None)
+    return min(schedules, key=lambda steps: _cost(problem, steps, machine), default=None)
 
 
-def _beams(problem: Problem, found: Sequence[list[Step]]) -> Iterator[list[Step]]:
+def _cost(problem: Problem, steps: Sequence[Step], machine: Machine) -> tuple[float, int]:
+    simulation = simulate(problem, steps, machine=machine)
+    return float(f"{simulation.seconds:.9g}"), simulation.peak_bytes
+
+
+def _beams(problem: Problem) -> Iterator[list[Step]]:
     """Schedules of the beam searches; stops at one that is close enough to the bound."""
     small, gaps = condense(problem)
     bounds = lower_bounds(problem)
-    beams = (*BEAMS, *WIDE_BEAMS) if len(problem.collectives) <= MANY else BEAMS
-    for beam in beams:
-        steps = good_schedule(small, beam)
+    machine = Machine(small, budget_bytes=small.budget_bytes)
+    free = Machine(small, budget_bytes=None)
+    for beam in _promising(small):
+        steps = good_schedule(small, beam, machine=machine)
         if steps is not None:
-            expanded = expand(steps, gaps)
-            yield expanded
-            if gap(simulate(problem, expanded).seconds, bounds) < CLOSE_ENOUGH:
+            yield expand(steps, gaps)
+            if gap(simulate(small, steps, machine=free).seconds, bounds) < CLOSE_ENOUGH:
                 return
+
+
+def _promising(problem: Problem) -> Iterator[Beam]:
+    """The searches worth their time, best first, after the one without merging, which is the quickest.
+
+    Of a large problem these are the quick ones, and those others that do best on its two ends.
+    """
+    yield BEAMS[0]
+    if len(problem.collectives) <= MANY:
+        yield from (*BEAMS[1:], *WIDE_BEAMS)
+        return
+    ends = both_ends(problem, SAMPLE)
+    machine = Machine(ends, budget_bytes=ends.budget_bytes)
+    free = Machine(ends, budget_bytes=None)
+    costs = []
+    for place, beam in enumerate(BEAMS[1:], 1):
+        steps = good_schedule(ends, beam, machine=machine)
+        cost = _cost(ends, steps, free) if steps is not None else (float("inf"), 0)
+        costs.append((*cost, place))
+    ranked = [BEAMS[place] for *_, place in sorted(costs)]
+    dear = [beam for beam in ranked if beam.merges and not beam.aligned]
+    yield from (beam for beam in ranked if beam not in dear[NUM_DEAR:])
 
 
 def _exactly(problem: Problem, best: list[Step] | None) -> list[Step] | None:

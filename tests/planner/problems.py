@@ -30,6 +30,7 @@ def random_problem(
     num_tasks: int = 4,
     is_tight: bool = False,
     with_memory: bool = False,
+    is_long: bool = False,
     **changes,
 ) -> Problem:
     """A problem with gathers, reductions, all-reduces of them, and collectives of another group.
@@ -40,6 +41,7 @@ def random_problem(
         num_tasks: of compute.
         is_tight: collectives have at most one task between their input and their reader.
         with_memory: tasks and collectives hold memory.
+        is_long: the collectives follow each other along the tasks, so that few overlap; at least 8.
         changes: to the problem's attributes.
     """
     dice = random.Random(seed)
@@ -53,20 +55,23 @@ def random_problem(
         ]
         changes.setdefault("end_bytes", between[-1])
     found: list[Collective] = []
-    wanted = dice.randrange(1, most + 1)
+    wanted = dice.randrange(8 if is_long else 1, most + 1)
     while len(found) < wanted:
-        found += _some(dice, len(found), num_tasks, is_tight, with_memory)[: wanted - len(found)]
+        near = (len(found) * num_tasks // wanted, (len(found) + 1) * num_tasks // wanted)
+        places = range(near[0], near[1] + 1) if is_long else range(num_tasks + 1)
+        some = _some(dice, len(found), num_tasks, places, is_tight, with_memory)
+        found += some[: wanted - len(found)]
     return Problem(tasks=tasks, collectives=found, prices=changes.pop("prices", LinePrices()), **changes)
 
 
-def _some(dice, count, end, is_tight, with_memory):
+def _some(dice, count, end, places, is_tight, with_memory):
     size = dice.choice([4, 8, 12, 24])
     shard = size // 4
     held = 1 if with_memory else 0
     kind = dice.randrange(4)
     name = f"c{count}"
     if kind == 0 or kind == 1:
-        deadline = dice.randrange(end + 1)
+        deadline = dice.choice(places)
         return [
             Collective(
                 name=name, kind="all_gather", queue="shard", in_bytes=shard, out_bytes=size,
@@ -76,7 +81,7 @@ def _some(dice, count, end, is_tight, with_memory):
                 staged_bytes=held * dice.choice([0, shard]), before_seconds=dice.choice([0.0, 0.5]),
             )
         ]  # fmt: skip
-    earliest = dice.randrange(end + 1)
+    earliest = dice.choice(places)
     deadline = min(end, earliest + 1) if is_tight else end
     if kind == 2:
         scatter = Collective(

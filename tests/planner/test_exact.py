@@ -4,10 +4,13 @@ from dataclasses import replace
 
 import pytest
 from brute_force import all_schedules
+from graphs import PRICES, random_graph
 from problems import LinePrices, random_problem
 
 from graphshard.planner.bound import lower_bounds
+from graphshard.planner.condense import condense
 from graphshard.planner.exact import TooLargeError, best_schedule, least_peak
+from graphshard.planner.from_graph import problem_of_graph
 from graphshard.planner.plan import InfeasibleBudgetError
 from graphshard.planner.simulate import simulate
 from graphshard.planner.solve import plan
@@ -49,6 +52,66 @@ def test_nothing_is_faster_with_many_collectives(problem):
     _check(problem)
 
 
+LONG = [random_problem(seed, most=10, num_tasks=8, is_tight=True, is_long=True) for seed in range(40)]
+LONG_IN_BUDGET = [
+    random_problem(seed, most=10, num_tasks=8, is_tight=True, is_long=True, with_memory=True)
+    for seed in range(40)
+]
+
+
+def _check_time(problem):
+    """As ``_check``, of the time alone, with the search that prunes; a plan that is called exact must be."""
+    best = all_schedules(problem, prunes=True)
+    assert simulate(problem, best_schedule(problem)).seconds == pytest.approx(best.seconds, abs=1e-9)
+    found = plan(problem)
+    if found.solver == "exact":
+        assert found.seconds == pytest.approx(best.seconds, abs=1e-9)
+    assert found.seconds >= best.seconds - 1e-9
+    assert found.bounds.seconds <= best.seconds + 1e-9
+
+
+@pytest.mark.parametrize("problem", [*FREE[:30], *LIMITED[:15], *DEAR_COPIES[:15]])
+def test_the_search_that_prunes_finds_what_the_plain_one_does(problem):
+    assert all_schedules(problem, prunes=True).seconds == all_schedules(problem).seconds
+
+
+def test_long_problems_have_eight_to_ten_collectives():
+    assert {len(problem.collectives) for problem in LONG} == {8, 9, 10}
+
+
+@pytest.mark.parametrize("problem", LONG)
+def test_nothing_is_faster_with_eight_to_ten_collectives(problem):
+    _check_time(problem)
+
+
+@pytest.mark.parametrize("problem", LONG_IN_BUDGET)
+def test_nothing_within_the_budget_is_faster_with_eight_to_ten_collectives(problem):
+    smallest = least_peak(problem)
+    _check_time(replace(problem, budget_bytes=smallest + 2))
+    assert all_schedules(replace(problem, budget_bytes=smallest - 1), prunes=True).seconds == float("inf")
+
+
+def _of_graph(seed, num_steps):
+    return condense(problem_of_graph(random_graph(seed, num_steps=num_steps), PRICES).problem)[0]
+
+
+GRAPHS = [(seed, num_steps) for num_steps in (6, 8) for seed in range(12)]
+QUICK = [(0, 6), (1, 6), (3, 6), (4, 6), (8, 6), (0, 8), (7, 8), (0, 10)]
+
+
+@pytest.mark.parametrize(("seed", "num_steps"), QUICK)
+def test_nothing_is_faster_on_graphs(seed, num_steps):
+    _check_time(_of_graph(seed, num_steps))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "num_steps"), [one for one in GRAPHS if one not in QUICK])
+def test_nothing_is_faster_on_more_graphs(seed, num_steps):
+    problem = _of_graph(seed, num_steps)
+    assert len(problem.collectives) <= 10
+    _check_time(problem)
+
+
 @pytest.mark.parametrize("extra", [0, 3, 8])
 @pytest.mark.parametrize("problem", HEAVY)
 def test_nothing_within_the_budget_is_faster(problem, extra):
@@ -66,6 +129,29 @@ def test_one_byte_less_than_the_smallest_budget_is_refused(problem):
     message = f"budget of {smallest - 1} bytes; the smallest feasible one is {smallest} bytes"
     with pytest.raises(InfeasibleBudgetError, match=message):
         plan(replace(problem, budget_bytes=smallest - 1))
+
+
+SHARED = [
+    random_problem(seed, most=4, num_tasks=3, shared_links=[("shard", "copies"), ("tensor", "elsewhere")])
+    for seed in range(400, 440)
+]
+SHARED_LONG = [replace(problem, shared_links=[("tensor", "copies", "shard")]) for problem in LONG[:15]]
+
+
+@pytest.mark.parametrize("problem", [p for p in SHARED if len(p.collectives) < 4])
+def test_nothing_is_faster_on_shared_links(problem):
+    _check(problem)
+
+
+@pytest.mark.parametrize("problem", SHARED_LONG)
+def test_a_shared_link_is_never_faster(problem):
+    _check_time(problem)
+    assert plan(replace(problem, shared_links=())).seconds <= plan(problem).seconds
+
+
+def test_a_shared_link_makes_collectives_wait_for_each_other():
+    seconds = [(plan(p).seconds, plan(replace(p, shared_links=())).seconds) for p in SHARED_LONG]
+    assert any(shared > alone for shared, alone in seconds)
 
 
 def test_only_what_is_faster_is_wanted():

@@ -73,11 +73,31 @@ def test_an_all_reduce_over_an_unknown_group_asks_for_its_ranks():
     assert plan.exposed_seconds > 0
 
 
+def _two_groups():
+    """Two all-reduces of different groups beside each other, and nothing else."""
+    build = GraphBuilder()
+    values = [build.input(f"primals_{index}", 1024, 1024) for index in range(2)]
+    names = ("replicate", "shard")
+    return build.finish(
+        *[build(WAIT, build(ALL_REDUCE, one, "sum", name)) for one, name in zip(values, names, strict=True)]
+    )
+
+
+def test_groups_on_one_link_take_turns():
+    options = {"hardware": "h100-sxm", "groups": {"replicate": 8, "shard": 8}}
+    apart = graphshard.schedule_graph(_two_groups(), **options)
+    together = graphshard.schedule_graph(_two_groups(), **options, shared_links=[("replicate", "shard")])
+    assert together.seconds == pytest.approx(2 * apart.seconds)
+    assert together.bounds.seconds > apart.bounds.seconds and together.gap < 0.01
+
+
 def test_measured_tables_are_used(tmp_path):
     table = tmp_path / "times.csv"
     table.write_text("group,op,bytes,seconds\nshard,all_gather,1024,0.5\nshard,all_gather,1048576,0.5\n")
     plan = graphshard.schedule_graph(_gathers(), hardware="h100-sxm", tables=table)
-    assert plan.exposed_seconds == pytest.approx(0.5) and len(plan.buckets) == 1  # a start-up of 0.5 s is paid once
+    assert (
+        plan.exposed_seconds == pytest.approx(0.5) and len(plan.buckets) == 1
+    )  # a start-up of 0.5 s is paid once
 
 
 def test_a_budget_in_words():

@@ -190,6 +190,8 @@ def _one(**changes):
         ([_one(earliest=2)], {}, "a exists from gap 2 and is read in gap 1 of 2"),
         ([_one(after=(0,))], {}, r"a comes after \(0,\), which are not all earlier ones"),
         ([_one(), _one()], {"fixed_buckets": [(0, 1)]}, "a and a cannot be merged"),
+        ([_one()], {"prefetch": [(0, 3)]}, "a prefetch names a collective that does not exist"),
+        ([_one()], {"shared_links": [("q", "r"), ("r", "s")]}, "process groups on two shared links: r"),
         ([_one()], {"fixed_buckets": [(0,), (0,)]}, "a collective is in two fixed buckets"),
         ([_one()], {"fixed_buckets": [(3,)]}, "names a collective that does not exist"),
         (

@@ -96,7 +96,9 @@ def test_the_budget_error_respects_the_wishes():
     gm, gathers = _chain()
     with pytest.raises(InfeasibleBudgetError) as caught:
         schedule_with_prices(gm, PRICES, fixed_buckets=[gathers], memory_budget=3000)
-    plan = schedule_with_prices(gm, PRICES, fixed_buckets=[gathers], memory_budget=caught.value.smallest_bytes)
+    plan = schedule_with_prices(
+        gm, PRICES, fixed_buckets=[gathers], memory_budget=caught.value.smallest_bytes
+    )
     assert plan.peak_bytes <= caught.value.smallest_bytes and len(plan.buckets) == 1
 
 
@@ -122,7 +124,10 @@ def test_wishes_about_what_cannot_move_are_noted():
         (lambda gathers: {"prefetch": [(gathers[0], gathers[1]), (gathers[1], gathers[0])]}, "ask for fewer"),
         (lambda gathers: {"fixed_buckets": [gathers[:2], gathers[1:3]]}, "is in two fixed buckets"),
         (lambda gathers: {"fixed_buckets": [[gathers[0].args[0]]]}, "these do not: primals_1"),
-        (lambda gathers: {"prefetch": [(gathers[0], next(iter(gathers[1].users)))]}, "these do not: wait_tensor"),
+        (
+            lambda gathers: {"prefetch": [(gathers[0], next(iter(gathers[1].users)))]},
+            "these do not: wait_tensor",
+        ),
     ],
 )
 @pytest.mark.parametrize("num_gathers", [3, 12])

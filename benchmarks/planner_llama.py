@@ -1,0 +1,123 @@
+"""Plans of Llama 3 on H100s, beside the unit schedule of training and Inductor's own overlap pass.
+
+    python benchmarks/planner_llama.py                                   # 8B, 32 layers, 8 to 1,024 ranks
+    python benchmarks/planner_llama.py --model 405b --layers 8 32 126 --mesh shard=1024
+    python benchmarks/planner_llama.py --mesh replicate=16,shard=64 --tokens 2048
+
+A step is captured on fake tensors and sharded by layers, bf16 with fp32 reductions; nothing runs. All
+schedules are priced by one cost model and one simulation. Per half of a step, in milliseconds: "unit" is
+one bucket a layer, gathered one ahead (`overlap="always"`); "plan" is the planner's, within its bound and gap;
+"Inductor" its pass on the same graph and prices, with and without its bucketing (it also moves compute). Peaks are in
+GiB. "plan s" is user time of planning, a problem read off its graph included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import resource
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import fx
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from graphshard import passes
+from graphshard.capture import PLAIN_PIPELINE, CapturedStep, ShardingRules, capture_step
+from graphshard.collectives import is_collective
+from graphshard.context import PassContext
+from graphshard.cost import CostModel, load_card
+from graphshard.pipeline import Pipeline
+from graphshard.planner.from_graph import problem_of_graph
+from graphshard.planner.simulate import Simulation, simulate
+from graphshard.planner.solve import plan
+from graphshard.rewrite import copy_graph
+from inductor_overlap import inductor_schedule
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+llama = importlib.import_module("llama_model")
+
+MODELS = {"8b": llama.LLAMA_3_8B, "70b": llama.LLAMA_3_70B, "405b": llama.LLAMA_3_405B}
+MESHES = [{"shard": 8}, {"shard": 64}, {"shard": 256}, {"shard": 1024}]
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def user_seconds() -> float:
+    """CPU time of this process in user code."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_utime
+
+
+def captured(model: str, num_layers: int, mesh: dict[str, int], tokens: int) -> CapturedStep:
+    """The halves of a step on a batch of one sequence."""
+    module, args, kwargs = llama.on_meta(replace(MODELS[model], num_layers=num_layers), 1, tokens)
+    rules = ShardingRules(mesh=mesh, units=("layers.*",), mp_policy=POLICY)
+    return capture_step(module, args, kwargs, rules=rules)
+
+
+def lowered(half: fx.GraphModule, ctx: PassContext, *steps: object) -> fx.GraphModule:
+    """A copy at level 2, after further passes."""
+    gm = copy_graph(half)
+    Pipeline(passes.LowerShards(), *steps, given=PLAIN_PIPELINE.facts_at_end).run(gm, ctx)
+    return gm
+
+
+def unit_schedule(half: fx.GraphModule, ctx: PassContext, model: CostModel) -> Simulation:
+    """One bucket a unit, each gather one bucket ahead."""
+    gm = lowered(half, ctx, passes.BucketCollectives(), passes.ScheduleCollectives(memory="any"))
+    found = problem_of_graph(gm, model)
+    return simulate(found.problem, found.unplanned)
+
+
+def short(simulation: Simulation) -> str:
+    """Milliseconds and peak."""
+    return f"{1e3 * simulation.seconds:9.2f} {simulation.peak_bytes / 2**30:6.1f}"
+
+
+def row(name: str, half: fx.GraphModule, ctx: PassContext, with_inductor: bool) -> str:
+    """One line of the table."""
+    model = CostModel.of_mesh(load_card("h100-sxm"), ctx.mesh)
+    gm = lowered(half, ctx)
+    before = user_seconds()
+    problem = problem_of_graph(gm, model).problem
+    found = plan(problem)
+    seconds = user_seconds() - before
+    text = (
+        f"{name} {len(gm.graph.nodes):>6} {sum(map(is_collective, gm.graph.nodes)):>5} "
+        f"{short(unit_schedule(half, ctx, model))} {short(simulate(problem, found.steps))} "
+        f"{1e3 * found.bounds.seconds:9.2f} {100 * found.gap:6.2f} {len(found.buckets):>7} {seconds:6.1f}"
+    )
+    if with_inductor and len(ctx.mesh.axes) == 1:
+        for merges in (False, True):
+            moved, steps = inductor_schedule(gm, model, ctx.mesh.num_ranks, merges=merges)
+            text += " " + short(simulate(moved, steps))
+    return text
+
+
+def parsed_mesh(text: str) -> dict[str, int]:
+    """A mesh from "replicate=16,shard=64"."""
+    return {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=MODELS, default="8b")
+    parser.add_argument("--layers", type=int, nargs="+", default=[], help="default: all the model has")
+    parser.add_argument("--mesh", type=parsed_mesh, nargs="+", default=MESHES)
+    parser.add_argument("--tokens", type=int, default=8192, help="of the one sequence of a rank")
+    parser.add_argument(
+        "--no-inductor", action="store_true", help="leave Inductor's pass out: it takes longest"
+    )
+    options = parser.parse_args()
+    print(f"{'mesh':>16} {'layers':>6} {'half':>8}  nodes coll.   unit ms   peak   plan ms   peak  bound ms  "
+          "gap % buckets plan s  Inductor   peak   merging   peak", flush=True)  # fmt: skip
+    for num_layers in options.layers or [MODELS[options.model].num_layers]:
+        for mesh in options.mesh:
+            step = captured(options.model, num_layers, mesh, options.tokens)
+            for half in ("forward", "backward"):
+                ctx = getattr(step.context, f"for_{half}")()
+                name = f"{' x '.join(map(str, mesh.values())):>16} {num_layers:>6} {half:>8}"
+                print(row(name, getattr(step, half), ctx, not options.no_inductor), flush=True)
