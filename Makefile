@@ -3,10 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help train examples test test-all lint types gpu-check bench clean
+.PHONY: help train inspect examples test test-all lint types gpu-check bench clean
 
 help:
 	@echo "make train      train a small GPT on two processes (or one per GPU)"
+	@echo "make inspect    predict a step of Llama 3 8B on 64 H100, without a GPU"
 	@echo "make examples   the shorter examples"
 	@echo "make test       lint, type check and the tests that CI runs"
 	@echo "make test-all   the slow tests too"
@@ -23,6 +24,14 @@ help:
 train: .venv/.installed
 	$(BIN)/torchrun --standalone --nproc-per-node "$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)')" \
 		examples/train_gpt.py $(ARGS)
+
+# MODEL, and further options in ARGS: make inspect MODEL=llama_3_405b ARGS="--plan auto"
+MODEL ?= llama_3_8b
+inspect: .venv/.installed
+	@mkdir -p out
+	$(BIN)/graphshard inspect examples.llama_model:$(MODEL) --mesh shard=64 --hardware h100-sxm --unit "layers.*" \
+		--param-dtype bfloat16 --reduce-dtype float32 \
+		--text out/$(MODEL).txt --trace out/$(MODEL).trace.json --json out/$(MODEL).json $(ARGS)
 
 examples: .venv/.installed
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/finetune_llama.py

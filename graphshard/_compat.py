@@ -7,7 +7,7 @@ project may import a private torch name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -18,11 +18,17 @@ from torch._dynamo.functional_export import _dynamo_graph_capture_for_export  # 
 from torch._functorch._aot_autograd.descriptors import ParamAOTInput  # checked: 2.13
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # checked: 2.13
 from torch._guards import detect_fake_mode  # checked: 2.13
-from torch._subclasses.fake_tensor import FakeTensorMode  # checked: 2.13
+from torch._subclasses.fake_tensor import (  # checked: 2.13
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # checked: 2.13
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module  # checked: 2.13
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # checked: 2.13
 from torch.utils._pytree import tree_map  # checked: 2.13
 
 try:
@@ -31,6 +37,7 @@ except ImportError:  # torch before it had a mesh per parameter
     ShardPlacementResult = None
 
 __all__ = [
+    "DATA_DEPENDENT",
     "FakeTensorMode",
     "ShardPlacementResult",
     "TorchDynamoException",
@@ -44,11 +51,30 @@ __all__ = [
     "group_timeout_seconds",
     "in_recomputation",
     "join_meshes",
+    "lazy_graph_modules",
+    "make_graph_module",
     "parameter_of_input",
     "queue_after_backward",
     "strided_shard",
     "tree_map",
 ]
+
+
+def lazy_graph_modules() -> AbstractContextManager[None]:
+    """A context in which captured graphs get Python code only once they are called (checked: 2.13).
+
+    Most graphs of a capture are edited further and never run, and code is a sixth of a capture's time.
+    """
+    return _use_lazy_graph_module(True)
+
+
+def make_graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A graph module, lazy inside :func:`lazy_graph_modules` (checked: 2.13)."""
+    return _make_graph_module(root, graph)
+
+
+#: Raised where a shape or a number depends on data (checked: 2.13).
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
 def in_recomputation() -> bool:

@@ -8,31 +8,44 @@ same passes run as in training. Axes of the mesh are sizes with names, so 4,096 
 from __future__ import annotations
 
 import copy
+import gc
+import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ._compat import (
+    DATA_DEPENDENT,
     FakeTensorMode,
     TorchDynamoException,
     capture_with_dynamo,
     export_joint,
+    lazy_graph_modules,
     parameter_of_input,
     tree_map,
 )
+from .collectives import aten
 from .context import PassContext, context_from_shard_ops, pieces_of
 from .errors import CaptureError, ShardingError
-from .inductor import functorch_patch, inductor_decompositions, partition_as_inductor
+from .graph_text import graph_text, value_text
+from .inductor import drop_rng_states, functorch_patch, inductor_decompositions, partition_as_inductor
 from .params import PlainParameter, UnshardCall
 from .passes import InsertShards, MergeUnshards, SpreadParameters, TagRecompute
 from .pipeline import PassRecord, Pipeline
 from .rewrite import copy_graph, output_values
+
+#: A frame of a traceback, and the folders whose frames are not the user's.
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+?)(?:, code: |\n)\s*([^\n]*)')
+_NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 #: The joint passes of training, behind the one that a plain graph needs.
 PLAIN_PIPELINE = Pipeline(InsertShards(), MergeUnshards(), SpreadParameters(), TagRecompute())
@@ -81,6 +94,35 @@ class ShardingRules:
         """Whether the module of this path is a unit."""
         return any(re.fullmatch(_as_regex(pattern), path) for pattern in self.units)
 
+    def call_of(self, path: str, shape: torch.Size, is_float: bool) -> UnshardCall:
+        """How the parameter of this path is gathered, without its tensors."""
+        unit = self.unit_of(path)
+        reshard = self.reshard_after_forward
+        is_freed = unit != "root" if reshard is None else reshard
+        num_shards, num_replicas = self.mesh["shard"], self.mesh.get("replicate", 1)
+        replicate = "replicate" if num_replicas > 1 else ""
+        return UnshardCall(
+            shard=None,
+            handle=None,
+            name=path,
+            unit=unit,
+            shape=list(shape),
+            dim=0,
+            dtype=self.mp_policy.param_dtype if is_float else None,
+            reshard=num_shards if is_freed else 1,
+            reshard_group="",
+            axis="shard",
+            group_size=num_shards,
+            group_name="shard",
+            replicate_axis=replicate,
+            replicate_size=num_replicas,
+            replicate_group=replicate,
+            reduce_dtype=self.mp_policy.reduce_dtype,
+            divide_factor=None,
+            force_sum=False,
+            reshard_fixed=reshard is not None,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedStep:
@@ -90,14 +132,18 @@ class CapturedStep:
         joint: forward and backward in one, after the joint passes.
         forward, backward: the halves.
         context: what passes on them know (``context.for_forward()``, ``for_backward()``).
+        text: the joint graph as it was captured, before any of them.
         records: what each joint pass did, with the graph text after it.
+        num_results: how many outputs of the forward are results; the others are kept for the backward.
     """
 
     joint: fx.GraphModule
     forward: fx.GraphModule
     backward: fx.GraphModule
     context: PassContext
+    text: str
     records: tuple[PassRecord, ...]
+    num_results: int
 
 
 def capture_step(
@@ -107,6 +153,9 @@ def capture_step(
     *,
     rules: ShardingRules,
     loss: Callable[[Any], Tensor] | None = None,
+    checkpoint: Sequence[str] = (),
+    needs_loss: bool = False,
+    device_type: str | None = None,
 ) -> CapturedStep:
     """Forward and backward of ``model`` as they would run on each rank of the mesh of ``rules``.
 
@@ -115,42 +164,104 @@ def capture_step(
         args, kwargs: example inputs of one rank; of tensors only shape and dtype count.
         rules: mesh, units and dtypes.
         loss: turns the model's output into a scalar; None if the model returns one.
+        checkpoint: patterns, as in ``rules.units``, of modules whose activations are computed again.
+        needs_loss: refuse a step whose result is not one scalar.
+        device_type: where the step is to run; None for the device of the capture, the CPU.
 
     Raises:
-        CaptureError: the model has a graph break, or a branch that depends on data (with the line).
-        ShardingError: patterns of ``rules.units`` match no module (all are listed).
+        CaptureError: the inputs do not fit; the model has a graph break, or a shape or a branch that
+            depends on data (with the line); nothing is trained; or the result is no loss.
+        ShardingError: patterns of ``rules.units`` or ``checkpoint`` match no module (all are listed).
     """
-    _refuse_patterns_without_modules(model, rules)
+    if type(rules) is ShardingRules:
+        _refuse_patterns_without_modules(model, "units", rules.units)
+    _refuse_patterns_without_modules(model, "checkpoint", checkpoint)
+    _refuse_other_inputs(model, args, kwargs or {})
     mode = FakeTensorMode()
     fake = _fake_copy(model, mode, rules.mp_policy.param_dtype)
+    _checkpoint(fake, checkpoint)
     fake_args, fake_kwargs = _fake_inputs((tuple(args), dict(kwargs or {})), mode, rules.mp_policy)
     paths = {id(param): path for path, param in reversed(list(fake.named_parameters()))}
     with ExitStack() as stack:
         stack.enter_context(functorch_patch())
+        stack.enter_context(lazy_graph_modules())
+        stack.enter_context(_no_garbage_collection())
         stack.enter_context(mode)
         traced = _trace(_Step(fake, loss), fake_args, fake_kwargs)
-        joint = export_joint(stack, traced, fake_args, fake_kwargs, inductor_decompositions())
+        joint = _export(stack, traced, fake_args, fake_kwargs)
         placeholders = joint.graph.find_nodes(op="placeholder")
         primals = [node for node in placeholders if not node.name.startswith("tangents_")]
+        if len(primals) == len(placeholders):
+            raise CaptureError(
+                "nothing is trained: what the model returns does not depend on a parameter in a way that has a gradient"
+            )
+        num_results = len(output_values(joint.graph)) - len(primals)
+        if needs_loss:
+            _refuse_other_results(output_values(joint.graph)[:num_results])
         plain = []
         for node in primals:
             param = parameter_of_input(node, traced)
             if param is not None:
                 path = paths[id(param)]
-                plain.append(_plain_parameter(node, path, model.get_parameter(path).dtype, rules))
+                dtype = model.get_parameter(path).dtype
+                call = rules.call_of(path, node.meta["val"].shape, dtype.is_floating_point)
+                plain.append(PlainParameter(placeholder=node.name, call=call, dtype=dtype))
         context = PassContext(plain=tuple(plain))
-        found: list[tuple[fx.GraphModule, PassContext, list[PassRecord]]] = []
+        found: list[tuple[fx.GraphModule, PassContext, str, list[PassRecord]]] = []
 
         def run_joint_passes(gm: fx.GraphModule) -> None:
+            text = graph_text(gm)
             records = PLAIN_PIPELINE.run(gm, context)
-            found.append((copy_graph(gm), replace(context_from_shard_ops(gm), pieces=pieces_of(gm)), records))
+            known = replace(context_from_shard_ops(gm), pieces=pieces_of(gm), device_type=device_type)
+            found.append((copy_graph(gm), known, text, records))
 
-        num_results = len(output_values(joint.graph)) - len(primals)
         forward, backward = partition_as_inductor(joint, num_results, range(len(plain)), run_joint_passes)
-    ((sharded, sharded_context, records),) = found
+        drop_rng_states(forward, backward)
+    ((sharded, sharded_context, text, records),) = found
     return CapturedStep(
-        joint=sharded, forward=forward, backward=backward, context=sharded_context, records=tuple(records)
+        joint=sharded,
+        forward=forward,
+        backward=backward,
+        context=sharded_context,
+        text=text,
+        records=tuple(records),
+        num_results=num_results,
     )
+
+
+def plain_module(exported: torch.export.ExportedProgram) -> nn.Module:
+    """An exported program as a module that can be captured again, on any device.
+
+    The devices that the export wrote down become the CPU, where captures happen, and its checks of
+    the inputs' metadata, which compare devices, are left out.
+    """
+    module = exported.module(check_guards=False)
+    for part in module.modules():
+        if not isinstance(part, fx.GraphModule):
+            continue
+        for node in list(part.graph.nodes):
+            if node.target is aten._assert_tensor_metadata.default:
+                part.graph.erase_node(node)
+                continue
+            node.args, node.kwargs = tree_map(_on_cpu, (node.args, node.kwargs))
+        part.recompile()
+    return module
+
+
+def _on_cpu(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A capture makes millions of objects that live to its end; each full collection looks at all of them."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _Step(nn.Module):
@@ -170,16 +281,57 @@ def _as_regex(pattern: str) -> str:
     return re.escape(pattern).replace(r"\*", r"[^.]+")
 
 
-def _refuse_patterns_without_modules(model: nn.Module, rules: ShardingRules) -> None:
+def _refuse_patterns_without_modules(model: nn.Module, option: str, patterns: Sequence[str]) -> None:
     paths = [path for path, _ in model.named_modules() if path]
     idle = [
         repr(pattern)
-        for pattern in rules.units
+        for pattern in patterns
         if not any(re.fullmatch(_as_regex(pattern), path) for path in paths)
     ]
     if idle:
         some = ", ".join(paths[:8])
-        raise ShardingError(f"units: no module matches {', '.join(idle)}; modules are {some}, ...")
+        raise ShardingError(f"{option}: no module matches {', '.join(idle)}; modules are {some}, ...")
+
+
+def _refuse_other_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    if isinstance(model, fx.GraphModule):
+        return  # its forward takes anything, and checks later
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise CaptureError(f"the inputs do not fit {type(model).__name__}.forward: {error}") from error
+
+
+def _refuse_other_results(results: Sequence[Any]) -> None:
+    """Every result but one scalar of floats: there is no gradient of anything else."""
+    values = [value.meta.get("val") if isinstance(value, fx.Node) else value for value in results]
+    is_loss = len(values) == 1 and isinstance(values[0], Tensor) and values[0].numel() == 1
+    if not is_loss or not values[0].dtype.is_floating_point:
+        raise CaptureError(
+            f"what the model returns is no loss: {', '.join(map(value_text, values)) or 'nothing'}; give a "
+            "function that turns it into one scalar (loss=...), or return that from the model"
+        )
+
+
+def _checkpoint(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Modules whose path matches keep no activations."""
+    for path, module in model.named_modules():
+        if any(re.fullmatch(_as_regex(pattern), path) for pattern in patterns):
+            module.forward = partial(torch.utils.checkpoint.checkpoint, module.forward, use_reentrant=False)
+
+
+def _export(
+    stack: ExitStack, traced: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> fx.GraphModule:
+    if not any(param.requires_grad for param in traced.parameters()):
+        raise CaptureError("nothing is trained: no parameter that the model reads requires a gradient")
+    try:
+        joint = export_joint(stack, traced, args, kwargs, inductor_decompositions())
+    except (RuntimeError, *DATA_DEPENDENT) as error:  # AOTAutograd has no type of its own
+        raise CaptureError(_complaint(error)) from error
+    for node in joint.graph.find_nodes(op="placeholder"):
+        node.meta.setdefault("val", None)  # a number among the inputs, which the graph holds as a constant
+    return joint
 
 
 def _fake_copy(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
@@ -210,45 +362,27 @@ def _fake(value: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Ten
 
 def _trace(step: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
     try:
-        traced = capture_with_dynamo(step, args, kwargs)
-    except TorchDynamoException as error:
-        raise CaptureError(
-            f"the model cannot be captured as one graph: {_first_lines(error)}\n"
-            "Replace what breaks the graph, or mark it as an operator (torch.library.custom_op)"
-        ) from error
-    return traced
+        return capture_with_dynamo(step, args, kwargs)
+    except (TorchDynamoException, *DATA_DEPENDENT) as error:
+        raise CaptureError(_complaint(error)) from error
 
 
-def _first_lines(error: Exception) -> str:
-    return str(error).strip().split("\n\n\n", 1)[0]
-
-
-def _plain_parameter(node: fx.Node, path: str, dtype: torch.dtype, rules: ShardingRules) -> PlainParameter:
-    unit = rules.unit_of(path)
-    reshard = rules.reshard_after_forward
-    is_freed = unit != "root" if reshard is None else reshard
-    num_shards, num_replicas = rules.mesh["shard"], rules.mesh.get("replicate", 1)
-    replicate = "replicate" if num_replicas > 1 else ""
-    policy = rules.mp_policy
-    call = UnshardCall(
-        shard=None,
-        handle=None,
-        name=path,
-        unit=unit,
-        shape=list(node.meta["val"].shape),
-        dim=0,
-        dtype=policy.param_dtype if dtype.is_floating_point else None,
-        reshard=num_shards if is_freed else 1,
-        reshard_group="",
-        axis="shard",
-        group_size=num_shards,
-        group_name="shard",
-        replicate_axis=replicate,
-        replicate_size=num_replicas,
-        replicate_group=replicate,
-        reduce_dtype=policy.reduce_dtype,
-        divide_factor=None,
-        force_sum=False,
-        reshard_fixed=reshard is not None,
+def _complaint(error: Exception) -> str:
+    """One line: what broke the graph, and the line of the user's that did."""
+    text = str(error).strip()
+    what = text.splitlines()[0].strip()[:300] if text else type(error).__name__
+    if isinstance(error, DATA_DEPENDENT):
+        what = f"a shape or a number depends on data ({what})"
+    places = [
+        (file, number, function, code.strip())
+        for file, number, function, code in _FRAME.findall(text)
+        if not file.startswith(_NOT_USERS)
+    ]
+    where = ""
+    if places:
+        file, number, function, code = places[-1]
+        where = f" at {file}:{number}, in {function}: `{code}`"
+    return (
+        f"the model cannot be captured as one graph: {what}{where}; replace what breaks the graph, or mark it "
+        "as an operator (torch.library.custom_op)"
     )
-    return PlainParameter(placeholder=node.name, call=call, dtype=dtype)

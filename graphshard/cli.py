@@ -19,6 +19,7 @@ from .cost.calibrate import CalibrationJob, calibrate, is_launched
 from .cost.cards import known_cards, load_card
 from .cost.probes import ProbeSizes
 from .errors import GraphShardError, UsageError
+from .inspect_command import add_arguments, run_inspect
 
 GIB = 2**30
 
@@ -137,6 +138,9 @@ def print_progress(line: str) -> None:
 
 #: Every subcommand, in the order of ``--help``.
 SUBCOMMANDS: dict[str, Subcommand] = {
+    "inspect": Subcommand(
+        summary="predict a training step of a model on N devices", add_arguments=add_arguments, run=run_inspect
+    ),
     "cards": Subcommand(
         summary="list hardware cards", add_arguments=_cards_arguments, run=run_cards
     ),

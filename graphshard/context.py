@@ -61,6 +61,8 @@ class PassContext:
         max_reductions: reductions that may be open at a time; 0 for the schedule's own.
         prices: the cost model; None where nothing is planned by cost.
         known_plan: the plan to follow, of another rank; None to make one.
+        device_type: where the graph will run, if not where its values are: a capture on fake tensors of
+            the CPU may be for another device.
     """
 
     mesh: MeshLayout = field(default_factory=MeshLayout)
@@ -75,6 +77,7 @@ class PassContext:
     plain: tuple[PlainParameter, ...] = ()
     prices: GraphPrices | None = None
     known_plan: KnownPlan | None = None
+    device_type: str | None = None
 
     def binding(self, placeholder: str) -> ParameterBinding | None:
         """The parameter whose shard, or kept piece, enters through the placeholder of this name."""

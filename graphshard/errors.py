@@ -92,6 +92,23 @@ class UnknownGroupError(GraphShardError, KeyError):
         return str(self.args[0])
 
 
+class BudgetError(GraphShardError, ValueError):
+    """A training step does not fit the memory that a rank may use.
+
+    Attributes:
+        budget_bytes: what it may use.
+        needed_bytes: what ``what`` needs.
+    """
+
+    def __init__(self, budget_bytes: int, needed_bytes: int, what: str) -> None:
+        super().__init__(
+            f"memory_budget: {budget_bytes} bytes a rank, but {what} needs "
+            f'{needed_bytes} bytes; allow that much, or use plan="auto", checkpoint="units", a smaller batch, '
+            "or more ranks"
+        )
+        self.budget_bytes, self.needed_bytes = budget_bytes, needed_bytes
+
+
 class CalibrationError(GraphShardError, RuntimeError):
     """This machine could not be measured as asked."""
 

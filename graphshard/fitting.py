@@ -20,7 +20,12 @@ from .placement import Decisions, Movable, Placement
 
 
 def fit(
-    gm: fx.GraphModule, movable: Movable, wanted: Decisions, *, budget_bytes: int | None = None
+    gm: fx.GraphModule,
+    movable: Movable,
+    wanted: Decisions,
+    *,
+    budget_bytes: int | None = None,
+    device_type: str | None = None,
 ) -> tuple[Decisions, list[str]]:
     """The part of the ``wanted`` overlap that fits under a budget.
 
@@ -30,11 +35,12 @@ def fit(
         wanted: ``prefetch`` and ``in_flight`` of the order with all overlap.
         budget_bytes: what the graph may need at its peak, without the inputs that the caller keeps;
             None for the peak of the order without any overlap.
+        device_type: where the graph will run; None for where its values are.
 
     Returns:
         Decisions, and one sentence for each collective that overlaps less than wanted.
     """
-    model = MemoryModel(gm, kept=kept_inputs(gm))
+    model = MemoryModel(gm, kept=kept_inputs(gm), device_type=device_type)
     if budget_bytes is None:
         budget_bytes = model.timeline(Placement(movable, Decisions()).order()).peak_bytes
     sequence = [node for node in Placement(movable, wanted).order() if is_collective(node)]

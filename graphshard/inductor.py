@@ -21,16 +21,19 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._inductor.virtualized import V
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.utils._ordered_set import OrderedSet
 
 from .collectives import is_collective, is_wait, short_name
 from .errors import OptionError
+from .rewrite import fake_result
 
 __all__ = [
     "CustomGraphPass",
     "compile_fx",
     "compile_fx_inner",
     "compile_later",
+    "drop_rng_states",
     "emitted_order",
     "order_difference",
 ]
@@ -137,6 +140,42 @@ def partition_as_inductor(
             num_fwd_outputs=num_results,
             static_lifetime_input_indices=list(parameters),
         )
+
+
+def drop_rng_states(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    """Makes plain ops again of those that are recomputed from a saved state of the random generator.
+
+    The partitioner wraps every recomputed op that may draw random numbers, attention without dropout
+    too, so that it draws the same ones again. That is for running a graph; for looking at one, the
+    wrapped op hides its shapes and its operations, and the state weighs nothing.
+    """
+    states = set()
+    for node in forward.graph.find_nodes(op="call_function", target=run_and_save_rng_state):
+        parts = {user.args[1]: user for user in node.users}
+        _replace_with_op(forward.graph, parts[1], list(node.args), node.kwargs)
+        states.add(parts[0].name)
+        outputs = forward.graph.output_node()
+        outputs.args = (type(outputs.args[0])(value for value in outputs.args[0] if value is not parts[0]),)
+        for unused in (*parts.values(), node):
+            forward.graph.erase_node(unused)
+    for node in backward.graph.find_nodes(op="call_function", target=run_with_rng_state):
+        _state, *rest = node.args
+        _replace_with_op(backward.graph, node, rest, node.kwargs)
+        backward.graph.erase_node(node)
+    for node in backward.graph.find_nodes(op="placeholder"):
+        if node.name in states:
+            backward.graph.erase_node(node)
+
+
+def _replace_with_op(
+    graph: fx.Graph, result: fx.Node, call: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    target, *args = call
+    with graph.inserting_before(result):
+        plain = graph.call_function(target, tuple(args), dict(kwargs))
+    plain.meta = dict(result.meta)
+    plain.meta["val"] = fake_result(plain.target, plain.args, plain.kwargs)  # the wrapper has none
+    result.replace_all_uses_with(plain)
 
 
 def compile_later(patches: Mapping[str, Any]) -> Callable[[], contextlib.AbstractContextManager[None]]:

@@ -121,7 +121,11 @@ class MemoryTimeline:
 
 
 def memory_timeline(
-    gm: fx.GraphModule, *, kept: Iterable[fx.Node], order: Sequence[fx.Node] | None = None
+    gm: fx.GraphModule,
+    *,
+    kept: Iterable[fx.Node],
+    order: Sequence[fx.Node] | None = None,
+    device_type: str | None = None,
 ) -> MemoryTimeline:
     """Live bytes of a forward, inference or backward graph.
 
@@ -129,8 +133,11 @@ def memory_timeline(
         gm: a graph whose values carry ``meta["val"]``; symbolic sizes count with their hints.
         kept: placeholders that the caller keeps alive (see :func:`kept_inputs`).
         order: an order of its nodes in which inputs precede their readers; default the graph's own.
+        device_type: where it will run, for what collectives copy there; default where its values are.
     """
-    return MemoryModel(gm, kept=kept).timeline(list(gm.graph.nodes) if order is None else order)
+    return MemoryModel(gm, kept=kept, device_type=device_type).timeline(
+        list(gm.graph.nodes) if order is None else order
+    )
 
 
 def kept_inputs(gm: fx.GraphModule) -> list[fx.Node]:
@@ -145,17 +152,23 @@ def kept_inputs(gm: fx.GraphModule) -> list[fx.Node]:
     return inputs
 
 
-def copied_bytes(collective: fx.Node) -> int:
-    """Bytes of the copies that the backend makes while the collective runs."""
+def copied_bytes(collective: fx.Node, device_type: str | None = None) -> int:
+    """Bytes of the copies that the backend makes while the collective runs.
+
+    Args:
+        collective: its node.
+        device_type: where it will run ("cuda"); None for where its result is, which is wrong for a graph
+            that was captured on fake CPU tensors for another device.
+    """
     output = collective.meta["val"]
-    device = _tensors(output)[0].device.type
+    device = device_type or _tensors(output)[0].device.type
     of_input, of_output = BACKEND_COPIES.get(device, {}).get(collective.target, (0, 0))
     input_bytes = sum(tensor_bytes(arg.meta["val"]) for arg in collective.all_input_nodes)
     return of_input * input_bytes + of_output * tensor_bytes(output)
 
 
 @dataclass(eq=False, slots=True)
-class _Buffer:
+class Buffer:
     """Memory of one value; ``producer`` is an input, a kernel, or a collective (for its copies)."""
 
     producer: fx.Node
@@ -170,13 +183,17 @@ class MemoryModel:
     Args:
         gm: as in :func:`memory_timeline`.
         kept: as in :func:`memory_timeline`.
+        device_type: as in :func:`memory_timeline`.
     """
 
-    def __init__(self, gm: fx.GraphModule, *, kept: Iterable[fx.Node]) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, *, kept: Iterable[fx.Node], device_type: str | None = None
+    ) -> None:
         kept = set(kept)
+        self._device_type = device_type
         self.kept_bytes = sum(tensor_bytes(node.meta.get("val")) for node in kept)
-        self._made: list[_Buffer] = []
-        self._seen: dict[fx.Node, tuple[_Buffer, ...]] = {}
+        self._made: list[Buffer] = []
+        self._seen: dict[fx.Node, tuple[Buffer, ...]] = {}
         for node in gm.graph.nodes:
             self._seen[node] = () if node in kept else tuple(dict.fromkeys(self._look(node)))
         for node in gm.graph.nodes:
@@ -189,7 +206,7 @@ class MemoryModel:
     def timeline(self, order: Sequence[fx.Node]) -> MemoryTimeline:
         """Live bytes over an order of all nodes in which inputs precede their readers."""
         changes = [0] * (len(order) + 1)
-        ranges = self._ranges(order)
+        ranges = self.ranges(order)
         for start, end, buffer in ranges:
             changes[start] += buffer.num_bytes
             changes[end + 1] -= buffer.num_bytes
@@ -212,9 +229,14 @@ class MemoryModel:
 
     def lifetimes(self, order: Sequence[fx.Node]) -> list[tuple[int, int, int]]:
         """For each value its first and last position in an order, and its bytes."""
-        return [(start, end, buffer.num_bytes) for start, end, buffer in self._ranges(order)]
+        return [(start, end, buffer.num_bytes) for start, end, buffer in self.ranges(order)]
 
-    def _ranges(self, order: Sequence[fx.Node]) -> list[tuple[int, int, _Buffer]]:
+    def buffers_of(self, node: fx.Node) -> tuple[Buffer, ...]:
+        """What a node's value occupies: none for an input that the caller keeps."""
+        return self._seen[node]
+
+    def ranges(self, order: Sequence[fx.Node]) -> list[tuple[int, int, Buffer]]:
+        """For each buffer that is ever stored its first and last position in an order."""
         first, last = fusion_runs(order)
         ranges = []
         position = {node: index for index, node in enumerate(order)}
@@ -234,9 +256,10 @@ class MemoryModel:
         The output is left out because that of a reduction outlives the wait. An input that the caller
         keeps counts nothing.
         """
-        return sum(buffer.num_bytes for buffer in set(self._read(collective))) + copied_bytes(collective)
+        own = sum(buffer.num_bytes for buffer in set(self._read(collective)))
+        return own + copied_bytes(collective, self._device_type)
 
-    def _look(self, node: fx.Node) -> Iterator[_Buffer]:
+    def _look(self, node: fx.Node) -> Iterator[Buffer]:
         """The buffers that reading ``node`` reads; makes those that ``node`` allocates."""
         if node.op == "get_attr" or node.op == "output":
             return
@@ -250,15 +273,15 @@ class MemoryModel:
             return
         for index, value in enumerate(_tensors(node.meta.get("val"))):
             is_tuple = isinstance(node.meta["val"], (tuple, list))
-            buffer = _Buffer(node, f"[{index}]" if is_tuple else "", tensor_bytes(value))
+            buffer = Buffer(node, f"[{index}]" if is_tuple else "", tensor_bytes(value))
             self._made.append(buffer)
             yield buffer
 
-    def _items(self, source: fx.Node, index: Any) -> Iterable[_Buffer]:
+    def _items(self, source: fx.Node, index: Any) -> Iterable[Buffer]:
         is_flat = len(self._seen[source]) == len(source.meta["val"])
         return (self._seen[source][index],) if is_flat and isinstance(index, int) else self._seen[source]
 
-    def _read(self, node: fx.Node) -> Iterator[_Buffer]:
+    def _read(self, node: fx.Node) -> Iterator[Buffer]:
         for source in node.all_input_nodes:
             yield from self._seen[source]
 
@@ -280,8 +303,8 @@ class MemoryModel:
         ]
         for buffer in self._read(collective):
             buffer.readers.extend(waits)
-        if num_bytes := copied_bytes(collective):
-            self._made.append(_Buffer(collective, " (copy)", num_bytes, waits))
+        if num_bytes := copied_bytes(collective, self._device_type):
+            self._made.append(Buffer(collective, " (copy)", num_bytes, waits))
 
 
 def is_fusible(node: fx.Node) -> bool:

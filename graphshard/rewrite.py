@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from ._compat import detect_fake_mode
+from ._compat import detect_fake_mode, make_graph_module
 
 
 class GraphEmitter:
@@ -79,7 +79,7 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     output = graph.graph_copy(gm.graph, copies)
     graph.output(output)
     graph.output_node().meta.update(gm.graph.output_node().meta)
-    return fx.GraphModule(gm, graph)
+    return make_graph_module(gm, graph)
 
 
 def stable_topological_sort(graph: fx.Graph) -> None:

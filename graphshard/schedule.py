@@ -72,7 +72,13 @@ def schedule_graph(
     card = hardware if isinstance(hardware, HardwareCard) else load_card(hardware)
     measured = load_tables(tables) if isinstance(tables, (str, Path)) else tables
     model = CostModel(card=card, tables=measured, groups=topologies(gm, card, groups or {}))
-    return schedule_with_prices(gm, model, memory_budget=memory_budget, shared_links=shared_links)
+    return schedule_with_prices(
+        gm,
+        model,
+        memory_budget=memory_budget,
+        shared_links=shared_links,
+        device_type=card.device_type,
+    )
 
 
 def topologies(
@@ -123,6 +129,7 @@ def schedule_with_prices(
     max_gathers: int = 0,
     max_reductions: int = 0,
     shared_links: Sequence[tuple[str, ...]] = (),
+    device_type: str | None = None,
 ) -> Plan:
     """Plans and changes a graph in place; on an error nothing is changed.
 
@@ -137,6 +144,7 @@ def schedule_with_prices(
         max_gathers=max_gathers,
         max_reductions=max_reductions,
         shared_links=shared_links,
+        device_type=device_type,
     )
     gm.graph = planned.gm.graph
     gm.recompile()
@@ -170,6 +178,7 @@ def plan_graph(
     shared_links: Sequence[tuple[str, ...]] = (),
     merge: bool = True,
     known: KnownPlan | None = None,
+    device_type: str | None = None,
 ) -> PlannedGraph:
     """Plans a graph, which stays as it is.
 
@@ -185,6 +194,7 @@ def plan_graph(
         merge: whether collectives may be merged.
         known: a plan of another rank to follow: its buckets and their order, and where they stand as
             far as this graph allows.
+        device_type: where the graph will run; None for where its values are.
 
     Raises:
         OptionError, OptionTypeError: a budget that cannot be read.
@@ -203,13 +213,15 @@ def plan_graph(
         max_gathers=max_gathers,
         max_reductions=max_reductions,
         shared_links=shared_links,
+        device_type=device_type,
     )
     if not merge:
         ones = [replace(one, merge_key=None) for one in found.problem.collectives]
         found = replace(found, problem=replace(found.problem, collectives=ones))
-    planned, result = (
-        _within_budget(gm, found, budget) if known is None else _followed(gm, found, known, budget)
-    )
+    if known is None:
+        planned, result = _within_budget(gm, found, budget, device_type)
+    else:
+        planned, result = _followed(gm, found, known, budget, device_type)
     steps = tuple((step.position, step.is_start, step.members) for step in result.steps)
     return PlannedGraph(
         gm=planned, plan=result, known=KnownPlan(num_tasks=len(found.problem.tasks), steps=steps)
@@ -217,14 +229,14 @@ def plan_graph(
 
 
 def _followed(
-    gm: fx.GraphModule, found: GraphProblem, known: KnownPlan, budget: int | None
+    gm: fx.GraphModule, found: GraphProblem, known: KnownPlan, budget: int | None, device_type: str | None
 ) -> tuple[fx.GraphModule, Plan]:
     """The graph with the buckets and the sequence of a known plan, within the budget."""
     before = simulate(found.problem.without_wishes(), found.unplanned).seconds
     peaks = []
     for steps in ways_to_follow(found.problem, known):
         planned = planned_graph(gm, found, steps)
-        peaks.append(_measured_peak(planned))
+        peaks.append(_measured_peak(planned, device_type))
         if budget is None or peaks[-1] <= budget:
             result = make_plan(
                 found.problem, steps, solver="followed", unplanned_seconds=before, notes=found.notes
@@ -235,9 +247,9 @@ def _followed(
 
 
 def _within_budget(
-    gm: fx.GraphModule, found: GraphProblem, budget: int | None
+    gm: fx.GraphModule, found: GraphProblem, budget: int | None, device_type: str | None
 ) -> tuple[fx.GraphModule, Plan]:
-    before = _measured_peak(gm)
+    before = _measured_peak(gm, device_type)
     fits = (budget is None or before <= budget) and is_possible(
         replace(found.problem, budget_bytes=None), found.unplanned
     )
@@ -249,7 +261,7 @@ def _within_budget(
         except InfeasibleBudgetError:
             break
         planned = planned_graph(gm, found, result.steps)
-        peak = _measured_peak(planned)
+        peak = _measured_peak(planned, device_type)
         if budget is None or peak <= budget:
             return planned, replace(result, peak_bytes=peak, budget_bytes=budget)
         assert allowed is not None
@@ -259,19 +271,20 @@ def _within_budget(
         result = make_plan(found.problem, found.unplanned, solver="none", notes=found.notes)
         result = replace(result, unplanned_seconds=result.seconds, peak_bytes=before, budget_bytes=budget)
         return gm, result
-    raise InfeasibleBudgetError(budget, _feasible_budget(gm, found), is_smallest=False)
+    raise InfeasibleBudgetError(budget, _feasible_budget(gm, found, device_type), is_smallest=False)
 
 
-def _feasible_budget(gm: fx.GraphModule, found: GraphProblem) -> int:
+def _feasible_budget(gm: fx.GraphModule, found: GraphProblem, device_type: str | None) -> int:
     """A budget that a plan of this graph keeps, by the memory model: the smallest found."""
     smallest, _ = smallest_budget(found.problem)
     result = plan(replace(found.problem, budget_bytes=smallest), notes=found.notes)
-    return max(_measured_peak(planned_graph(gm, found, result.steps)), smallest)
+    return max(_measured_peak(planned_graph(gm, found, result.steps), device_type), smallest)
 
 
-def _measured_peak(gm: fx.GraphModule) -> int:
+def _measured_peak(gm: fx.GraphModule, device_type: str | None) -> int:
     """Bytes live at the peak, by the memory model, inputs that the caller keeps included."""
-    timeline = MemoryModel(gm, kept=kept_inputs(gm)).timeline(list(gm.graph.nodes))
+    model = MemoryModel(gm, kept=kept_inputs(gm), device_type=device_type)
+    timeline = model.timeline(list(gm.graph.nodes))
     return timeline.peak_bytes + timeline.kept_bytes
 
 

@@ -88,6 +88,7 @@ class PlanCollectives:
             max_reductions=ctx.max_reductions,
             merge=self.merge,
             known=ctx.known_plan,
+            device_type=ctx.device_type,
         )
         changed = _names(planned.gm) != _names(gm)
         if changed:

@@ -47,7 +47,7 @@ def test_a_shipped_card_loads_under_its_name(name):
 def test_each_entry_of_a_shipped_card_has_a_source(name):
     data = _data(name)
     sources = data.pop("sources")
-    entries = set(data) - {"name", "summary", "efficiency"}
+    entries = set(data) - {"name", "summary", "device_type", "efficiency"}
     entries |= {f"efficiency.{kind}" for kind in data["efficiency"]}
     assert entries == set(sources)
     assert all(sources.values())

@@ -98,12 +98,27 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("graphshard.planning",),
     ("graphshard.backend", "graphshard.capture"),
+    ("graphshard.plain_copy",),
+    # reports: what a scheduled graph costs, and how that is shown
+    ("graphshard.report.data", "graphshard.report.walk"),
+    (
+        "graphshard.report",
+        "graphshard.report.categories",
+        "graphshard.report.exposure",
+        "graphshard.report.optimizers",
+        "graphshard.report.summary",
+        "graphshard.report.text",
+        "graphshard.report.trace",
+    ),
+    ("graphshard.report.half", "graphshard.report.step"),
+    ("graphshard.inspection", "graphshard.graph_inspection"),
     ("graphshard.testing.capture", "graphshard.testing.golden", "graphshard.testing.ranks"),
     ("graphshard.testing",),
     # the front end: knows the ops, and nothing of the compiler
     ("graphshard.naming", "graphshard.copying", "graphshard.fsdp_module", "graphshard.layouts"),
     ("graphshard.module", "graphshard.api"),
     ("graphshard",),
+    ("graphshard.inspect_command",),
     ("graphshard.cli",),
 )
 

@@ -244,6 +244,7 @@ def _card(job: CalibrationJob, compute: ComputeProbe, comm: CommProbe, local_ran
     return HardwareCard(
         name=job.out.stem,
         summary=f"{describe_machine(job.device_type)}, {num_ranks} ranks of {dist.get_backend()}",
+        device_type=job.device_type,
         ranks_per_node=local_ranks,
         collective_start_seconds=comm.collective_start_seconds,
         comm_compute_seconds_per_byte=comm.comm_compute_seconds_per_byte,

@@ -29,6 +29,9 @@ KERNEL_CLASSES = (
 #: The collectives that have a price.
 COLLECTIVE_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
+#: What ``device_type`` may be.
+DEVICE_TYPES = ("cuda", "cpu")
+
 #: Entries that may be 0.
 _MAY_BE_ZERO = ("comm_compute_share", "comm_compute_seconds_per_byte")
 _RANK_NUMBERS = (
@@ -114,6 +117,8 @@ class HardwareCard:
         host_bandwidth: bytes/s between the device and host memory.
         kernel_overhead_seconds: what each kernel costs beside its work.
         ranks_per_node: ranks that share a node.
+        device_type: torch's word for the device, "cuda" or "cpu": which backend communicates there,
+            and so what it copies (:data:`graphshard.memory.BACKEND_COPIES`).
         intra_node, inter_node: the links inside a node and between nodes.
         collective_start_seconds: what each collective costs before its first byte moves.
         comm_compute_share: fraction of its throughput that compute loses while a collective runs
@@ -140,6 +145,7 @@ class HardwareCard:
     collective_start_seconds: float
     comm_compute_share: float = 0.0
     comm_compute_seconds_per_byte: float = 0.0
+    device_type: str = "cuda"
     summary: str = ""
     sources: Mapping[str, str] = field(default_factory=dict)
 
@@ -166,6 +172,7 @@ class HardwareCard:
         return {
             "name": self.name,
             "summary": self.summary,
+            "device_type": self.device_type,
             "peak_flops": dict(self.peak_flops),
             "efficiency": {kind: _curve_data(curve) for kind, curve in self.efficiency.items()},
             **{name: getattr(self, name) for name in _RANK_NUMBERS},
@@ -226,6 +233,7 @@ def parse_card(text: str, *, where: str) -> HardwareCard:
     fields: dict[str, Any] = {
         "name": data.pop("name", where),
         "summary": data.pop("summary", ""),
+        "device_type": data.pop("device_type", "cuda"),
         "sources": data.pop("sources", {}),
         "peak_flops": reader.numbers("peak_flops"),
         "efficiency": reader.curves("efficiency", KERNEL_CLASSES),
@@ -334,6 +342,8 @@ def _value_problems(card: HardwareCard) -> Iterator[str]:
     """Entries whose values make no sense."""
     if not card.peak_flops:
         yield "peak_flops is empty: name at least one dtype"
+    if card.device_type not in DEVICE_TYPES:
+        yield f"device_type must be one of {', '.join(DEVICE_TYPES)}, not {card.device_type!r}"
     numbers = {f"peak_flops.{name}": value for name, value in card.peak_flops.items()}
     numbers |= {name: getattr(card, name) for name in _RANK_NUMBERS}
     fractions = {"comm_compute_share": card.comm_compute_share}

@@ -95,6 +95,7 @@ def problem_of_graph(
     max_gathers: int = 0,
     max_reductions: int = 0,
     shared_links: Sequence[tuple[str, ...]] = (),
+    device_type: str | None = None,
 ) -> GraphProblem:
     """Reads a graph; changes nothing.
 
@@ -107,6 +108,7 @@ def problem_of_graph(
         max_gathers, max_reductions: buckets that may be in flight; 0 for any number.
         shared_links: names of process groups that share a link, so that their collectives run one after
             the other; those that the graph does not use may be among them.
+        device_type: where the graph will run; None for where its values are.
 
     What ``fixed_buckets`` and ``prefetch`` say of collectives that cannot move is left out, with a note.
 
@@ -125,7 +127,7 @@ def problem_of_graph(
     bad = [f"{node.name}: {value}" for node, value in seconds.items() if not 0.0 <= value < float("inf")]
     if bad:
         raise PriceError(f"prices must be finite and not negative, but these are not: {', '.join(bad[:5])}")
-    reader = _Reader(gm, movable, lazy, seconds)
+    reader = _Reader(gm, movable, lazy, seconds, device_type)
     collectives = reader.collectives()
     tasks = [Task(seconds=seconds.get(node, 0.0)) for node in reader.tasks]
     problem = Problem(
@@ -141,7 +143,9 @@ def problem_of_graph(
     )
     unplanned = reader.unplanned()
     return GraphProblem(
-        problem=replace(_with_memory(gm, problem, reader.tasks, unplanned), budget_bytes=budget_bytes),
+        problem=replace(
+            _with_memory(gm, problem, reader.tasks, unplanned, device_type), budget_bytes=budget_bytes
+        ),
         starts=tuple(movable),
         tasks=tuple(reader.tasks),
         unplanned=tuple(unplanned),
@@ -284,8 +288,14 @@ class _Reader:
     """Positions, sizes and times of the collectives of one graph."""
 
     def __init__(
-        self, gm: fx.GraphModule, movable: list[fx.Node], lazy: set[fx.Node], seconds: Mapping[fx.Node, float]
+        self,
+        gm: fx.GraphModule,
+        movable: list[fx.Node],
+        lazy: set[fx.Node],
+        seconds: Mapping[fx.Node, float],
+        device_type: str | None,
     ) -> None:
+        self._device_type = device_type
         self._graph, self._movable, self._lazy, self._seconds = gm.graph, movable, lazy, seconds
         self.tasks = [node for node in gm.graph.nodes if node.op not in _NO_TASKS and node not in lazy]
         self._position = {node: position for position, node in enumerate(self.tasks)}
@@ -334,7 +344,7 @@ class _Reader:
             after=tuple(sorted(after)),
             ready_bytes=in_bytes if after else owned,
             staged_bytes=in_bytes if is_staged else 0,
-            copy_bytes=copied_bytes(node),
+            copy_bytes=copied_bytes(node, self._device_type),
             kept_bytes=0 if feeds and not results else kept_bytes,
             fresh_bytes=fresh_bytes,
             before_seconds=self._seconds_of(staging, self._staged),
@@ -418,11 +428,15 @@ def _readers(base: fx.Node) -> Iterator[fx.Node]:
 
 
 def _with_memory(
-    gm: fx.GraphModule, problem: Problem, tasks: list[fx.Node], unplanned: list[Step]
+    gm: fx.GraphModule,
+    problem: Problem,
+    tasks: list[fx.Node],
+    unplanned: list[Step],
+    device_type: str | None,
 ) -> Problem:
     """The problem with what its tasks hold, from the memory of the graph as it came."""
     order = list(gm.graph.nodes)
-    model = MemoryModel(gm, kept=kept_inputs(gm))
+    model = MemoryModel(gm, kept=kept_inputs(gm), device_type=device_type)
     timeline = model.timeline(order)
     live_at = dict(zip(order, timeline.live_bytes, strict=True))
     modelled = simulate(problem.without_wishes(), unplanned).live_bytes

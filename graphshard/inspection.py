@@ -1,0 +1,553 @@
+"""``graphshard.inspect``: what a training step costs on N devices, with no device and no process group.
+
+The model is captured on fake tensors, sharded and scheduled by the passes of training, and priced with
+a hardware card. Each half runs on its own; the step is all micro-batches of both, then the optimizer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from .backend import half_pipeline
+from .capture import CapturedStep, ShardingRules, capture_step, plain_module
+from .context import PassContext
+from .cost import (
+    CollectiveTables,
+    CostModel,
+    HardwareCard,
+    load_card,
+    load_tables,
+)
+from .errors import BudgetError, OptionError, ShardingError
+from .facts import Fact
+from .graph_text import graph_text
+from .memory import tensor_bytes
+from .mesh import MeshLayout
+from .options import BackendOptions
+from .params import padded_shape
+from .passes import PlanCollectives
+from .pipeline import PassRecord, Pipeline
+from .plain_copy import is_sharded, plain_copy
+from .planner.bound import Bounds, lower_bounds
+from .planner.from_graph import problem_of_graph
+from .planner.plan import InfeasibleBudgetError
+from .report.categories import CategorizedMemory, categorized_memory
+from .report.data import (
+    CATEGORIES,
+    HalfReport,
+    ModelSummary,
+    PassStep,
+    Report,
+    UnitSummary,
+)
+from .report.half import ScheduledHalf, half_report
+from .report.optimizers import OptimizerKind, optimizer_kind, step_seconds
+from .report.step import (
+    flops_by_dtype,
+    optimizer_half,
+    pass_step,
+    report_of_halves,
+    throughput,
+    with_accumulation,
+)
+from .rewrite import output_values
+from .schedule import parse_bytes
+
+PLANS = ("unit", "auto")
+
+#: Said in every report: what the numbers leave out.
+_MODELLED = (
+    "Forward and backward are scheduled each on its own: no collective runs from one into the other.",
+    "The optimizer is one fused kernel over the shards, after the last collective, bound by memory bandwidth.",
+    "Host time, allocator fragmentation and the scratch space of kernels and of the communication library "
+    "are not counted.",
+    "Operations count causal attention in full, as is usual for utilisation; its time counts the half that runs.",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Settings:
+    """What was asked for, checked."""
+
+    card: HardwareCard
+    tables: CollectiveTables | None
+    rules: ShardingRules
+    optimizer: OptimizerKind
+    micro_batches: int
+    budget_bytes: int | None
+    plan: str
+    checkpoint: tuple[str, ...]
+
+    def prices(self, layout: MeshLayout) -> CostModel:
+        """Of this machine and mesh."""
+        return CostModel.of_mesh(self.card, layout, tables=self.tables)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the report."""
+        policy = self.rules.mp_policy
+        return {
+            "units": list(self.rules.units),
+            "reshard_after_forward": self.rules.reshard_after_forward,
+            "param_dtype": _dtype_name(policy.param_dtype),
+            "reduce_dtype": _dtype_name(policy.reduce_dtype),
+            "optimizer": self.optimizer.name,
+            "micro_batches": self.micro_batches,
+            "memory_budget": self.budget_bytes,
+            "plan": self.plan,
+            "checkpoint": list(self.checkpoint),
+            "tables": None if self.tables is None else self.tables.source,
+        }
+
+
+@dataclass(slots=True)
+class _Stages:
+    """Tells of each stage as it begins, and remembers how long it took."""
+
+    progress: Callable[[str], None] | None
+    seconds: dict[str, float] = field(default_factory=dict)
+    _name: str = ""
+    _began: float = 0.0
+
+    def begin(self, name: str) -> None:
+        self.end()
+        self._name, self._began = name, time.perf_counter()
+        if self.progress is not None:
+            self.progress(name)
+
+    def end(self) -> None:
+        if self._name:
+            self.seconds[self._name] = time.perf_counter() - self._began
+        self._name = ""
+
+
+def inspect(
+    model: nn.Module | torch.export.ExportedProgram,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    hardware: str | Path | HardwareCard = "h100-sxm",
+    tables: str | Path | CollectiveTables | None = None,
+    units: Sequence[str] = (),
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | None = None,
+    optimizer: str = "adamw",
+    micro_batches: int = 1,
+    memory_budget: int | str | None = None,
+    plan: str = "unit",
+    checkpoint: str | Sequence[str] = (),
+    progress: Callable[[str], None] | None = None,
+) -> Report:
+    """Predicts one training step of a model on the ranks of a mesh.
+
+    Args:
+        model: a module, on the meta device or any other (it is neither run nor changed); one that has been
+            through ``fully_shard``, which says its mesh, units and policies; or an exported program.
+        args, kwargs: inputs of one rank and micro-batch; of tensors only shape and dtype count. None for
+            an exported program's own example inputs.
+        mesh: sizes of the axes, outermost first: {"shard": 64}, {"replicate": 4, "shard": 16}.
+        hardware: a card: its name, its file or itself.
+        tables: measured times of collectives (CSV), used where they have rows.
+        units: patterns of module paths ("layers.*"): each module that matches is a unit, as if
+            ``fully_shard`` were called on it; what is left is the root's.
+        loss: turns the model's output into a scalar; None if the model returns one.
+        mp_policy, reshard_after_forward: as in ``fully_shard``.
+        optimizer: one of :data:`graphshard.report.optimizers.OPTIMIZERS`; its state counts.
+        micro_batches: forward and backward run so often before the optimizer. Each backward reduces its
+            gradients, which are added to those of the micro-batches before.
+        memory_budget: the most a rank may hold, everything included: bytes, or a text like "60GiB".
+        plan: "unit" for the schedule that training uses by default (one bucket a unit), "auto" for
+            buckets and an order chosen by cost.
+        checkpoint: patterns of modules whose activations are computed again in the backward, beside
+            those that the model itself checkpoints; "units" for every unit.
+        progress: is told the name of each stage as it begins.
+
+    Raises:
+        CaptureError: the model is no single graph, its shapes depend on data, the inputs do not fit, or
+            what it returns is no loss.
+        ShardingError: a mesh that cannot be, or does not fill the nodes of the card; idle patterns.
+        UnsupportedShardingError: a sharded model that cannot be followed (says why).
+        CardError, TableError, OptionError, OptionTypeError: an input that cannot be read.
+        BudgetError: the step needs more than ``memory_budget``.
+    """
+    name, module, args, kwargs, found = _plain(model, args, kwargs)
+    if found is not None:
+        _refuse_what_is_known(
+            mesh=mesh, units=units or None, mp_policy=mp_policy, reshard=reshard_after_forward
+        )
+        mesh = found.mesh
+    settings = _settings(
+        rules=found,
+        mesh={"shard": 64} if mesh is None else mesh,
+        hardware=hardware,
+        tables=tables,
+        units=units,
+        mp_policy=mp_policy,
+        reshard_after_forward=reshard_after_forward,
+        optimizer=optimizer,
+        micro_batches=micro_batches,
+        memory_budget=memory_budget,
+        plan=plan,
+        checkpoint=checkpoint,
+    )
+    stages = _Stages(progress)
+    stages.begin("capture")
+    captured = capture_step(
+        module, args, kwargs, rules=settings.rules, loss=loss, checkpoint=settings.checkpoint,
+        needs_loss=True, device_type=settings.card.device_type,
+    )  # fmt: skip
+    saved_names = [_name(value) for value in output_values(captured.forward.graph)]
+    inspection = _Inspection(settings=settings, captured=captured, stages=stages)
+    persistent = _persistent(module, captured, settings.optimizer)
+    return inspection.report(name, module, saved_names, persistent, _tokens(args, kwargs))
+
+
+def _refuse_what_is_known(**given: Any) -> None:
+    named = {"reshard": "reshard_after_forward"}
+    if double := [named.get(name, name) for name, value in given.items() if value is not None]:
+        raise OptionError(
+            f"{', '.join(double)}: the model has been through fully_shard, which was told already; leave it out"
+        )
+
+
+def _settings(
+    *,
+    rules: ShardingRules | None,
+    mesh: Mapping[str, int],
+    hardware: str | Path | HardwareCard,
+    tables: str | Path | CollectiveTables | None,
+    units: Sequence[str],
+    mp_policy: MixedPrecisionPolicy | None,
+    reshard_after_forward: bool | None,
+    optimizer: str,
+    micro_batches: int,
+    memory_budget: int | str | None,
+    plan: str,
+    checkpoint: str | Sequence[str],
+) -> _Settings:
+    card = hardware if isinstance(hardware, HardwareCard) else load_card(hardware)
+    units = (units,) if isinstance(units, str) else tuple(units)
+    rules = rules or ShardingRules(
+        mesh=mesh,
+        units=units,
+        mp_policy=mp_policy or MixedPrecisionPolicy(),
+        reshard_after_forward=reshard_after_forward,
+    )
+    _refuse_half_filled_nodes(mesh, card)
+    if type(micro_batches) is not int or micro_batches < 1:
+        raise OptionError(f"micro_batches={micro_batches!r} must be a whole number, at least 1")
+    if plan not in PLANS:
+        raise OptionError(f"plan={plan!r} is unknown; known: {', '.join(map(repr, PLANS))}")
+    patterns = (checkpoint,) if isinstance(checkpoint, str) else tuple(checkpoint)
+    units = tuple(rules.units)
+    if "units" in patterns and not units:
+        raise OptionError('checkpoint="units" needs units: give their patterns, units=["layers.*"]')
+    patterns = tuple(
+        dict.fromkeys(each for one in patterns for each in (units if one == "units" else (one,)))
+    )
+    return _Settings(
+        card=card,
+        tables=load_tables(tables) if isinstance(tables, (str, Path)) else tables,
+        rules=rules,
+        optimizer=optimizer_kind(optimizer),
+        micro_batches=micro_batches,
+        budget_bytes=None if memory_budget is None else parse_bytes(memory_budget),
+        plan=plan,
+        checkpoint=patterns,
+    )
+
+
+def _refuse_half_filled_nodes(mesh: Mapping[str, int], card: HardwareCard) -> None:
+    num_ranks = 1
+    for size in mesh.values():
+        num_ranks *= size
+    per_node = int(card.ranks_per_node)
+    if num_ranks > per_node and num_ranks % per_node:
+        sizes = ", ".join(f"{name}={size}" for name, size in mesh.items())
+        below = num_ranks // per_node * per_node
+        raise ShardingError(
+            f"mesh {sizes}: {num_ranks} ranks do not divide into nodes of {per_node} (card {card.name!r}); use "
+            f"{below} or {below + per_node} ranks, or a card with another ranks_per_node"
+        )
+
+
+def _plain(
+    model: nn.Module | torch.export.ExportedProgram,
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+) -> tuple[str, nn.Module, Sequence[Any], Mapping[str, Any], ShardingRules | None]:
+    """Name, module and inputs of what is to be inspected, and its rules if it is sharded."""
+    if isinstance(model, torch.export.ExportedProgram):
+        example_args, example_kwargs = model.example_inputs or ((), {})
+        is_given = args is not None or kwargs is not None
+        args = (args or ()) if is_given else example_args
+        kwargs = (kwargs or {}) if is_given else example_kwargs
+        return "exported program", plain_module(model), args, kwargs, None
+    if is_sharded(model):
+        plain, rules = plain_copy(model)
+        return type(plain).__name__, plain, args or (), kwargs or {}, rules
+    return type(model).__name__, model, args or (), kwargs or {}, None
+
+
+def _name(value: Any) -> str:
+    return value.name if isinstance(value, fx.Node) else ""
+
+
+def _dtype_name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """Elements of the first input of whole numbers."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64) and value.dim():
+            return value.numel()
+    return None
+
+
+def _persistent(module: nn.Module, captured: CapturedStep, optimizer: OptimizerKind) -> dict[str, int]:
+    """Bytes of a rank that live through the whole step, by category, and what the optimizer works on.
+
+    "trained" are the shards that it updates; "elements" how many elements these have.
+    """
+    bindings = {binding.name: binding for binding in captured.context.parameters}
+    gradients = output_values(captured.backward.graph)
+    parameters = trained = elements = gradient_bytes = 0
+    num_shards = next((binding.group_size for binding in bindings.values()), 1)
+    for name, param in module.named_parameters():
+        binding = bindings.get(name)
+        dim = 0 if binding is None else binding.dim
+        shape = padded_shape(param.shape, dim, num_shards) if param.dim() else [1]
+        numel = torch.Size(shape).numel()
+        parameters += numel * param.element_size()
+        gradient = gradients[binding.position] if binding is not None else None
+        if isinstance(gradient, fx.Node):
+            trained += numel * param.element_size()
+            elements += numel
+            gradient_bytes += tensor_bytes(gradient.meta["val"])
+    inputs = [
+        node for node in captured.forward.graph.find_nodes(op="placeholder")
+        if captured.context.binding(node.name) is None
+    ]  # fmt: skip
+    return {
+        "parameters": parameters,
+        "optimizer": optimizer.num_states * trained,
+        "gradients": gradient_bytes,
+        "inputs": sum(tensor_bytes(node.meta.get("val")) for node in inputs),
+        "trained": trained,
+        "elements": elements,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Inspection:
+    """One model on one machine, on its way through the halves."""
+
+    settings: _Settings
+    captured: CapturedStep
+    stages: _Stages
+    passes: list[PassStep] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def report(
+        self,
+        name: str,
+        module: nn.Module,
+        saved_names: list[str],
+        persistent: dict[str, int],
+        tokens: int | None,
+    ) -> Report:
+        captured, settings = self.captured, self.settings
+        joint_flops = flops_by_dtype(captured.joint)
+        self._record("joint", captured.records, captured.text, captured.context)
+        accumulated = persistent["gradients"] if settings.micro_batches > 1 else 0
+        always = {
+            "parameters": persistent["parameters"],
+            "optimizer": persistent["optimizer"],
+            "gradients": accumulated,
+            "inputs": persistent["inputs"],
+        }
+        is_result = captured.num_results
+        forward, forward_memory, outside = self._half(
+            "forward", captured.forward, captured.context.for_forward(), always, num_results=is_result
+        )
+        shared = _shared_outputs(saved_names, forward_memory)
+        halves = [half_report(forward, forward_memory, outside)]
+        saved = dict(zip(saved_names, forward_memory.outputs, strict=True))
+        backward, backward_memory, outside = self._half(
+            "backward", captured.backward, captured.context.for_backward(), always, saved=saved, shared=shared
+        )
+        halves.append(half_report(backward, backward_memory, outside))
+        if accumulated:
+            halves[-1] = with_accumulation(halves[-1], accumulated, settings.card)
+        halves.append(self._optimizer(persistent))
+        self.stages.begin("report")
+        report = report_of_halves(
+            halves,
+            model=_model_summary(name, module, captured),
+            mesh=dict(settings.rules.mesh),
+            card=settings.card,
+            settings=settings.as_dict(),
+            persistent=_row(always),
+            budget_bytes=settings.budget_bytes,
+            passes=self.passes,
+            notes=[*_MODELLED, *self._said(), *self.notes],
+        )
+        self._refuse_what_does_not_fit(report)
+        self.stages.end()
+        return replace(
+            report,
+            throughput=throughput(report, joint_flops, tokens, settings.card),
+            stage_seconds=dict(self.stages.seconds),
+        )
+
+    def _said(self) -> list[str]:
+        said = []
+        if self.settings.micro_batches > 1:
+            said.append(
+                f"{self.settings.micro_batches} micro-batches: each backward reduces its gradients and adds them to "
+                "those before (two reads and a write); memory is that of a micro-batch that is not the first."
+            )
+        if self.settings.optimizer.name == "none":
+            said.append("No optimizer: neither its state nor its step is counted.")
+        return said
+
+    def _record(
+        self, graph: str, records: Sequence[PassRecord], before: str, ctx: PassContext, name: str = "captured"
+    ) -> None:
+        first = PassStep(
+            graph=graph, name=name, seconds=0.0, num_nodes=before.count("\n"), num_collectives=0,
+            collective_bytes=0, counts={}, skipped=(), text=before,
+        )  # fmt: skip
+        self.passes.append(first)
+        self.passes.extend(pass_step(graph, record) for record in records)
+
+    def _half(
+        self,
+        name: str,
+        gm: fx.GraphModule,
+        ctx: PassContext,
+        always: Mapping[str, int],
+        *,
+        num_results: int | None = None,
+        saved: Mapping[str, str] | None = None,
+        shared: Sequence[Sequence[str]] = (),
+    ) -> tuple[ScheduledHalf, CategorizedMemory, list[int]]:
+        """Runs the passes on one half; what they make of it, its memory, and what lives beside it."""
+        settings, prices = self.settings, self.settings.prices(ctx.mesh)
+        ctx = replace(ctx, device_type=settings.card.device_type)
+        self.stages.begin(f"{name}: passes")
+        before = graph_text(gm, mesh=ctx.mesh, parameters=ctx.parameters)
+        steps = half_pipeline(BackendOptions())
+        lower = Pipeline(*steps.passes[:1], given=steps.given)
+        records = lower.run(gm, ctx)
+        kept = categorized_memory(gm, ctx, device_type=settings.card.device_type).kept
+        outside = [total - inside for total, inside in zip(_row(always), kept, strict=True)]
+        bounds: Bounds | None
+        if settings.plan == "unit":
+            self.stages.begin(f"{name}: bound")
+            found = problem_of_graph(gm, prices, device_type=settings.card.device_type)
+            bounds, solver = lower_bounds(found.problem), "none"
+            notes: Sequence[str] = found.notes
+            self.stages.begin(f"{name}: schedule")
+            records += Pipeline(*steps.passes[1:], given=lower.facts_at_end).run(gm, ctx)
+        else:
+            self.stages.begin(f"{name}: plan")
+            bounds, solver, record = self._planned(name, gm, ctx, prices, sum(outside), lower.facts_at_end)
+            records.append(record)
+            notes = ()
+        self._record(name, records, before, ctx, "partitioned")
+        self.notes.extend(f"{name}: {note}" for note in notes)
+        self.stages.begin(f"{name}: cost")
+        memory = categorized_memory(
+            gm,
+            ctx,
+            device_type=settings.card.device_type,
+            saved=saved,
+            num_results=num_results,
+            shared=shared,
+        )
+        skipped = [sentence for record in records for sentence in record.report.skipped]
+        half = ScheduledHalf(
+            name=name, gm=gm, ctx=ctx, prices=prices, bounds=bounds, solver=solver, skipped=skipped,
+            repeats=settings.micro_batches, made_by="passes" if settings.plan == "unit" else "plan",
+        )  # fmt: skip
+        return half, memory, outside
+
+    def _planned(
+        self,
+        half: str,
+        gm: fx.GraphModule,
+        ctx: PassContext,
+        prices: CostModel,
+        outside_bytes: int,
+        given: frozenset[Fact],
+    ) -> tuple[Bounds, str, PassRecord]:
+        """Merges and orders a half's collectives by cost, within what the budget leaves."""
+        budget = self.settings.budget_bytes
+        left = None if budget is None else max(budget - outside_bytes, 1)
+        ctx = replace(ctx, prices=prices)
+        try:
+            (record,) = Pipeline(PlanCollectives(memory_budget=left), given=given).run(gm, ctx)
+        except InfeasibleBudgetError as error:
+            assert budget is not None
+            needed = error.smallest_bytes + outside_bytes
+            raise BudgetError(budget, needed, f"the {half} of the leanest plan that was found") from error
+        assert record.report.planned is not None
+        plan = record.report.planned.plan
+        return plan.bounds, plan.solver, record
+
+    def _optimizer(self, persistent: Mapping[str, int]) -> HalfReport:
+        kind, card = self.settings.optimizer, self.settings.card
+        seconds = step_seconds(kind, persistent["trained"], persistent["elements"], card)
+        live = _row({name: persistent[name] for name in ("parameters", "optimizer", "gradients", "inputs")})
+        return optimizer_half(kind.name, seconds, live, kind.flops_per_element * persistent["elements"])
+
+    def _refuse_what_does_not_fit(self, report: Report) -> None:
+        budget = self.settings.budget_bytes
+        if budget is not None and report.memory.peak_bytes > budget:
+            which = "the schedule of the passes" if self.settings.plan == "unit" else "the plan"
+            raise BudgetError(budget, report.memory.peak_bytes, which)
+
+
+def _row(values: Mapping[str, int]) -> list[int]:
+    return [values.get(name, 0) for name in CATEGORIES]
+
+
+def _shared_outputs(names: Sequence[str], memory: CategorizedMemory) -> list[list[str]]:
+    """Saved values, by their names, that are one memory; behind "" those that are an input's."""
+    groups: dict[int, list[str]] = {}
+    for name, buffer in zip(names, memory.output_buffers, strict=True):
+        if name:
+            groups.setdefault(buffer, [""] if buffer < 0 else []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _model_summary(name: str, module: nn.Module, captured: CapturedStep) -> ModelSummary:
+    params = dict(module.named_parameters())
+    units: dict[str, list[nn.Parameter]] = {}
+    for binding in captured.context.parameters:
+        units.setdefault(binding.unit, []).append(params[binding.name])
+    return ModelSummary(
+        name=name,
+        num_elements=sum(param.numel() for param in params.values()),
+        num_trained=sum(param.numel() for param in params.values() if param.requires_grad),
+        units=tuple(
+            UnitSummary(
+                name=unit,
+                num_parameters=len(members),
+                num_elements=sum(param.numel() for param in members),
+                full_bytes=sum(param.numel() * param.element_size() for param in members),
+            )
+            for unit, members in units.items()
+        ),
+    )

@@ -1,0 +1,146 @@
+"""The report on a terminal, drawn with rich; without a terminal the same tables as plain text."""
+
+from __future__ import annotations
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .data import Report
+
+GIB = 2**30
+
+
+def print_summary(report: Report, console: Console) -> None:
+    """Prints step time, memory, collectives and exposures."""
+    console.print(summary(report))
+
+
+def summary(report: Report) -> RenderableType:
+    """The parts of the summary, one under the other."""
+    parts: list[RenderableType] = [_head(report), *_halves(report), *_memory(report)]
+    if report.collectives:
+        parts += _collectives(report)
+    if report.exposures:
+        parts += _exposures(report)
+    return Group(*parts)
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes for people: "1.24 GiB"."""
+    for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.4g} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def time_text(seconds: float) -> str:
+    """Seconds for people: "12.3 ms"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= size:
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def _head(report: Report) -> Text:
+    mesh = " x ".join(f"{name}={size}" for name, size in report.mesh.items()) or "groups of the graph"
+    name = report.model.name if report.model else "graph"
+    what = f", {report.model.num_elements / 1e9:.4g} billion parameters" if report.model else ""
+    lines = [
+        f"{name}{what}, {mesh}, {report.hardware}",
+        f"step {time_text(report.step_seconds)}: compute {time_text(report.compute_seconds)}, exposed "
+        f"communication {time_text(report.exposed_seconds)} ({_share(report.exposed_seconds, report)})",
+        f"no schedule is faster than {time_text(report.bound_seconds)}: gap {100 * report.gap:.1f} %",
+    ]
+    if report.throughput is not None:
+        through = report.throughput
+        line = f"MFU {100 * through.mfu:.1f} %, HFU {100 * through.hfu:.1f} % of {through.dtype}"
+        if through.tokens_per_second_per_rank is not None and through.tokens_per_second is not None:
+            line += (
+                f", {through.tokens_per_second_per_rank:,.0f} tokens/s a rank, "
+                f"{through.tokens_per_second:,.0f} in all"
+            )
+        lines.append(line)
+    return Text("\n".join(lines))
+
+
+def _share(seconds: float, report: Report) -> str:
+    return f"{100 * seconds / report.step_seconds:.1f} %" if report.step_seconds else "0 %"
+
+
+def _titled(title: str, table: Table) -> tuple[Text, Table]:
+    return Text(f"\n{title}", style="bold"), table
+
+
+def _table(*columns: str, left: int = 1) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < left else "right", overflow="fold")
+    return table
+
+
+def _halves(report: Report) -> tuple[Text, Table]:
+    table = _table("", "times", "each", "compute", "exposed", "bound", "gap", "peak memory")
+    for half in report.halves:
+        table.add_row(
+            half.name,
+            str(half.repeats),
+            time_text(half.seconds),
+            time_text(half.compute_seconds),
+            time_text(half.exposed_seconds),
+            time_text(half.bound_seconds),
+            f"{100 * half.gap:.1f} %",
+            size_text(half.peak.total_bytes),
+        )
+    return _titled("Time", table)
+
+
+def _memory(report: Report) -> tuple[Text, Table]:
+    memory = report.memory
+    limit = memory.capacity_bytes if memory.budget_bytes is None else memory.budget_bytes
+    verdict = "fits" if memory.fits else "DOES NOT FIT"
+    title = (
+        f"Memory of a rank at its peak, in the {memory.peak_half} ({memory.peak_where}): "
+        f"{size_text(memory.peak_bytes)} of {size_text(limit)}, {verdict}"
+    )
+    table = _table("", "bytes", "share")
+    for name, num_bytes in memory.categories.items():
+        if num_bytes:
+            table.add_row(name, size_text(num_bytes), f"{100 * num_bytes / memory.peak_bytes:.1f} %")
+    return _titled(title, table)
+
+
+def _collectives(report: Report) -> tuple[Text, Table]:
+    table = _table("half", "kind", "group", "bytes", "count", "each", "exposed", left=3)
+    for one in report.collectives[:20]:
+        table.add_row(
+            one.half,
+            one.kind,
+            one.group,
+            size_text(one.num_bytes),
+            str(one.count),
+            time_text(one.seconds),
+            time_text(one.exposed_seconds) if one.exposed_seconds else "-",
+        )
+    if len(report.collectives) > 20:
+        rest = report.collectives[20:]
+        exposed = sum(one.exposed_seconds for one in rest)
+        table.add_row(
+            f"{len(rest)} smaller kinds", "", "", "", str(sum(one.count for one in rest)), "",
+            time_text(exposed) if exposed else "-",
+        )  # fmt: skip
+    return _titled("Collectives of a step", table)
+
+
+def _exposures(report: Report) -> tuple[Text, Table]:
+    table = _table("what", "exposed", "why", "what would help")
+    table.columns[2].justify = table.columns[3].justify = "left"
+    for one in report.exposures:
+        which = one.collective
+        table.add_row(
+            f"{one.half} {which.kind} {which.unit or which.name}",
+            time_text(one.step_seconds),
+            which.reason,
+            which.remedy,
+        )
+    return _titled("Costliest exposures", table)

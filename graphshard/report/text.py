@@ -1,0 +1,54 @@
+"""Reports as plain text that ``diff`` can compare: the graph after each pass, and the numbers."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+
+from .data import PassStep, Report
+
+
+def report_text(report: Report) -> str:
+    """What each pass left, whole graphs, then the collectives with their predicted times.
+
+    Equal for equal inputs: no clock, path or random name is in it.
+    """
+    return "\n".join([*_passes(report), *_collectives(report)]) + "\n"
+
+
+def pass_diffs(report: Report) -> list[tuple[PassStep, str]]:
+    """Each pass with the unified diff of the graph text before and after it; "" where nothing moved."""
+    found = []
+    before: dict[str, PassStep] = {}
+    for step in report.passes:
+        last = before.get(step.graph)
+        if last is not None:
+            lines = difflib.unified_diff(
+                last.text.splitlines(), step.text.splitlines(), last.name, step.name, lineterm="", n=2
+            )
+            found.append((step, "\n".join(lines)))
+        before[step.graph] = step
+    return found
+
+
+def _passes(report: Report) -> Iterator[str]:
+    for step in report.passes:
+        counts = "".join(f", {number} {what}" for what, number in step.counts.items())
+        yield f"# {step.graph}: {step.name} ({step.num_nodes} nodes, {step.num_collectives} collectives{counts})"
+        yield from (f"# declined: {sentence}" for sentence in step.skipped)
+        yield step.text
+
+
+def _collectives(report: Report) -> Iterator[str]:
+    for half in report.halves:
+        yield (
+            f"# {half.name}: {1e3 * half.seconds:.3f} ms, {1e3 * half.exposed_seconds:.3f} ms exposed, "
+            f"at least {1e3 * half.bound_seconds:.3f} ms, peak {half.peak.total_bytes} bytes"
+        )
+        for one in half.collectives:
+            exposed = f", exposed {1e3 * one.exposed_seconds:.3f} ms: {one.reason}" if one.reason else ""
+            yield (
+                f"{one.kind} {one.unit or one.name} over {one.group}={one.num_ranks}, {one.num_bytes} bytes: "
+                f"issued {1e3 * one.issued:.3f}, began {1e3 * one.began:.3f}, finished {1e3 * one.finished:.3f}, "
+                f"needed {1e3 * one.needed:.3f} ms{exposed}"
+            )
