@@ -18,6 +18,11 @@ from torch._dynamo.functional_export import _dynamo_graph_capture_for_export  # 
 from torch._functorch._aot_autograd.descriptors import ParamAOTInput  # checked: 2.13
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # checked: 2.13
 from torch._guards import detect_fake_mode  # checked: 2.13
+from torch._prims.rng_prims import (  # checked: 2.13
+    graphsafe_run_with_rng_state,
+    run_and_save_rng_state,
+    run_with_rng_state,
+)
 from torch._subclasses.fake_tensor import (  # checked: 2.13
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -165,3 +170,17 @@ def parameter_of_input(node: fx.Node, traced: fx.GraphModule) -> nn.Parameter | 
     """The parameter of ``traced`` that enters through an input of its joint graph, if one does."""
     described = node.meta.get("desc")
     return traced.get_parameter(described.target) if isinstance(described, ParamAOTInput) else None
+
+
+#: What the partitioner wraps around recomputed ops that may draw random numbers (checked: 2.13).
+RNG_WRAPPERS = (run_and_save_rng_state, run_with_rng_state, graphsafe_run_with_rng_state)
+
+
+def call_of(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Op and arguments of a call; of what a wrapper runs with a state of the random generator, those inside."""
+    args, kwargs = node.args, dict(node.kwargs)
+    if node.target not in RNG_WRAPPERS:
+        return node.target, args, kwargs
+    target, *rest = args[1:] if node.target is run_with_rng_state else args
+    kwargs.pop("rng_state", None)
+    return target, tuple(rest), kwargs

@@ -39,6 +39,7 @@ from .inductor import (
     order_difference,
     pin_order,
     planned_order,
+    type_rng_states,
 )
 from .memory import kept_inputs, memory_timeline
 from .ops import REDUCE_GRAD, UNSHARD
@@ -153,6 +154,7 @@ class _Compilation:
         The forward is compiled now, since the backward is traced with the strides of its results; a
         backward when it first runs, when the state of its units is known.
         """
+        type_rng_states(gm)
         is_backward = bool(kwargs.get("is_backward"))
         half = "backward" if is_backward else "inference" if kwargs.get("is_inference") else "forward"
         if not any(node.target in (UNSHARD, REDUCE_GRAD) for node in gm.graph.nodes):

@@ -21,9 +21,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._inductor.virtualized import V
-from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.utils._ordered_set import OrderedSet
 
+from ._compat import RNG_WRAPPERS, call_of, run_and_save_rng_state, run_with_rng_state
 from .collectives import is_collective, is_wait, short_name
 from .errors import OptionError
 from .rewrite import fake_result
@@ -165,6 +165,21 @@ def drop_rng_states(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
     for node in backward.graph.find_nodes(op="placeholder"):
         if node.name in states:
             backward.graph.erase_node(node)
+
+
+def type_rng_states(gm: fx.GraphModule) -> None:
+    """Gives the wrappers of recomputed ops that may draw random numbers the fake values they lack.
+
+    The partitioner makes them: on the CPU the state of the generator is a value that the forward saves, on
+    CUDA a generator is an input.
+    """
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target in RNG_WRAPPERS and "val" not in node.meta:
+            value = fake_result(*call_of(node))
+            if node.target is run_and_save_rng_state:
+                (state,) = [user for user in node.users if user.args[1] == 0]
+                value = (state.meta["val"], value)
+            node.meta["val"] = value
 
 
 def _replace_with_op(

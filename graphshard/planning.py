@@ -20,7 +20,7 @@ from .collectives import group_name, is_collective
 from .context import KnownPlan, PassContext, context_from_shard_ops, pieces_of
 from .cost import CostModel, HardwareCard
 from .graph_text import text_fingerprint
-from .inductor import partition_as_inductor
+from .inductor import drop_rng_states, partition_as_inductor
 from .keeping import KeepingCost, choose_kept
 from .ops import UNSHARD
 from .params import UnshardCall
@@ -120,6 +120,7 @@ class Planning:
         assert context.first_gradient is not None
         parameters = [binding.position for binding in context.parameters]
         forward, backward = partition_as_inductor(trial, context.first_gradient, parameters, lambda _: None)
+        drop_rng_states(forward, backward)
         lower, place = self.halves.split(-1)
         seconds, peak = 0.0, 0
         for half, ctx in ((forward, context.for_forward()), (backward, context.for_backward())):

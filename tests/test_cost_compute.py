@@ -23,6 +23,7 @@ from graphshard.cost.curves import Curve
 from graphshard.cost.flops import causal_share, executed_flops, kernel_class, model_flops
 from graphshard.cost.kernels import kernels_of
 from graphshard.errors import CardError
+from graphshard.inductor import type_rng_states
 
 F32 = torch.float32
 OVERHEAD = ROUND_CARD.kernel_overhead_seconds
@@ -398,3 +399,53 @@ def test_the_compute_of_llama_8b_fits_between_the_peak_and_a_published_step():
     executed = 32 * sum(executed_flops(node) for gm in graphs for node in gm.graph.nodes)
     assert executed / card.peak("bfloat16") < seconds < 2 * 8192 / 6667
     assert seconds > 0.5 * 2 * 8192 / 6667
+
+
+# recomputed ops that may draw random numbers ---------------------------------------------------
+
+
+def _halves_with_recomputed_attention():
+    """Forward and backward of checkpointed attention, with the partitioner's wrappers around it."""
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch.utils.checkpoint import checkpoint
+
+    halves = []
+
+    def attend(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).sin()
+
+    def keep(gm, _):
+        halves.append(gm)
+        return make_boxed_func(gm)
+
+    backend = aot_autograd(
+        fw_compiler=keep,
+        bw_compiler=keep,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    q, k, v = (torch.randn(1, 2, 64, 8, requires_grad=True) for _ in range(3))
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *args: checkpoint(attend, *args, use_reentrant=False), backend=backend, fullgraph=True
+    )
+    compiled(q, k, v).sum().backward()
+    torch._dynamo.reset()
+    return halves
+
+
+def test_an_op_in_a_wrapper_costs_what_it_costs_alone():
+    forward, backward = _halves_with_recomputed_attention()
+    scores = 2 * 64 * 64 * 8 * 2  # elements of two heads, multiplied and added
+    for gm, wrapper in ((forward, "run_and_save_rng_state"), (backward, "run_with_rng_state")):
+        (node,) = [node for node in gm.graph.nodes if str(node.target) == wrapper]
+        assert "val" not in node.meta, "torch gives it a value now: type_rng_states is not needed any more"
+        type_rng_states(gm)
+        result = node.meta["val"][1] if wrapper == "run_and_save_rng_state" else node.meta["val"]
+        assert result[0].shape == (1, 2, 64, 8)
+        assert kernel_class(node) == "attention"
+        assert model_flops(node) == 2 * scores
+        assert executed_flops(node) == pytest.approx(2 * scores * causal_share(64, 64))
+        seconds = compute_seconds(gm, ROUND_CARD)[node]
+        assert seconds >= executed_flops(node) / ROUND_CARD.peak("float32")
+    type_rng_states(backward)  # nothing is left to do

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from .._compat import call_of
 from ..memory import tensor_bytes
 from .cards import HardwareCard
 from .flops import executed_flops, kernel_class
@@ -77,8 +78,8 @@ def _transfer_seconds(kernel: Kernel, card: HardwareCard) -> float:
 
 def _dtype_name(node: fx.Node) -> str:
     """Dtype of the operands of a product: of the first tensor among its inputs."""
-    for source in node.all_input_nodes:
-        value = source.meta.get("val")
+    for source in call_of(node)[1]:
+        value = source.meta.get("val") if isinstance(source, fx.Node) else None
         if isinstance(value, torch.Tensor):
             return str(value.dtype).removeprefix("torch.")
     return str(node.meta["val"].dtype).removeprefix("torch.")

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import flop_counter
 
+from .._compat import call_of, run_and_save_rng_state
+
 aten = torch.ops.aten
 
 
@@ -49,7 +51,7 @@ def kernel_class(node: fx.Node) -> str | None:
     """
     if _formula(node) is None:
         return None
-    name = str(node.target)
+    name = str(call_of(node)[0])
     if "attention" in name:
         return "attention_backward" if "backward" in name else "attention"
     return "convolution" if "conv" in name else "matmul"
@@ -64,8 +66,12 @@ def model_flops(node: fx.Node) -> int:
     formula = _formula(node)
     if formula is None:
         return 0
-    args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), _as_formula_argument)
-    return int(formula(*args, **kwargs, out_val=_as_formula_argument(node)))
+    _, *call = call_of(node)
+    args, kwargs = fx.node.map_aggregate(tuple(call), _as_formula_argument)
+    result = node.meta.get("val")
+    if node.target is run_and_save_rng_state:
+        _, result = result
+    return int(formula(*args, **kwargs, out_val=_as_formula_argument(result)))
 
 
 def executed_flops(node: fx.Node) -> float:
@@ -91,12 +97,13 @@ def total_flops(gm: fx.GraphModule) -> int:
 
 def argument(node: fx.Node, name: str) -> Any:
     """An argument of an op by its name in the schema; None if it has none of that name, or its default."""
-    if name in node.kwargs:
-        return node.kwargs[name]
-    schema = getattr(node.target, "_schema", None)
+    target, args, kwargs = call_of(node)
+    if name in kwargs:
+        return kwargs[name]
+    schema = getattr(target, "_schema", None)
     for index, expected in enumerate(schema.arguments if schema else ()):
         if expected.name == name:
-            return node.args[index] if index < len(node.args) else None
+            return args[index] if index < len(args) else None
     return None
 
 
@@ -113,7 +120,8 @@ def hinted_numel(value: Tensor) -> int:
 def _formula(node: fx.Node) -> Callable[..., Any] | None:
     if node.op != "call_function":
         return None
-    packet = getattr(node.target, "overloadpacket", node.target)
+    target, *_ = call_of(node)
+    packet = getattr(target, "overloadpacket", target)
     return _MORE_FORMULAS.get(packet) or flop_counter.flop_registry.get(packet)
 
 

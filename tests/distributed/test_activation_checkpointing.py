@@ -2,13 +2,14 @@
 
 import copy
 import functools
+from typing import Any
 
 import pytest
 import torch
 from checkpointed_models import FORMS, build_checkpointed, units_of, wrap_blocks
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
-from torch.utils.checkpoint import CheckpointError
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from graphshard.errors import ParameterStateError
 
@@ -122,6 +123,45 @@ def compile_composable() -> None:
             output.sum().backward()
 
 
+class Attention(nn.Module):
+    """torch's attention, which counts among the ops that may draw random numbers."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.project = nn.Linear(width, 3 * width, bias=False)  # a bias of the keys changes nothing
+        self.leave = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.project(x).chunk(3, -1)]
+        mixed = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        return x + self.leave(mixed.transpose(1, 2).flatten(2))
+
+
+class CheckpointedAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Attention() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+ATTENTION = Workload(
+    build=CheckpointedAttention,
+    list_units=lambda model: list(model.blocks),
+    draw_batch=lambda generator, size: (torch.randn(size, 5, 8, generator=generator),),
+    loss=lambda forward, batch: forward(*batch).square().mean(),
+)
+
+
+def train_checkpointed_attention(implementation: str, options: dict[str, Any]) -> None:
+    lockstep = start_lockstep(ATTENTION, "sharded" if implementation == "compiled" else implementation)
+    lockstep.forward = compile_if_asked(implementation, lockstep.model, **options)
+    lockstep.train(2)
+
+
 class Hooked(nn.Module):
     """Reads its weight in a backward hook, which is no recomputation."""
 
@@ -206,6 +246,21 @@ def test_trains_like_unsharded(run_on_gloo_ranks, implementation, form, reshard_
 )
 def test_compiled_trains_like_unsharded(run_on_gloo_ranks, form, reshard_after_forward):
     run_on_gloo_ranks(2, train_checkpointed, form, "compiled", reshard_after_forward)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "options"),
+    [
+        ("fsdp2", {}),
+        ("sharded", {}),
+        ("compiled", {"verify": "full"}),
+        ("compiled", {"hardware": "cpu-loopback", "memory_budget": "1MB"}),
+    ],
+    ids=["fsdp2", "sharded", "compiled", "planned"],
+)
+def test_checkpointed_attention(run_on_gloo_ranks, implementation, options):
+    """The partitioner saves a state of the random generator for each attention that runs again."""
+    run_on_gloo_ranks(2, train_checkpointed_attention, implementation, options)
 
 
 @pytest.mark.slow
