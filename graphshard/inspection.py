@@ -58,6 +58,7 @@ from .report.step import (
     throughput,
     with_accumulation,
 )
+from .report.worlds import worlds_of
 from .rewrite import output_values
 from .schedule import parse_bytes
 
@@ -407,6 +408,7 @@ class _Inspection:
         return replace(
             report,
             throughput=throughput(report, joint_flops, tokens, settings.card),
+            worlds=worlds_of(halves, settings.prices, settings.rules.mesh),
             stage_seconds=dict(self.stages.seconds),
         )
 
