@@ -109,6 +109,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.report.summary",
         "graphshard.report.text",
         "graphshard.report.html",
+        "graphshard.report.html_passes",
         "graphshard.report.html_parts",
         "graphshard.report.trace",
         "graphshard.report.worlds",
