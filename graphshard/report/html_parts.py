@@ -86,17 +86,17 @@ def tiles(report: Report) -> str:
     found = [
         _tile("Step", shown_time(report.step_seconds), f"{shown_time(report.compute_seconds)} of compute"),
         _tile(
-            "Exposed communication",
+            "Exposed",
             share(report.exposed_seconds, report.step_seconds),
-            f"{shown_time(report.exposed_seconds)} a step",
+            f"compute waits {shown_time(report.exposed_seconds)}",
             meter=(report.exposed_seconds, report.step_seconds, "is-exposed"),
         ),
     ]
     if through is not None:
         found.append(
             _tile(
-                "Model FLOP utilisation",
-                f"{100 * through.mfu:.1f} %",
+                "FLOP utilisation",
+                f"{100 * through.mfu:.1f} % MFU",
                 f"HFU {100 * through.hfu:.1f} %, {through.dtype}",
                 meter=(through.mfu, 1.0, ""),
             )

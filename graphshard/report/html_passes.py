@@ -23,9 +23,18 @@ def passes_section(report: Report) -> str:
         return "<p>None ran.</p>"
     columns = ("Graph", "Pass", "Nodes", "Collectives", "Their input", "Took", "Reported")
     counts = table(columns, _rows(report), label="Passes", identity="passes-table", left=2)
-    parts = [counts, *_first_texts(report)]
-    parts.extend(_diff(step, diff) for step, diff in pass_diffs(report) if diff or step.skipped)
-    return "\n".join(parts)
+    return "\n".join([counts, *_texts(report)])
+
+
+def _texts(report: Report) -> Iterator[str]:
+    """Each graph before its first pass, then what each pass changed, in the order of the passes."""
+    diffs = {id(step): diff for step, diff in pass_diffs(report)}
+    for step in report.passes:
+        if id(step) not in diffs:
+            lines = step.text.splitlines()
+            yield _details(f"{step.graph}: {step.name}", f"{len(lines):,} lines", lines, of_diff=False)
+        elif diffs[id(step)] or step.skipped:
+            yield _diff(step, diffs[id(step)])
 
 
 def _rows(report: Report) -> Iterator[list[Cell]]:
@@ -46,16 +55,6 @@ def _rows(report: Report) -> Iterator[list[Cell]]:
 
 def _change(now: int, before: int) -> str:
     return f"{now:,}" if now == before else f'<span class="muted">({now - before:+,})</span> {now:,}'
-
-
-def _first_texts(report: Report) -> Iterator[str]:
-    """Each graph before its first pass."""
-    seen = set()
-    for step in report.passes:
-        if step.graph not in seen and step.text:
-            seen.add(step.graph)
-            lines = step.text.splitlines()
-            yield _details(f"{step.graph}: {step.name}", f"{len(lines):,} lines", lines, of_diff=False)
 
 
 def _diff(step: PassStep, diff: str) -> str:

@@ -27,15 +27,17 @@ class MemoryChart {
     this.pixel = (view.end - view.start) / width;
     this.drawGrid(context, width, y, top);
     this.drawStack(context, width, x, y);
+    for (const bytes of this.gridLines) this.label(context, sizeText(bytes, 2), 4, y(bytes) + 12, "left", colour("muted"));
     this.drawPeak(context, width, x, y);
     for (const limit of this.limits) this.drawLimit(context, width, y, limit, top);
   }
 
   drawGrid(context, width, y, top) {
-    const { found } = ticks(0, top, 4);
-    this.gridTexts = found.filter((tick) => tick > 0).map((tick) => [tick, y(tick)]);
+    const unit = [2 ** 40, 2 ** 30, 2 ** 20, 2 ** 10].find((size) => top >= 2 * size) || 1;
+    const lines = ticks(0, top / unit, 4).found.map((tick) => tick * unit);
+    this.gridLines = lines.filter((bytes) => bytes > 0 && y(bytes) > 30);
     context.fillStyle = colour("grid");
-    for (const [, at] of this.gridTexts) context.fillRect(0, Math.round(at), width, 1);
+    for (const bytes of this.gridLines) context.fillRect(0, Math.round(y(bytes)), width, 1);
   }
 
   drawStack(context, width, x, y) {

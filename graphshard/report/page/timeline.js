@@ -37,8 +37,8 @@ class Timeline {
   }
 
   drawAxis(context, width, x) {
-    const { found, step } = ticks(this.view.start, this.view.end, Math.max(2, width / 110));
-    const unit = step >= 0.2 ? ["s", 1] : step >= 2e-4 ? ["ms", 1e3] : ["µs", 1e6];
+    const { found, step } = ticks(this.view.start, this.view.end, Math.max(3, width / 90));
+    const unit = step >= 0.5 ? ["s", 1] : step >= 2e-4 ? ["ms", 1e3] : ["µs", 1e6];
     const places = Math.max(0, -Math.floor(Math.log10(step * unit[1]) + 1e-9));
     for (const tick of found) {
       context.fillStyle = colour("grid");
@@ -62,7 +62,7 @@ class Timeline {
     context.fillStyle = colour("lane");
     context.fillRect(0, lane.top, width, lane.bottom - lane.top);
     context.fillStyle = colour("muted");
-    context.fillText(lane.name === "compute" ? "compute stream" : `collectives over ${lane.name}`, 2, lane.title + LANE.title / 2);
+    context.fillText(lane.name === "compute" ? "compute stream" : `collectives over ${lane.name}`, 2, lane.title + LANE.title / 2 - 1);
   }
 
   drawCompute(context, x, seen) {
@@ -85,7 +85,7 @@ class Timeline {
     for (const wait of this.layout.waits.filter(seen)) {
       const left = x(wait.start);
       const size = Math.max(x(wait.end) - left, 2);
-      this.hatched(context, left, top - 4, size, bottom - top + 8);
+      this.hatched(context, left, top - 2, size, bottom - top + 4);
       if (size > 70) this.clippedText(context, `waits ${timeText(wait.end - wait.start)}`, Math.max(left, 0) + 6, left + size - 4, (top + bottom) / 2, colour("on-exposed"));
     }
   }

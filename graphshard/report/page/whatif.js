@@ -91,19 +91,19 @@ class WhatIf {
     const through = report.throughput;
     const lines = [
       ["Step", (one) => one.run.seconds, timeText, -1],
-      ["Exposed communication", (one) => one.run.exposed, timeText, -1],
-      ["Share of the step", (one) => (one.run.seconds ? one.run.exposed / one.run.seconds : 0), percent, 0],
+      ["Exposed", (one) => one.run.exposed, timeText, -1],
+      ["Exposed share", (one) => (one.run.seconds ? one.run.exposed / one.run.seconds : 0), percent, 0],
     ];
     if (through) {
       lines.push(["MFU", (one) => through.model_flops / (through.peak_flops * one.run.seconds), percent, 0]);
       if (through.tokens !== null) {
         const tokens = through.tokens * report.halves[0].repeats;
         const whole = (value) => Math.round(value).toLocaleString("en-US");
-        lines.push(["Tokens/s of a rank", (one) => tokens / one.run.seconds, whole, 1]);
+        lines.push(["Tokens/s a rank", (one) => tokens / one.run.seconds, whole, 1]);
         lines.push(["Tokens/s in all", (one) => (tokens * one.ranks) / one.run.seconds, whole, 1]);
       }
     }
-    lines.push(["Memory of a rank", (one) => one.peak, sizeText, -1]);
+    lines.push(["Memory a rank", (one) => one.peak, sizeText, -1]);
     const body = document.querySelector("#compare tbody");
     body.replaceChildren(...lines.map(([name, value, text, better]) => {
       const [was, is] = [value(base), value(other)];
