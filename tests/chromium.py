@@ -7,11 +7,12 @@ with a zero byte behind each, over file descriptors 3 and 4 (--remote-debugging-
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
 import shutil
-import subprocess
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -31,16 +32,16 @@ class Chromium:
         assert PATH is not None
         to_browser, self._out = os.pipe()
         self._in, from_browser = os.pipe()
-        flags = " ".join((*FLAGS, f"--user-data-dir={profile}"))
-        self._process = subprocess.Popen(
-            ["sh", "-c", f"exec {PATH} {flags} about:blank 3<&{to_browser} 4>&{from_browser}"],
-            pass_fds=(to_browser, from_browser),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        # Out of the way of 3 and 4, which they become in the browser.
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (to_browser, from_browser)]
         os.close(to_browser)
         os.close(from_browser)
+        actions = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)]
+        actions += [(os.POSIX_SPAWN_DUP2, end, fd) for end, fd in zip(ends, (3, 4), strict=True)]
+        arguments = [PATH, *FLAGS, f"--user-data-dir={profile}", "about:blank"]
+        self._pid = os.posix_spawn(PATH, arguments, os.environ, file_actions=actions)
+        for end in ends:
+            os.close(end)
         self._buffer, self._number = b"", 0
         self._session: str | None = None
         self.events: list[dict[str, Any]] = []
@@ -143,10 +144,9 @@ class Chromium:
         try:
             self._session = None
             self.send("Browser.close")
-            self._process.wait(timeout=20)
-        except (AssertionError, OSError, subprocess.TimeoutExpired):
-            self._process.kill()
-            self._process.wait()
+        except (AssertionError, OSError):
+            os.kill(self._pid, signal.SIGKILL)
         finally:
+            os.waitpid(self._pid, 0)
             os.close(self._out)
             os.close(self._in)

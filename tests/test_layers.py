@@ -100,7 +100,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("graphshard.backend", "graphshard.capture"),
     ("graphshard.plain_copy",),
     # reports: what a scheduled graph costs, and how that is shown
-    ("graphshard.report.data", "graphshard.report.walk"),
+    ("graphshard.report.data", "graphshard.report.line_diff", "graphshard.report.walk"),
     (
         "graphshard.report",
         "graphshard.report.categories",

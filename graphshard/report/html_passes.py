@@ -58,7 +58,7 @@ def _change(now: int, before: int) -> str:
 
 
 def _diff(step: PassStep, diff: str) -> str:
-    lines = diff.splitlines()[2:]
+    lines = diff.splitlines()
     added = sum(line.startswith("+") for line in lines)
     removed = sum(line.startswith("-") for line in lines)
     declined = "".join(f"<li>{escaped(sentence)}</li>" for sentence in step.skipped[:MAX_DECLINED])
