@@ -47,6 +47,7 @@ from .report.data import (
     PassStep,
     Report,
     UnitSummary,
+    World,
 )
 from .report.half import ScheduledHalf, half_report
 from .report.optimizers import OptimizerKind, optimizer_kind, step_seconds
@@ -408,9 +409,13 @@ class _Inspection:
         return replace(
             report,
             throughput=throughput(report, joint_flops, tokens, settings.card),
-            worlds=worlds_of(halves, settings.prices, settings.rules.mesh),
+            worlds=self._worlds(halves),
             stage_seconds=dict(self.stages.seconds),
         )
+
+    def _worlds(self, halves: Sequence[HalfReport]) -> tuple[World, ...]:
+        layout = self.captured.context.mesh
+        return worlds_of(halves, self.settings.prices(layout), self.settings.rules.mesh, layout)
 
     def _said(self) -> list[str]:
         said = []

@@ -124,7 +124,7 @@ def test_sliders_and_the_way_back(browser, llama, page):
     browser.open(page, *DESKTOP)
     budget = "document.querySelector('[name=budget-out]').value"
     assert "fits, " in browser.run(budget)
-    _move(browser, "budget", 1)
+    _move(browser, "budget", 100)
     assert "does not fit" in browser.run(budget)
     assert float(browser.data()["stepSeconds"]) == pytest.approx(llama.step_seconds, rel=1e-12)
     assert browser.run("document.getElementById('moved').hidden") is True
@@ -157,7 +157,8 @@ def test_drawn_events_are_those_of_the_report(browser, llama, page):
         assert len(layout[name]) == len(expected)
         for one, other in zip(layout[name], expected, strict=True):
             assert one == pytest.approx(other, rel=1e-9, abs=1e-15)
-    assert [(point["at"], point["total"]) for point in layout["memory"]] == pytest.approx(points)
+    assert [point["at"] for point in layout["memory"]] == pytest.approx([at for at, _ in points], abs=1e-15)
+    assert [point["total"] for point in layout["memory"]] == [total for _, total in points]
     assert layout["peak"] == llama.memory.peak_bytes
 
 
@@ -280,6 +281,18 @@ def test_everything_is_reached_by_tab(browser, page):
             break
         reached.add(identity)
     assert {"zoom-in", "exposed-next", "timeline", "memory", "bandwidth", "devices", "budget", "SUMMARY"} <= reached
+
+
+def test_budgets_of_a_link_and_of_the_report(browser, tmp_path):
+    report = _llama(memory_budget="1MiB")
+    write_html(report, tmp_path / "page.html")
+    out = "document.querySelector('[name=budget-out]').value"
+    browser.open(tmp_path / "page.html", *DESKTOP)
+    assert browser.run(out).startswith("1.00 MiB a rank: fits, ")
+    browser.open(tmp_path / "page.html", *DESKTOP, fragment=f"budget={report.memory.peak_bytes / 2**31}")
+    assert "does not fit" in browser.run(out)
+    browser.open(tmp_path / "page.html", *DESKTOP, fragment=f"budget={1.01 * report.memory.peak_bytes / 2**30}")
+    assert "fits, " in browser.run(out)
 
 
 def test_text_has_contrast(browser, page):

@@ -14,6 +14,7 @@ from test_inspect import _linears, _llama
 from graphshard.cost import CostModel, GroupTopology, known_cards, load_card
 from graphshard.cost.links import formula_seconds, formula_ways
 from graphshard.cost.tables import parse_tables
+from graphshard.mesh import MeshAxis, MeshLayout
 from graphshard.report.worlds import worlds_of
 
 CARDS = {name: load_card(name) for name in known_cards()} | {"round": round_card()}
@@ -95,7 +96,22 @@ def test_worlds_fill_nodes_and_have_a_price_for_everything(llama):
     assert {world.mesh["shard"] for world in hybrid.worlds} == {8}
 
 
+def test_parts_of_an_axis_divide_it(llama):
+    """Groups of 4 of the 16 ranks stay as they are; a second group over all 16 grows with them."""
+    parts = [("shard", 16, ""), ("shard/4", 4, "shard"), ("shard/reduce", 16, "shard")]
+    axes = tuple(MeshAxis(label=name, size=size, group_name=name, part_of=part) for name, size, part in parts)
+    layout = MeshLayout(axes=axes)
+    (half, *_) = llama.halves
+    on = [replace(one, group=name) for one, (name, _, _) in zip(half.collectives, parts, strict=True)]
+    prices = CostModel.of_mesh(round_card(), layout)
+    worlds = worlds_of([replace(half, collectives=tuple(on))], prices, {"shard": 16}, layout)
+    assert [world.num_ranks for world in worlds] == [8, 16, 32, 64, 128, 256, 512]
+    seconds = [[one.fixed_seconds + min(map(sum, itertools.chain(*one.ways))) for one in world.prices] for world in worlds]
+    whole, quarter, other = zip(*seconds, strict=True)
+    assert len(set(whole)) == len(set(other)) == len(worlds) and len(set(quarter)) == 1
+
+
 def test_a_graph_of_ones_own_has_one_world(llama):
     prices = CostModel(card=round_card(), groups={"shard": GroupTopology(num_ranks=4, ranks_per_node=4)})
-    (world,) = worlds_of([replace(llama.halves[0])], prices, {})
+    (world,) = worlds_of([llama.halves[0]], prices, {}, MeshLayout())
     assert world.mesh == {} and world.num_ranks == 4 and len(world.prices) == 2

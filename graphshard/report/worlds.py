@@ -8,45 +8,65 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from ..cost import CostModel, mesh_topologies
+from ..cost import CostModel
+from ..mesh import MeshAxis, MeshLayout
 from .data import CollectivePrice, HalfReport, World
 
 #: The outermost axis is halved and doubled so often.
 HALVED, DOUBLED = 4, 5
 
 
-def worlds_of(halves: Sequence[HalfReport], prices: CostModel, mesh: Mapping[str, int]) -> tuple[World, ...]:
+def worlds_of(
+    halves: Sequence[HalfReport], prices: CostModel, mesh: Mapping[str, int], layout: MeshLayout
+) -> tuple[World, ...]:
     """Prices on this mesh and on others, whose outermost axis has other sizes; by rising size.
 
     Args:
         halves: with their collectives.
         prices: of the machine and the mesh.
         mesh: axis sizes, outermost first; where there are none, only ``prices`` as they are.
+        layout: the same mesh, parts of axes included.
     """
     if not mesh:
         num_ranks = max((topology.num_ranks for topology in prices.groups.values()), default=1)
         return (World(mesh={}, num_ranks=num_ranks, prices=_prices(halves, prices)),)
+    outermost = next(iter(mesh))
     found = []
-    for size in _sizes(mesh, int(prices.card.ranks_per_node)):
-        other = {**mesh, next(iter(mesh)): size}
-        groups = mesh_topologies(other, int(prices.card.ranks_per_node))
-        model = CostModel(card=prices.card, tables=prices.tables, groups=groups)
-        found.append(World(mesh=other, num_ranks=math.prod(other.values()), prices=_prices(halves, model)))
+    for size in _sizes(mesh, layout, int(prices.card.ranks_per_node)):
+        other = {**mesh, outermost: size}
+        axes = tuple(_resized(axis, outermost, mesh[outermost], size) for axis in layout.axes)
+        model = CostModel.of_mesh(prices.card, MeshLayout(axes=axes), tables=prices.tables)
+        here = prices if other == mesh else model
+        found.append(World(mesh=other, num_ranks=math.prod(other.values()), prices=_prices(halves, here)))
     return tuple(found)
 
 
-def _sizes(mesh: Mapping[str, int], ranks_per_node: int) -> list[int]:
+def _resized(axis: MeshAxis, outermost: str, before: int, size: int) -> MeshAxis:
+    """Further groups over all ranks of the outermost axis grow with it; smaller parts stay."""
+    is_whole = axis.label == outermost or (axis.part_of == outermost and axis.size == before)
+    return replace(axis, size=size) if is_whole else axis
+
+
+def _sizes(mesh: Mapping[str, int], layout: MeshLayout, ranks_per_node: int) -> list[int]:
     """Sizes of the outermost axis with which the ranks fill nodes; the one of the mesh is among them."""
-    outermost, *inner = mesh.values()
+    (name, outermost), *inner = mesh.items()
+    parts = [axis for axis in layout.axes if axis.part_of == name and axis.size < outermost]
+    others = math.prod(size for _, size in inner)
     found = []
     for power in range(-HALVED, DOUBLED + 1):
         size, rest = divmod(outermost * 2 ** (power + HALVED), 2**HALVED)
-        num_ranks = size * math.prod(inner)
-        fills = num_ranks <= ranks_per_node or not num_ranks % ranks_per_node
-        if size == outermost or (not rest and size > 1 and fills):
+        if size == outermost or (not rest and size > 1 and _is_possible(size, others, parts, ranks_per_node)):
             found.append(size)
     return found
+
+
+def _is_possible(size: int, others: int, parts: Sequence[MeshAxis], ranks_per_node: int) -> bool:
+    """Whether the ranks fill nodes, and the parts of the axis divide it."""
+    num_ranks = size * others
+    fills = num_ranks <= ranks_per_node or not num_ranks % ranks_per_node
+    return fills and all(size > part.size and not size % part.size for part in parts)
 
 
 def _prices(halves: Sequence[HalfReport], model: CostModel) -> tuple[CollectivePrice, ...]:

@@ -12,8 +12,7 @@ class WhatIf {
     const { devices, budget } = this.inputs;
     devices.max = String(report.worlds.length - 1);
     devices.disabled = report.worlds.length < 2;
-    this.budgetMost = 2 * Math.max(this.limit, report.memory.peak_bytes);
-    budget.max = "1000";
+    this.budgets = [report.memory.peak_bytes / 4, 2 * Math.max(this.limit, report.memory.peak_bytes)];
     this.reset();
     form.addEventListener("input", () => this.update());
     form.addEventListener("reset", (event) => {
@@ -27,8 +26,19 @@ class WhatIf {
     this.inputs.bandwidth.value = "0";
     this.inputs.latency.value = "0";
     this.inputs.devices.value = String(this.neutralWorld);
-    this.inputs.budget.value = String(Math.round((1000 * this.limit) / this.budgetMost));
+    this.inputs.budget.value = String(this.budgetPlace(this.limit));
     this.atBudget = this.inputs.budget.value;
+  }
+
+  // The budget's slider is logarithmic, from 0 to 1000.
+  budgetAt(place) {
+    const [least, most] = this.budgets;
+    return least * (most / least) ** (place / 1000);
+  }
+
+  budgetPlace(bytes) {
+    const [least, most] = this.budgets;
+    return (1000 * Math.log(bytes / least)) / Math.log(most / least);
   }
 
   // Of a text such as "bandwidth=0.5&devices=16"; what is not in it stays neutral.
@@ -39,12 +49,12 @@ class WhatIf {
     }
     const world = this.report.worlds.findIndex((one) => String(one.num_ranks) === wanted.get("devices"));
     if (world >= 0) this.inputs.devices.value = String(world);
-    if (Number(wanted.get("budget")) > 0) this.inputs.budget.value = String((1000 * Number(wanted.get("budget")) * GIB) / this.budgetMost);
+    if (Number(wanted.get("budget")) > 0) this.inputs.budget.value = String(this.budgetPlace(Number(wanted.get("budget")) * GIB));
   }
 
   choice() {
     const factor = (name) => 2 ** (Number(this.inputs[name].value) / 20);
-    const budget = this.inputs.budget.value === this.atBudget ? this.limit : (Number(this.inputs.budget.value) / 1000) * this.budgetMost;
+    const budget = this.inputs.budget.value === this.atBudget ? this.limit : this.budgetAt(Number(this.inputs.budget.value));
     return {
       links: { bandwidth: factor("bandwidth"), latency: factor("latency") },
       world: this.report.worlds[Number(this.inputs.devices.value)],
