@@ -81,4 +81,6 @@ def inspect_graph(
     if budget is not None and report.memory.peak_bytes > budget:
         raise BudgetError(budget, report.memory.peak_bytes, "the graph as it stands")
     sizes = [topology.num_ranks for topology in prices.groups.values()]
-    return replace(report, num_ranks=max(sizes, default=1), worlds=worlds_of([half], prices, {}, MeshLayout()))
+    return replace(
+        report, num_ranks=max(sizes, default=1), worlds=worlds_of([half], prices, {}, MeshLayout())
+    )

@@ -13,7 +13,8 @@ from graphshard.report.data import CollectivePrice, HalfReport, World
 
 def with_links(card: HardwareCard, bandwidth: float, latency: float) -> HardwareCard:
     """The card with all links so many times as quick and as late."""
-    return replace(card, **{name: _link(getattr(card, name), bandwidth, latency) for name in ("intra_node", "inter_node")})
+    near, far = (_link(link, bandwidth, latency) for link in (card.intra_node, card.inter_node))
+    return replace(card, intra_node=near, inter_node=far)
 
 
 def _link(link: LinkClass, bandwidth: float, latency: float) -> LinkClass:

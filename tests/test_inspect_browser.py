@@ -62,7 +62,8 @@ def _num_colours(browser, canvas):
     """Colours that cover at least twenty pixels of a canvas."""
     return browser.run(f"""(() => {{
         const canvas = document.getElementById("{canvas}");
-        const pixels = new Uint32Array(canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.buffer);
+        const image = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+        const pixels = new Uint32Array(image.data.buffer);
         const counts = new Map();
         for (const pixel of pixels) counts.set(pixel, (counts.get(pixel) || 0) + 1);
         return [...counts.values()].filter((count) => count >= 20).length;
@@ -108,8 +109,9 @@ def test_the_slider_of_devices(browser, llama, page):
 
 def _rows(browser, table):
     """First cell to the texts of the others."""
-    script = f"[...document.querySelectorAll('#{table} tbody tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
-    return {row[0]: row[1:] for row in browser.run(script)}
+    texts = "[...row.cells].map((cell) => cell.textContent)"
+    rows = browser.run(f"[...document.querySelectorAll('#{table} tbody tr')].map((row) => {texts})")
+    return {row[0]: row[1:] for row in rows}
 
 
 def _move(browser, slider, value):
@@ -141,9 +143,9 @@ def test_drawn_events_are_those_of_the_report(browser, llama, page):
     """With neutral sliders every stretch, wait and collective lies where the report has it."""
     browser.open(page, *DESKTOP)
     layout = browser.run("""(() => {
-        const { halves, stretches, waits, flights, memory, peak } = page.shown().layout;
-        const rest = (one) => [one.start, one.end];
-        return { halves, stretches: stretches.map(rest), waits: waits.map(rest), flights: flights.map(rest), memory, peak };
+        const { stretches, waits, flights, memory, peak } = page.shown().layout;
+        const ends = (all) => all.map((one) => [one.start, one.end]);
+        return { stretches: ends(stretches), waits: ends(waits), flights: ends(flights), memory, peak };
     })()""")
     begin, stretches, waits, flights, points = 0.0, [], [], [], []
     for half in llama.halves:
@@ -259,7 +261,8 @@ def test_fingers_pinch_and_tap(browser, page):
 
 def test_tables_sort(browser, llama, page):
     browser.open(page, *DESKTOP)
-    column = "[...document.querySelectorAll('#collectives-table tbody tr')].map((row) => Number(row.cells[3].dataset.value))"
+    rows = "[...document.querySelectorAll('#collectives-table tbody tr')]"
+    column = f"{rows}.map((row) => Number(row.cells[3].dataset.value))"
     sizes = [one.num_bytes for one in llama.collectives]
     assert browser.run(column) == sizes
     press = "document.querySelectorAll('#collectives-table thead button')[3].click()"
@@ -306,8 +309,12 @@ def test_text_has_contrast(browser, page):
         const root = getComputedStyle(document.documentElement);
         const of = (name) => light(root.getPropertyValue(`--${name}`).trim());
         const ratio = (a, b) => (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-        const pairs = [["ink", "card"], ["muted", "card"], ["muted", "page"], ["good", "card"], ["bad", "card"], ["exposed", "card"],
-                       ["ink", "added"], ["ink", "removed"], ["ink", "band"], ["on-exposed", "exposed"]];
+        const pairs = ["ink", "muted", "good", "bad", "exposed", "accent"].map((name) => [name, "card"]);
+        pairs.push(["muted", "page"], ["on-exposed", "exposed"], ["muted", "lane"]);
+        for (const name of ["page", "added", "removed", "band"]) pairs.push(["ink", name]);
+        for (const name of ["compute", "compute-other", "gather", "reduce", "allreduce", "collective"]) {
+            pairs.push(["on-compute", name]);
+        }
         return Object.fromEntries(pairs.map(([one, other]) => [`${one} on ${other}`, ratio(of(one), of(other))]));
     })()"""
     for dark in (False, True):
@@ -339,7 +346,8 @@ def test_unusual_reports_have_a_page_that_works(browser, tmp_path, which):
         halves = [replace(half, collectives=(), schedule=(), compute=tuple(e for e in half.compute if e.kind != "wait"),
                           seconds=half.compute_seconds, exposed_seconds=0.0) for half in whole.halves]  # fmt: skip
         seconds = sum(half.seconds for half in halves)
-        report = replace(whole, halves=tuple(halves), collectives=(), exposures=(), step_seconds=seconds, throughput=None)
+        report = replace(whole, halves=tuple(halves), collectives=(), exposures=(), step_seconds=seconds)
+        report = replace(report, throughput=None)
     write_html(report, tmp_path / "page.html")
     browser.open(tmp_path / "page.html", *PHONE, fragment="bandwidth=0.5")
     data = browser.data()

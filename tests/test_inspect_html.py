@@ -87,8 +87,8 @@ def test_every_table_has_its_rows(llama, page):
 
 def test_the_headline_says_model_mesh_card_and_whether_it_fits(llama, page):
     texts = Page(page).texts
-    assert texts["title"] == ["Llama, 84.3 thousand parameters, on 8 × round (shard=8) - graphshard inspect"]
-    assert texts["h1"] == ["Llama, 84.3 thousand parameters, on 8 × round (shard=8)"]
+    heading = "Llama, 84.3 thousand parameters, on 8 \N{MULTIPLICATION SIGN} round (shard=8)"
+    assert texts["h1"] == [heading] and texts["title"] == [f"{heading} - graphshard inspect"]
     verdict = next(text for text in texts["p"] if text.startswith("A step takes"))
     assert "It fits: a rank needs" in verdict and "the card has 1 GiB" in verdict
     too_much = replace(llama, memory=replace(llama.memory, fits=False, budget_bytes=1024))
@@ -141,7 +141,7 @@ def test_diffs_show_what_each_pass_changed(llama, page):
     texts = Page(page).texts
     _, *summaries = texts["summary"]  # the first is that of the sliders
     assert summaries[0].startswith("joint: captured") and "lines" in summaries[0]
-    assert any(re.match(r"forward: lower_shards \+[\d,]+ −[\d,]+ lines$", text) for text in summaries)
+    assert any(re.match("forward: lower_shards \\+[\\d,]+ \N{MINUS SIGN}[\\d,]+ lines$", text) for text in summaries)
     assert not any(text.startswith("joint: spread_parameters") for text in summaries)
     assert any("+%unshard_0" in text for text in texts["pre"])
 
@@ -155,7 +155,7 @@ def _step(name: str, text: str) -> PassStep:
 
 def test_long_graphs_are_cut_and_say_so(llama):
     """Eight passes over 12,000 long lines, of which each changes a third."""
-    lines = [f"%mul_{index}: f32[8192, 4096] = mul(%view_{index}, %view_{index + 1}) {'#' * 60}" for index in range(12000)]
+    lines = [f"%mul_{index}: f32[8192, 4096] = mul(%view_{index}, %view_{index}) {'#' * 60}" for index in range(12000)]
     steps = []
     for number in range(8):
         steps.append(_step(f"pass_{number}", "\n".join(lines)))
@@ -163,7 +163,7 @@ def test_long_graphs_are_cut_and_say_so(llama):
     began = time.process_time()
     text = html_page(replace(llama, passes=tuple(steps)))
     assert len(text.encode()) < 2_000_000
-    assert time.process_time() - began < 20
+    assert time.process_time() - began < 10
     parsed = Page(text)
     assert sum(f"The first {MAX_LINES} of " in paragraph for paragraph in parsed.texts["p"]) == 8
     assert sum(item == "and 30 more" for item in parsed.texts["li"]) == 7
@@ -184,7 +184,7 @@ def test_a_graph_of_ones_own_has_a_page(tmp_path):
     write_html(report, tmp_path / "graph.html")
     text = (tmp_path / "graph.html").read_text()
     parsed = Page(text)
-    assert parsed.texts["h1"] == ["Graph, on 4 × h100-sxm"]
+    assert parsed.texts["h1"] == ["Graph, on 4 \N{MULTIPLICATION SIGN} h100-sxm"]
     assert "changes the size of the outermost axis" not in text
     assert [row[0] for row in parsed.tables["halves"][1:]] == ["graph"]
 

@@ -173,7 +173,9 @@ def formula_ways(kind: str, num_bytes: int, group: GroupTopology, card: Hardware
 
 def _beats(one: Way, other: Way) -> bool:
     """Whether every leg of one is as quick in both respects, and one of them quicker."""
-    return one != other and all(a <= b for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
+    return one != other and all(
+        a <= b for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)
+    )
 
 
 def _protocols(card: HardwareCard) -> Iterator[_Ways]:

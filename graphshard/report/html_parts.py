@@ -38,7 +38,7 @@ def heading(report: Report) -> str:
     what = "Graph"
     if report.model is not None:
         what = f"{report.model.name}, {_count(report.model.num_elements)} parameters"
-    where = f"{report.num_ranks} × {report.hardware}"
+    where = f"{report.num_ranks} \N{MULTIPLICATION SIGN} {report.hardware}"
     return f"{what}, on {where} ({mesh})" if mesh else f"{what}, on {where}"
 
 
@@ -111,7 +111,9 @@ def tiles(report: Report) -> str:
             f"{share(memory.peak_bytes, limit)} of {size_text(limit)}",
             meter=(memory.peak_bytes, limit, "" if memory.fits else "is-bad"),
         ),
-        _tile("Gap to the bound", f"{100 * report.gap:.1f} %", f"none below {shown_time(report.bound_seconds)}"),
+        _tile(
+            "Gap to the bound", f"{100 * report.gap:.1f} %", f"none below {shown_time(report.bound_seconds)}"
+        ),
     ]
     return "\n".join(found)
 
@@ -122,9 +124,8 @@ def _tile(name: str, value: str, more: str, *, meter: tuple[float, float, str] |
         part, whole, kind = meter
         width = min(100.0, 100 * part / whole) if whole else 0.0
         bar = f'<div class="meter {kind}"><i style="width:{width:.1f}%"></i></div>'
-    return (
-        f'<div class="tile"><span>{escaped(name)}</span><b>{escaped(value)}</b><span>{escaped(more)}</span>{bar}</div>'
-    )
+    texts = f"<span>{escaped(name)}</span><b>{escaped(value)}</b><span>{escaped(more)}</span>"
+    return f'<div class="tile">{texts}{bar}</div>'
 
 
 #: A cell: what is shown, and what is sorted by (None for the text itself).
@@ -213,12 +214,12 @@ def _patch(colour: str) -> str:
 def timeline_note(report: Report) -> str:
     """What the charts leave out."""
     repeats = max(half.repeats for half in report.halves)
-    if repeats == 1:
-        return "Compute stretches of one module are joined; the memory curve keeps the most and the least of each stretch."
-    return (
-        f"One of {repeats} micro-batches is drawn, then the optimizer. Compute stretches of one module are joined; "
-        "the memory curve keeps the most and the least of each stretch."
+    joined = (
+        "Stretches of one module are joined; of each stretch the memory curve keeps the most and the least."
     )
+    if repeats == 1:
+        return joined
+    return f"One of {repeats} micro-batches is drawn, then the optimizer. {joined}"
 
 
 def memory_table(report: Report) -> str:
@@ -255,7 +256,7 @@ def collectives_table(report: Report) -> str:
             (size_text(one.num_bytes), one.num_bytes),
             (str(one.count), one.count),
             (shown_time(one.seconds), one.seconds),
-            (f"{one.num_bytes / one.seconds / 1e9:.3g} GB/s" if one.seconds else "-", one.num_bytes / (one.seconds or 1.0)),
+            _rate(one.num_bytes, one.seconds),
             (shown_time(one.count * one.seconds), one.count * one.seconds),
             (
                 f'<span class="cost">{shown_time(one.exposed_seconds)}</span>' if one.exposed_seconds else "-",
@@ -266,6 +267,12 @@ def collectives_table(report: Report) -> str:
     ]  # fmt: skip
     columns = ("Kind", "Half", "Group", "Bytes", "Count", "Each", "Rate", "All", "Exposed")
     return table(columns, rows, label="Collectives of a step", identity="collectives-table", left=3)
+
+
+def _rate(num_bytes: int, seconds: float) -> Cell:
+    if not seconds:
+        return "-", 0.0
+    return f"{num_bytes / seconds / 1e9:.3g} GB/s", num_bytes / seconds
 
 
 def exposures_list(report: Report) -> str:
@@ -279,10 +286,11 @@ def exposures_list(report: Report) -> str:
 def _exposure(one: Exposure, report: Report) -> str:
     which = one.collective
     what = f"{which.kind.replace('_', '-')} {which.unit or which.name}"
+    where = f"{escaped(one.half)}, {size_text(which.num_bytes)} over {escaped(which.group)}"
     return (
         f'<li><div><b>{escaped(what)}</b><p><span class="cost">{shown_time(one.step_seconds)}</span> a step '
         f"({share(one.step_seconds, report.step_seconds)})<br>"
-        f'<span class="muted">{escaped(one.half)}, {size_text(which.num_bytes)} over {escaped(which.group)}</span></p></div>'
+        f'<span class="muted">{where}</span></p></div>'
         f"<div><p>{_sentence(which.reason)}</p><p><b>What would help:</b> {escaped(which.remedy)}</p></div></li>"
     )
 

@@ -79,9 +79,14 @@ def _details(name: str, size: str, lines: list[str], *, of_diff: bool, note: str
             "graphs in full.</p>"
         )
     block = f'<pre tabindex="0" aria-label="{escaped(name)}">{shown}</pre>' if lines else ""
-    return f'<details class="pass"><summary><code>{escaped(name)}</code> <span class="muted">{size}</span></summary>{note}{block}</details>'
+    summary = f'<summary><code>{escaped(name)}</code> <span class="muted">{size}</span></summary>'
+    return f'<details class="pass">{summary}{note}{block}</details>'
 
 
 def _line(line: str, of_diff: bool) -> str:
     kind = _CLASSES.get(line[:1], "") if of_diff else ""
-    return f'<span class="{kind}">{escaped(line) or " "}</span>' if kind else f"<span>{escaped(line) or ' '}</span>"
+    return (
+        f'<span class="{kind}">{escaped(line) or " "}</span>'
+        if kind
+        else f"<span>{escaped(line) or ' '}</span>"
+    )

@@ -19,7 +19,7 @@ MOST_COMPARED = 1_000_000
 
 def unified_lines(before: Sequence[str], after: Sequence[str], *, context: int = 2) -> Iterator[str]:
     """The lines of a unified diff, without the two that name the files; none if the texts are equal."""
-    for group in _Anchored(None, before, after, autojunk=False).get_grouped_opcodes(context):
+    for group in _Anchored(before, after).get_grouped_opcodes(context):
         (_, a0, _, b0, _), (_, _, a1, _, b1) = group[0], group[-1]
         yield f"@@ -{_range(a0, a1)} +{_range(b0, b1)} @@"
         for kind, i0, i1, j0, j1 in group:
@@ -38,14 +38,19 @@ def _range(start: int, end: int) -> str:
 class _Anchored(SequenceMatcher):
     """A matcher that finds its blocks between lines that are unique in both texts."""
 
+    def __init__(self, before: Sequence[str], after: Sequence[str]) -> None:
+        super().__init__(None, before, after, autojunk=False)
+        self._before, self._after = before, after
+
     def get_matching_blocks(self) -> list[Match]:
-        ends = [(-1, -1), *_anchors(self.a, self.b), (len(self.a), len(self.b))]
+        before, after = self._before, self._after
+        whole = (len(before), len(after))
         blocks: list[Match] = []
-        for (i0, j0), (i1, j1) in itertools.pairwise(ends):
-            _append(blocks, *_between(self.a, self.b, (i0 + 1, i1), (j0 + 1, j1)))
-            if i1 < len(self.a) or j1 < len(self.b):
+        for (i0, j0), (i1, j1) in itertools.pairwise([(-1, -1), *_anchors(before, after), whole]):
+            _append(blocks, *_between(before, after, (i0 + 1, i1), (j0 + 1, j1)))
+            if (i1, j1) != whole:
                 _append(blocks, Match(i1, j1, 1))
-        return [*blocks, Match(len(self.a), len(self.b), 0)]
+        return [*blocks, Match(*whole, 0)]
 
 
 def _append(blocks: list[Match], *new: Match) -> None:
