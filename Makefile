@@ -31,7 +31,7 @@ inspect: .venv/.installed
 	@mkdir -p out
 	$(BIN)/graphshard inspect examples.llama_model:$(MODEL) --mesh shard=64 --hardware h100-sxm --unit "layers.*" \
 		--param-dtype bfloat16 --reduce-dtype float32 \
-		--text out/$(MODEL).txt --trace out/$(MODEL).trace.json --json out/$(MODEL).json $(ARGS)
+		--html out/$(MODEL).html --text out/$(MODEL).txt --trace out/$(MODEL).trace.json --json out/$(MODEL).json $(ARGS)
 
 examples: .venv/.installed
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/finetune_llama.py

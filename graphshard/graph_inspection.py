@@ -13,11 +13,13 @@ from .cost import CollectiveTables, CostModel, GroupTopology, HardwareCard, load
 from .errors import BudgetError
 from .graph_text import graph_text
 from .memory import kept_inputs
+from .mesh import MeshLayout
 from .planner.from_graph import problem_of_graph
 from .report.categories import categorized_memory
 from .report.data import CATEGORIES, PassStep, Report
 from .report.half import ScheduledHalf, half_report
 from .report.step import report_of_halves
+from .report.worlds import worlds_of
 from .schedule import parse_bytes, topologies
 
 _NOTES = (
@@ -79,4 +81,6 @@ def inspect_graph(
     if budget is not None and report.memory.peak_bytes > budget:
         raise BudgetError(budget, report.memory.peak_bytes, "the graph as it stands")
     sizes = [topology.num_ranks for topology in prices.groups.values()]
-    return replace(report, num_ranks=max(sizes, default=1))
+    return replace(
+        report, num_ranks=max(sizes, default=1), worlds=worlds_of([half], prices, {}, MeshLayout())
+    )

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from .errors import UsageError
 
 _RESHARD = {"default": None, "true": True, "false": False}
-_OUTPUTS = ("text", "trace", "json")
+_OUTPUTS = ("html", "text", "trace", "json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help='modules to recompute, or "units"',
     )
+    add("--html", type=Path, metavar="FILE", help="a page with everything, in one file")
     add("--text", type=Path, metavar="FILE", help="graph text after each pass, and all collectives")
     add("--trace", type=Path, metavar="FILE", help="trace for Perfetto or chrome://tracing")
     add("--json", type=Path, metavar="FILE", help="the whole report as data")
@@ -73,6 +74,7 @@ def run_inspect(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from .inspection import inspect
+    from .report.html import write_html
     from .report.summary import print_summary
     from .report.text import report_text
     from .report.trace import write_trace
@@ -101,6 +103,8 @@ def run_inspect(options: argparse.Namespace) -> int:
     )
     progress("done")
     print_summary(report, Console(width=None if sys.stdout.isatty() else 160))
+    if options.html is not None:
+        write_html(report, options.html)
     if options.text is not None:
         options.text.write_text(report_text(report))
     if options.trace is not None:

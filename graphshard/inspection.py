@@ -47,6 +47,7 @@ from .report.data import (
     PassStep,
     Report,
     UnitSummary,
+    World,
 )
 from .report.half import ScheduledHalf, half_report
 from .report.optimizers import OptimizerKind, optimizer_kind, step_seconds
@@ -58,6 +59,7 @@ from .report.step import (
     throughput,
     with_accumulation,
 )
+from .report.worlds import worlds_of
 from .rewrite import output_values
 from .schedule import parse_bytes
 
@@ -407,8 +409,13 @@ class _Inspection:
         return replace(
             report,
             throughput=throughput(report, joint_flops, tokens, settings.card),
+            worlds=self._worlds(halves),
             stage_seconds=dict(self.stages.seconds),
         )
+
+    def _worlds(self, halves: Sequence[HalfReport]) -> tuple[World, ...]:
+        layout = self.captured.context.mesh
+        return worlds_of(halves, self.settings.prices(layout), self.settings.rules.mesh, layout)
 
     def _said(self) -> list[str]:
         said = []

@@ -86,19 +86,20 @@ GOOD = ["inspect", "factories:make", "--hardware", "round.json", "--loss", "fact
 
 
 def test_everything_is_written(here, capsys):
-    outputs = ["--text", "out.txt", "--trace", "trace.json", "--json", "report.json"]
+    outputs = ["--html", "report.html", "--text", "out.txt", "--trace", "trace.json", "--json", "report.json"]
     assert main([*GOOD, "--unit", "first", "--unit", "second", "--micro-batches", "2", *outputs]) == 0
     printed = capsys.readouterr()
     assert "Model, 7.6e-08 billion parameters, shard=4, round" in printed.out
     for title in ("Time", "Memory of a rank at its peak", "Collectives of a step", "Costliest exposures"):
         assert f"\n{title}" in printed.out
-    assert printed.out.endswith("wrote out.txt\nwrote trace.json\nwrote report.json\n")
+    assert printed.out.endswith("wrote report.html\nwrote out.txt\nwrote trace.json\nwrote report.json\n")
     stages = re.findall(r"^ +\d+\.\d s  (.+)$", printed.err, re.MULTILINE)
     assert stages[0] == "import the model" and "capture" in stages and stages[-1] == "done"
     data = json.loads((here / "report.json").read_text())
     jsonschema.validate(data, report_schema())
     assert data["settings"]["units"] == ["first", "second"] and data["settings"]["micro_batches"] == 2
     assert (here / "out.txt").read_text().startswith("# joint: captured")
+    assert (here / "report.html").read_text().startswith("<!doctype html>")
     assert json.loads((here / "trace.json").read_text())["traceEvents"]
 
 

@@ -100,7 +100,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("graphshard.backend", "graphshard.capture"),
     ("graphshard.plain_copy",),
     # reports: what a scheduled graph costs, and how that is shown
-    ("graphshard.report.data", "graphshard.report.walk"),
+    ("graphshard.report.data", "graphshard.report.line_diff", "graphshard.report.walk"),
     (
         "graphshard.report",
         "graphshard.report.categories",
@@ -109,8 +109,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.report.summary",
         "graphshard.report.text",
         "graphshard.report.trace",
+        "graphshard.report.worlds",
     ),
-    ("graphshard.report.half", "graphshard.report.step"),
+    ("graphshard.report.half", "graphshard.report.step", "graphshard.report.html_parts"),
+    ("graphshard.report.html_passes",),
+    ("graphshard.report.html",),
     ("graphshard.inspection", "graphshard.graph_inspection"),
     ("graphshard.testing.capture", "graphshard.testing.golden", "graphshard.testing.ranks"),
     ("graphshard.testing",),

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -148,6 +148,36 @@ def formula_seconds(kind: str, num_bytes: int, group: GroupTopology, card: Hardw
     return card.collective_start_seconds + min(times)
 
 
+#: A way to carry out a collective: legs side by side, each (seconds of latency, seconds of transfer).
+Way = tuple[tuple[float, float], ...]
+
+
+def formula_ways(kind: str, num_bytes: int, group: GroupTopology, card: HardwareCard) -> tuple[Way, ...]:
+    """Every way among which :func:`formula_seconds` takes the quickest, its latency and transfer apart.
+
+    With ``card.collective_start_seconds`` in front, the least over the ways of the most over their legs
+    of latency + transfer is :func:`formula_seconds`. Ways that are never the quickest are left out.
+    """
+    if group.num_ranks == 1:
+        return (((0.0, 0.0),),)
+    found: list[Way] = []
+    for ways in _protocols(card):
+        without_latency = replace(ways, a_in=0.0, a_out=0.0)
+        for algorithm in _ALGORITHMS[kind]:
+            legs = (_pairwise_inside, _pairwise_between) if algorithm is _pairwise else (algorithm,)
+            way = tuple((leg(0, group, ways), leg(num_bytes, group, without_latency)) for leg in legs)
+            if math.isfinite(way[0][0]):
+                found.append(way)
+    return tuple(way for way in found if not any(_beats(other, way) for other in found))
+
+
+def _beats(one: Way, other: Way) -> bool:
+    """Whether every leg of one is as quick in both respects, and one of them quicker."""
+    return one != other and all(
+        a <= b for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)
+    )
+
+
 def _protocols(card: HardwareCard) -> Iterator[_Ways]:
     inside, between = card.intra_node, card.inter_node
     yield _Ways(inside.latency_seconds, between.latency_seconds, _rate(inside), _rate(between))
@@ -222,10 +252,17 @@ def _double_tree(num_bytes: float, group: GroupTopology, ways: _Ways) -> float:
 
 def _pairwise(num_bytes: float, group: GroupTopology, ways: _Ways) -> float:
     """All-to-all; messages inside and between nodes move at the same time."""
-    near, n = group.ranks_per_node, group.num_ranks
-    inside = (near - 1) * ways.a_in + num_bytes * (near - 1) / n / ways.b_in
-    between = (n - near) * ways.a_out + num_bytes * (n - near) / n / ways.b_out
-    return max(inside, between)
+    return max(_pairwise_inside(num_bytes, group, ways), _pairwise_between(num_bytes, group, ways))
+
+
+def _pairwise_inside(num_bytes: float, group: GroupTopology, ways: _Ways) -> float:
+    others = group.ranks_per_node - 1
+    return others * ways.a_in + num_bytes * others / group.num_ranks / ways.b_in
+
+
+def _pairwise_between(num_bytes: float, group: GroupTopology, ways: _Ways) -> float:
+    others = group.num_ranks - group.ranks_per_node
+    return others * ways.a_out + num_bytes * others / group.num_ranks / ways.b_out
 
 
 def _chain(num_bytes: float, group: GroupTopology, ways: _Ways) -> float:

@@ -18,9 +18,11 @@ from .cards import COLLECTIVE_KINDS, HardwareCard
 from .compute import compute_seconds, copy_seconds
 from .links import (
     GroupTopology,
+    Way,
     collective_bytes,
     collective_kind,
     formula_seconds,
+    formula_ways,
     layout_topologies,
 )
 from .tables import CollectiveTables, TableRows
@@ -86,6 +88,24 @@ class CostModel:
         if measured is not None:
             return measured.seconds(num_bytes)
         return formula_seconds(kind, num_bytes, topology, self.card)
+
+    def collective_ways(self, kind: str, num_bytes: int, group: str) -> tuple[float, tuple[Way, ...]]:
+        """What :meth:`collective_seconds` is made of: fixed seconds, and the ways of which the quickest counts.
+
+        Measured times have one way, whose latency is the time of the smallest size that was measured.
+        Nothing is warned of.
+        """
+        topology = self.topology(group)
+        if topology.num_ranks == 1:
+            return 0.0, (((0.0, 0.0),),)
+        rows = None if self.tables is None else self.tables.find(kind, group, topology.num_ranks)
+        if rows is None:
+            rows = self._measured(kind, topology)
+        if rows is not None:
+            seconds = rows.seconds(num_bytes)
+            latency = min(seconds, rows.rows[0][1])
+            return 0.0, (((latency, seconds - latency),),)
+        return self.card.collective_start_seconds, formula_ways(kind, num_bytes, topology, self.card)
 
     def node_seconds(self, collective: fx.Node) -> float:
         """:meth:`collective_seconds` of the node that starts a collective."""

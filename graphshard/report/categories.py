@@ -195,7 +195,9 @@ class _Flow:
     def category(self, buffer: Buffer, saved: Mapping[str, str]) -> str:
         node = buffer.producer
         if node.op == "placeholder":
-            return "temporaries" if node.name.startswith("tangents_") else saved.get(node.name, "activations")
+            return (
+                "temporaries" if node.name.startswith("tangents_") else saved.get(node.name) or "activations"
+            )
         if is_collective(node):
             if buffer.part == " (copy)":
                 return "buckets"

@@ -115,6 +115,56 @@ class CollectiveEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleStep:
+    """Where a half starts a collective, or waits for one.
+
+    Attributes:
+        collective: its index among the half's collectives.
+        is_start: a start, or a wait.
+        busy_seconds: how long the compute stream has computed and copied until then, its waits left out.
+    """
+
+    collective: int
+    is_start: bool
+    busy_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectivePrice:
+    """What a collective's time is made of, so that it can be priced for other links.
+
+    It takes ``fixed_seconds`` and the quickest way. A way is a few legs that run side by side, of which
+    the slowest counts; a leg is (seconds of latency, seconds of transfer).
+
+    Attributes:
+        kind, group, num_bytes: as in :class:`CollectiveEvent`.
+        fixed_seconds: what no link changes.
+        ways: algorithms and protocols.
+    """
+
+    kind: str
+    group: str
+    num_bytes: int
+    fixed_seconds: float
+    ways: tuple[tuple[tuple[float, float], ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Prices of the report's collectives, in their sizes, on a mesh of another size.
+
+    Attributes:
+        mesh: axis sizes, outermost first.
+        num_ranks: of the mesh.
+        prices: of each kind, group and size that occurs.
+    """
+
+    mesh: Mapping[str, int]
+    num_ranks: int
+    prices: tuple[CollectivePrice, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPoint:
     """What is live at one moment: bytes by category, in the order of :data:`CATEGORIES`."""
 
@@ -167,6 +217,7 @@ class HalfReport:
         num_nodes: of the graph.
         compute: the compute stream in order.
         collectives: in the order of their starts.
+        schedule: their starts and waits in order, and the compute between.
         memory: live bytes over its run, condensed; the peak is always among the points.
         peak: the point of the peak.
         peak_where: node at the peak.
@@ -185,6 +236,7 @@ class HalfReport:
     num_nodes: int
     compute: tuple[ComputeEvent, ...]
     collectives: tuple[CollectiveEvent, ...]
+    schedule: tuple[ScheduleStep, ...]
     memory: tuple[MemoryPoint, ...]
     peak: MemoryPoint
     peak_where: str
@@ -282,6 +334,7 @@ class Report:
         throughput: None for a graph of one's own.
         exposures: the costliest, at most ten.
         passes: graphs after each pass.
+        worlds: what the collectives would cost on this mesh and on others.
         stage_seconds: how long each stage of the inspection took.
         notes: what is modelled in which way, and what was left as it is.
     """
@@ -303,6 +356,7 @@ class Report:
     collectives: tuple[CollectiveCount, ...]
     exposures: tuple[Exposure, ...]
     passes: tuple[PassStep, ...]
+    worlds: tuple[World, ...]
     stage_seconds: Mapping[str, float]
     notes: tuple[str, ...]
 

@@ -17,7 +17,7 @@ from ..planner.bound import Bounds, lower_bounds
 from ..planner.from_graph import GraphProblem, problem_of_graph
 from ..provenance import reduced_parameters, shards_behind
 from .categories import CategorizedMemory
-from .data import CollectiveEvent, ComputeEvent, HalfReport, MemoryPoint
+from .data import CollectiveEvent, ComputeEvent, HalfReport, MemoryPoint, ScheduleStep
 from .exposure import Explainer, Explanation
 from .walk import FlightEvent, StreamEvent, Walk, walk
 
@@ -91,6 +91,7 @@ def half_report(half: ScheduledHalf, memory: CategorizedMemory, outside: Sequenc
         num_nodes=len(half.gm.graph.nodes),
         compute=tuple(_stretches(half.ctx, found, events)),
         collectives=tuple(_collectives(half, found, events)),
+        schedule=tuple(_schedule(events)),
         memory=tuple(
             MemoryPoint(seconds=times[index], num_bytes=points[index])
             for index in _condensed(totals, at_peak)
@@ -211,6 +212,14 @@ def _collectives(half: ScheduledHalf, found: GraphProblem, events: Walk) -> Iter
             cause=why.cause,
             reason=why.reason,
             remedy=why.remedy,
+        )
+
+
+def _schedule(events: Walk) -> Iterator[ScheduleStep]:
+    number = {flight.members: index for index, flight in enumerate(events.flights)}
+    for step in events.steps:
+        yield ScheduleStep(
+            collective=number[step.members], is_start=step.is_start, busy_seconds=step.busy_seconds
         )
 
 

@@ -43,7 +43,7 @@ def report_of_halves(
     passes: Sequence[PassStep],
     notes: Sequence[str],
 ) -> Report:
-    """A report without its throughput.
+    """A report without its throughput and its worlds.
 
     Args:
         halves: in the order in which they run.
@@ -86,6 +86,7 @@ def report_of_halves(
         collectives=tuple(_counts(halves)),
         exposures=tuple(_exposures(halves)[:NUM_EXPOSURES]),
         passes=tuple(passes),
+        worlds=(),
         stage_seconds={},
         notes=tuple(notes),
     )
@@ -134,6 +135,7 @@ def optimizer_half(name: str, seconds: float, live: Sequence[int], flops: int) -
         num_nodes=1,
         compute=(stretch,) if seconds else (),
         collectives=(),
+        schedule=(),
         memory=(start, replace(start, seconds=seconds)),
         peak=start,
         peak_where=name,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 
 from .data import PassStep, Report
+from .line_diff import unified_lines
 
 
 def report_text(report: Report) -> str:
@@ -23,9 +23,7 @@ def pass_diffs(report: Report) -> list[tuple[PassStep, str]]:
     for step in report.passes:
         last = before.get(step.graph)
         if last is not None:
-            lines = difflib.unified_diff(
-                last.text.splitlines(), step.text.splitlines(), last.name, step.name, lineterm="", n=2
-            )
+            lines = unified_lines(last.text.splitlines(), step.text.splitlines())
             found.append((step, "\n".join(lines)))
         before[step.graph] = step
     return found

@@ -62,17 +62,28 @@ class FlightEvent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StepEvent:
+    """A start or a wait; ``busy_seconds`` is the stream's clock there without its waits before."""
+
+    members: tuple[int, ...]
+    is_start: bool
+    busy_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Walk:
     """All events of a schedule.
 
     Attributes:
         stream: of compute, in order, without pauses between.
         flights: in the order of their starts.
+        steps: starts and waits in order.
         seconds: when all is over.
     """
 
     stream: tuple[StreamEvent, ...]
     flights: tuple[FlightEvent, ...]
+    steps: tuple[StepEvent, ...]
     seconds: float
 
     @property
@@ -89,6 +100,8 @@ def walk(problem: Problem, steps: Sequence[Step]) -> Walk:
     open_flights: dict[tuple[int, ...], dict] = {}
     flights: dict[tuple[int, ...], FlightEvent | None] = {}
     last_in_queue: dict[int, tuple[int, ...]] = {}
+    taken: list[StepEvent] = []
+    waited = 0.0
 
     def note(kind: str, start: float, end: float, task: int = -1, members: tuple[int, ...] = ()) -> None:
         if end > start:
@@ -122,18 +135,23 @@ def walk(problem: Problem, steps: Sequence[Step]) -> Walk:
             }
             flights[members] = None  # keeps the order of starts
             last_in_queue[bucket.queue] = members
+            clock = following.seconds
         else:
             flight = next(flight for flight in state.flights if flight.bucket.members == members)
             following = machine.wait(state, flight)
             assert following is not None, "the schedule was simulated"
             arrived = max(state.seconds, flight.finish)
+            clock = state.seconds
             note("wait", state.seconds, arrived, members=members)
             note("copy", arrived, following.seconds, members=members)
             flights[members] = FlightEvent(
                 members=members, wait=step.position, needed=state.seconds, **open_flights.pop(members)
             )
+        taken.append(StepEvent(members=members, is_start=step.is_start, busy_seconds=clock - waited))
+        if not step.is_start:
+            waited += arrived - clock
         state = following
     run_to(machine.end)
     done = [flight for flight in flights.values() if flight is not None]
     assert len(done) == len(flights), "every start has a wait"
-    return Walk(stream=tuple(stream), flights=tuple(done), seconds=state.seconds)
+    return Walk(stream=tuple(stream), flights=tuple(done), steps=tuple(taken), seconds=state.seconds)
