@@ -61,4 +61,4 @@ bench: .venv/.installed
 	$(BIN)/python benchmarks/step_time.py $(ARGS)
 
 clean:
-	rm -rf .venv build dist *.egg-info out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist *.egg-info out tests/artefacts .pytest_cache .mypy_cache .ruff_cache .hypothesis
