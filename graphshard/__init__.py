@@ -3,6 +3,7 @@
 ``fully_shard`` a plain model, then ``torch.compile(model, backend="graphshard")``.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -14,8 +15,11 @@ from .module import register_fsdp_forward_method
 from .schedule import schedule_graph
 
 if TYPE_CHECKING:
+    from .formula_fitting import formulas
     from .graph_inspection import inspect_graph
     from .inspection import inspect
+    from .report.compare import diff_reports
+    from .sweeping import sweep
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -24,24 +28,31 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",
+    "diff_reports",
+    "formulas",
     "fully_shard",
     "inspect",
     "inspect_graph",
     "register_fsdp_forward_method",
     "schedule_graph",
     "share_comm_ctx",
+    "sweep",
 ]
 __version__ = "0.1.0"
 
 
+#: Names that load Inductor, which takes seconds, and where they are: only once they are asked for.
+_LATER = {
+    "diff_reports": "report.compare",
+    "formulas": "formula_fitting",
+    "inspect": "inspection",
+    "inspect_graph": "graph_inspection",
+    "sweep": "sweeping",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """``inspect`` and ``inspect_graph`` load Inductor, which takes seconds: only once they are asked for."""
-    if name == "inspect":
-        from .inspection import inspect
-
-        return inspect
-    if name == "inspect_graph":
-        from .graph_inspection import inspect_graph
-
-        return inspect_graph
+    """Imports what is offline when it is first asked for."""
+    if name in _LATER:
+        return getattr(import_module(f".{_LATER[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

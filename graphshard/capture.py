@@ -8,11 +8,10 @@ same passes run as in training. Axes of the mesh are sizes with names, so 4,096 
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +40,7 @@ from .inductor import drop_rng_states, functorch_patch, inductor_decompositions,
 from .params import PlainParameter, UnshardCall
 from .passes import InsertShards, MergeUnshards, SpreadParameters, TagRecompute
 from .pipeline import PassRecord, Pipeline
-from .rewrite import copy_graph, output_values
+from .rewrite import copy_graph, no_garbage_collection, output_values
 
 #: A frame of a traceback, and the folders whose frames are not the user's.
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+?)(?:, code: |\n)\s*([^\n]*)')
@@ -185,7 +184,7 @@ def capture_step(
     with ExitStack() as stack:
         stack.enter_context(functorch_patch())
         stack.enter_context(lazy_graph_modules())
-        stack.enter_context(_no_garbage_collection())
+        stack.enter_context(no_garbage_collection())
         stack.enter_context(mode)
         traced = _trace(_Step(fake, loss), fake_args, fake_kwargs)
         joint = _export(stack, traced, fake_args, fake_kwargs)
@@ -250,18 +249,6 @@ def plain_module(exported: torch.export.ExportedProgram) -> nn.Module:
 
 def _on_cpu(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else value
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A capture makes millions of objects that live to its end; each full collection looks at all of them."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 class _Step(nn.Module):

@@ -18,8 +18,10 @@ import torch
 from .cost.calibrate import CalibrationJob, calibrate, is_launched
 from .cost.cards import known_cards, load_card
 from .cost.probes import ProbeSizes
+from .diff_command import add_diff_arguments, run_diff
 from .errors import GraphShardError, UsageError
 from .inspect_command import add_arguments, run_inspect
+from .sweep_command import add_sweep_arguments, run_sweep
 
 GIB = 2**30
 
@@ -140,6 +142,14 @@ def print_progress(line: str) -> None:
 SUBCOMMANDS: dict[str, Subcommand] = {
     "inspect": Subcommand(
         summary="predict a training step of a model on N devices", add_arguments=add_arguments, run=run_inspect
+    ),
+    "sweep": Subcommand(
+        summary="predict a training step on many meshes and batch sizes",
+        add_arguments=add_sweep_arguments,
+        run=run_sweep,
+    ),
+    "diff": Subcommand(
+        summary="compare two reports of inspect", add_arguments=add_diff_arguments, run=run_diff
     ),
     "cards": Subcommand(
         summary="list hardware cards", add_arguments=_cards_arguments, run=run_cards

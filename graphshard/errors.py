@@ -109,6 +109,14 @@ class BudgetError(GraphShardError, ValueError):
         self.budget_bytes, self.needed_bytes = budget_bytes, needed_bytes
 
 
+class FormulaError(GraphShardError, ValueError):
+    """What a step costs is not the formula that was looked for, or there is nothing to solve."""
+
+
+class ReportFileError(GraphShardError, ValueError):
+    """A file holds no report that this version can read."""
+
+
 class CalibrationError(GraphShardError, RuntimeError):
     """This machine could not be measured as asked."""
 

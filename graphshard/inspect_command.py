@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,32 @@ _OUTPUTS = ("html", "text", "trace", "json")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of ``graphshard inspect``; see :func:`graphshard.inspect`."""
+    add_model_arguments(parser)
     add = parser.add_argument
-    add(
-        "factory",
-        metavar="PKG.MODULE:FACTORY",
-        help="function that returns (model, args) or (model, args, kwargs)",
-    )
     add(
         "--mesh",
         action="append",
         metavar="AXIS=N",
         help="replicate=M,shard=N, outermost first (default shard=64)",
+    )
+    add(
+        "--formulas",
+        metavar="NAME=DIM",
+        help="print expressions in dims of the inputs instead: batch=0,sequence=1",
+    )
+    add("--html", type=Path, metavar="FILE", help="a page with everything, in one file")
+    add("--text", type=Path, metavar="FILE", help="graph text after each pass, and all collectives")
+    add("--trace", type=Path, metavar="FILE", help="trace for Perfetto or chrome://tracing")
+    add("--json", type=Path, metavar="FILE", help="the whole report as data")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares what is trained, on what, and how: all but the mesh."""
+    add = parser.add_argument
+    add(
+        "factory",
+        metavar="PKG.MODULE:FACTORY",
+        help="function that returns (model, args) or (model, args, kwargs)",
     )
     add("--hardware", default="h100-sxm", metavar="CARD", help="name or file of a card (default h100-sxm)")
     add("--tables", metavar="CSV", help="measured times of collectives")
@@ -53,23 +69,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help='modules to recompute, or "units"',
     )
-    add("--html", type=Path, metavar="FILE", help="a page with everything, in one file")
-    add("--text", type=Path, metavar="FILE", help="graph text after each pass, and all collectives")
-    add("--trace", type=Path, metavar="FILE", help="trace for Perfetto or chrome://tracing")
-    add("--json", type=Path, metavar="FILE", help="the whole report as data")
 
 
 def run_inspect(options: argparse.Namespace) -> int:
     """Captures, schedules, prices; prints the summary and writes what was asked for."""
-    for name in _OUTPUTS:
-        path = getattr(options, name)
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise UsageError(f"--{name} {path}: its folder does not exist, or it is a folder itself")
+    refuse_missing_folders(options, _OUTPUTS)
     mesh = parse_mesh(options.mesh or ["shard=64"])
-    policy = MixedPrecisionPolicy(
-        param_dtype=_dtype("--param-dtype", options.param_dtype),
-        reduce_dtype=_dtype("--reduce-dtype", options.reduce_dtype),
-    )
+    given = inspect_options(options)
+    dynamic = None if options.formulas is None else parse_mesh([options.formulas], "--formulas")
     # What follows loads Inductor, which takes seconds: mistakes above are told at once.
     from rich.console import Console
 
@@ -83,23 +90,20 @@ def run_inspect(options: argparse.Namespace) -> int:
     progress("import the model")
     loss = None if options.loss is None else load_attribute("--loss", options.loss)
     model, args, kwargs = make_inputs(options.factory)
+    if dynamic is not None:
+        if given.pop("plan") != "unit":
+            raise UsageError(f"--plan {options.plan}: --formulas are those of --plan unit")
+        return _print_formulas(
+            options, (model, args, kwargs), dynamic=dynamic, mesh=mesh, loss=loss, progress=progress, **given
+        )
     report = inspect(
         model,
         args,
         kwargs,
         mesh=mesh,
-        hardware=options.hardware,
-        tables=options.tables,
-        units=options.unit,
         loss=loss,
-        mp_policy=policy,
-        reshard_after_forward=_RESHARD[options.reshard_after_forward],
-        optimizer=options.optimizer,
-        micro_batches=options.micro_batches,
-        memory_budget=options.memory_budget,
-        plan=options.plan,
-        checkpoint=options.checkpoint,
         progress=progress,
+        **given,
     )
     progress("done")
     print_summary(report, Console(width=None if sys.stdout.isatty() else 160))
@@ -117,6 +121,56 @@ def run_inspect(options: argparse.Namespace) -> int:
     return 0
 
 
+def _print_formulas(options: argparse.Namespace, inputs: tuple[Any, ...], **given: Any) -> int:
+    from .formula_fitting import formulas
+    from .report.formulas import formulas_text
+
+    unused = [f"--{name}" for name in ("html", "text", "trace") if getattr(options, name) is not None]
+    if unused:
+        raise UsageError(f"{', '.join(unused)}: --formulas writes none; leave it out")
+    found = formulas(*inputs, **given)
+    print(formulas_text(found), end="")
+    if options.json is not None:
+        options.json.write_text(json.dumps(found.to_dict(), allow_nan=False) + "\n")
+        print(f"wrote {options.json}")
+    return 0
+
+
+def refuse_missing_folders(options: argparse.Namespace, names: Sequence[str]) -> None:
+    """Tells of files that cannot be written before any work is done.
+
+    Raises:
+        UsageError: the folder of one does not exist, or it is a folder itself.
+    """
+    for name in names:
+        path = getattr(options, name)
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise UsageError(f"--{name} {path}: its folder does not exist, or it is a folder itself")
+
+
+def inspect_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of :func:`graphshard.inspect` from :func:`add_model_arguments`; loss and mesh apart.
+
+    Raises:
+        UsageError: a dtype that torch does not have.
+    """
+    return {
+        "hardware": options.hardware,
+        "tables": options.tables,
+        "units": options.unit,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=_dtype("--param-dtype", options.param_dtype),
+            reduce_dtype=_dtype("--reduce-dtype", options.reduce_dtype),
+        ),
+        "reshard_after_forward": _RESHARD[options.reshard_after_forward],
+        "optimizer": options.optimizer,
+        "micro_batches": options.micro_batches,
+        "memory_budget": options.memory_budget,
+        "plan": options.plan,
+        "checkpoint": options.checkpoint,
+    }
+
+
 class _Progress:
     """A line on stderr for each stage, with the seconds so far."""
 
@@ -127,7 +181,7 @@ class _Progress:
         print(f"  {time.perf_counter() - self._began:6.1f} s  {stage}", file=sys.stderr, flush=True)
 
 
-def parse_mesh(words: list[str]) -> dict[str, int]:
+def parse_mesh(words: list[str], option: str = "--mesh") -> dict[str, int]:
     """{"replicate": 4, "shard": 16} of ["replicate=4,shard=16"] or ["replicate=4", "shard=16"].
 
     Raises:
@@ -137,9 +191,12 @@ def parse_mesh(words: list[str]) -> dict[str, int]:
     for word in ",".join(words).split(","):
         name, equals, size = word.partition("=")
         if not equals or not name.strip() or not size.strip().isdecimal():
-            raise UsageError(f"--mesh {word}: write AXIS=N, as in --mesh replicate=4,shard=16")
+            example = "NAME=DIM, as in --formulas batch=0,sequence=1"
+            if option == "--mesh":
+                example = "AXIS=N, as in --mesh replicate=4,shard=16"
+            raise UsageError(f"{option} {word}: write {example}")
         if name.strip() in mesh:
-            raise UsageError(f"--mesh names the axis {name.strip()!r} twice")
+            raise UsageError(f"{option} names the axis {name.strip()!r} twice")
         mesh[name.strip()] = int(size)
     return mesh
 
@@ -161,7 +218,12 @@ def make_inputs(factory: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     Raises:
         UsageError: it cannot be imported or called, or returns something else.
     """
-    made = _call(factory, load_attribute("the factory", factory))
+    return read_inputs(factory, {})
+
+
+def read_inputs(factory: str, options: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """:func:`make_inputs` of a factory that is called with keyword arguments."""
+    made = _call(factory, load_attribute("the factory", factory), options)
     given = made if isinstance(made, tuple) else (made,)
     model, args, kwargs = (*given, {}, {})[:3]
     is_fine = (
@@ -179,9 +241,9 @@ def make_inputs(factory: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return model, tuple(args), kwargs
 
 
-def _call(name: str, factory: Callable[[], Any]) -> Any:
+def _call(name: str, factory: Callable[..., Any], given: Mapping[str, Any]) -> Any:
     try:
-        return factory()
+        return factory(**given)
     except Exception as error:  # whatever the user's code raises
         first = str(error).strip().splitlines()
         raise UsageError(f"{name} raised {type(error).__name__}: {first[0] if first else ''}") from error

@@ -26,7 +26,7 @@ from .cost import (
     load_card,
     load_tables,
 )
-from .errors import BudgetError, OptionError, ShardingError
+from .errors import BudgetError, OptionError, ShardingError, UnsupportedShardingError
 from .facts import Fact
 from .graph_text import graph_text
 from .memory import tensor_bytes
@@ -39,7 +39,7 @@ from .plain_copy import is_sharded, plain_copy
 from .planner.bound import Bounds, lower_bounds
 from .planner.from_graph import problem_of_graph
 from .planner.plan import InfeasibleBudgetError
-from .report.categories import CategorizedMemory, categorized_memory
+from .report.categories import CategorizedMemory, categorized_memory, kept_bytes_by_category
 from .report.data import (
     CATEGORIES,
     HalfReport,
@@ -49,7 +49,7 @@ from .report.data import (
     UnitSummary,
     World,
 )
-from .report.half import ScheduledHalf, half_report
+from .report.half import ScheduledHalf, brief_half_report, half_report
 from .report.optimizers import OptimizerKind, optimizer_kind, step_seconds
 from .report.step import (
     flops_by_dtype,
@@ -60,7 +60,7 @@ from .report.step import (
     with_accumulation,
 )
 from .report.worlds import worlds_of
-from .rewrite import output_values
+from .rewrite import apply_order, output_values
 from .schedule import parse_bytes
 
 PLANS = ("unit", "auto")
@@ -76,7 +76,7 @@ _MODELLED = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Settings:
+class Settings:
     """What was asked for, checked."""
 
     card: HardwareCard
@@ -110,7 +110,7 @@ class _Settings:
 
 
 @dataclass(slots=True)
-class _Stages:
+class Stages:
     """Tells of each stage as it begins, and remembers how long it took."""
 
     progress: Callable[[str], None] | None
@@ -181,13 +181,13 @@ def inspect(
         CardError, TableError, OptionError, OptionTypeError: an input that cannot be read.
         BudgetError: the step needs more than ``memory_budget``.
     """
-    name, module, args, kwargs, found = _plain(model, args, kwargs)
+    name, module, args, kwargs, found = plain_inputs(model, args, kwargs)
     if found is not None:
         _refuse_what_is_known(
             mesh=mesh, units=units or None, mp_policy=mp_policy, reshard=reshard_after_forward
         )
         mesh = found.mesh
-    settings = _settings(
+    settings = read_settings(
         rules=found,
         mesh={"shard": 64} if mesh is None else mesh,
         hardware=hardware,
@@ -201,16 +201,27 @@ def inspect(
         plan=plan,
         checkpoint=checkpoint,
     )
-    stages = _Stages(progress)
+    stages = Stages(progress)
     stages.begin("capture")
     captured = capture_step(
         module, args, kwargs, rules=settings.rules, loss=loss, checkpoint=settings.checkpoint,
         needs_loss=True, device_type=settings.card.device_type,
     )  # fmt: skip
-    saved_names = [_name(value) for value in output_values(captured.forward.graph)]
-    inspection = _Inspection(settings=settings, captured=captured, stages=stages)
-    persistent = _persistent(module, captured, settings.optimizer)
-    return inspection.report(name, module, saved_names, persistent, _tokens(args, kwargs))
+    inspection = Inspection(settings=settings, captured=captured, stages=stages)
+    return inspection.report(name, module, count_tokens(args, kwargs))
+
+
+def refuse_sharded(found: ShardingRules | None) -> None:
+    """For what looks at many meshes, or at none in particular.
+
+    Raises:
+        UnsupportedShardingError: the model has been through ``fully_shard``, for one mesh.
+    """
+    if found is not None:
+        raise UnsupportedShardingError(
+            "the model has been through fully_shard, which fixed its mesh: give it as it was before, and say with "
+            "units=[...], mp_policy=... and reshard_after_forward=... what fully_shard was told"
+        )
 
 
 def _refuse_what_is_known(**given: Any) -> None:
@@ -221,7 +232,7 @@ def _refuse_what_is_known(**given: Any) -> None:
         )
 
 
-def _settings(
+def read_settings(
     *,
     rules: ShardingRules | None,
     mesh: Mapping[str, int],
@@ -235,7 +246,7 @@ def _settings(
     memory_budget: int | str | None,
     plan: str,
     checkpoint: str | Sequence[str],
-) -> _Settings:
+) -> Settings:
     card = hardware if isinstance(hardware, HardwareCard) else load_card(hardware)
     units = (units,) if isinstance(units, str) else tuple(units)
     rules = rules or ShardingRules(
@@ -256,7 +267,7 @@ def _settings(
     patterns = tuple(
         dict.fromkeys(each for one in patterns for each in (units if one == "units" else (one,)))
     )
-    return _Settings(
+    return Settings(
         card=card,
         tables=load_tables(tables) if isinstance(tables, (str, Path)) else tables,
         rules=rules,
@@ -282,7 +293,7 @@ def _refuse_half_filled_nodes(mesh: Mapping[str, int], card: HardwareCard) -> No
         )
 
 
-def _plain(
+def plain_inputs(
     model: nn.Module | torch.export.ExportedProgram,
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
@@ -308,7 +319,7 @@ def _dtype_name(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def _tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+def count_tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
     """Elements of the first input of whole numbers."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64) and value.dim():
@@ -316,7 +327,7 @@ def _tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _persistent(module: nn.Module, captured: CapturedStep, optimizer: OptimizerKind) -> dict[str, int]:
+def persistent_bytes(module: nn.Module, captured: CapturedStep, optimizer: OptimizerKind) -> dict[str, int]:
     """Bytes of a rank that live through the whole step, by category, and what the optimizer works on.
 
     "trained" are the shards that it updates; "elements" how many elements these have.
@@ -350,45 +361,56 @@ def _persistent(module: nn.Module, captured: CapturedStep, optimizer: OptimizerK
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Inspection:
-    """One model on one machine, on its way through the halves."""
+def always_bytes(persistent: Mapping[str, int], micro_batches: int) -> dict[str, int]:
+    """Bytes by category that live beside a half: gradients only if earlier micro-batches left some."""
+    return {
+        "parameters": persistent["parameters"],
+        "optimizer": persistent["optimizer"],
+        "gradients": persistent["gradients"] if micro_batches > 1 else 0,
+        "inputs": persistent["inputs"],
+    }
 
-    settings: _Settings
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """One model on one machine, on its way through the halves.
+
+    Attributes:
+        settings, captured: what was asked for, and the step; its halves are changed.
+        stages: is told of each stage.
+        is_brief: only the numbers of the step and its halves: no texts, events, bounds or checks of the
+            passes, in a fraction of the time.
+        orders: names of a half's nodes in an order to keep in place of the schedule, where ``is_brief``.
+        passes, notes: of the report, filled on the way.
+    """
+
+    settings: Settings
     captured: CapturedStep
-    stages: _Stages
+    stages: Stages
+    is_brief: bool = False
+    orders: Mapping[str, Sequence[str]] = field(default_factory=dict)
     passes: list[PassStep] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def report(
-        self,
-        name: str,
-        module: nn.Module,
-        saved_names: list[str],
-        persistent: dict[str, int],
-        tokens: int | None,
-    ) -> Report:
+    def report(self, name: str, module: nn.Module, tokens: int | None) -> Report:
+        """The whole report.
+
+        Args:
+            name: of the model.
+            module: what was captured.
+            tokens: of one rank and micro-batch.
+
+        Raises:
+            BudgetError: more memory is needed than was allowed.
+        """
         captured, settings = self.captured, self.settings
+        persistent = persistent_bytes(module, captured, settings.optimizer)
         joint_flops = flops_by_dtype(captured.joint)
         self._record("joint", captured.records, captured.text, captured.context)
-        accumulated = persistent["gradients"] if settings.micro_batches > 1 else 0
-        always = {
-            "parameters": persistent["parameters"],
-            "optimizer": persistent["optimizer"],
-            "gradients": accumulated,
-            "inputs": persistent["inputs"],
-        }
-        is_result = captured.num_results
-        forward, forward_memory, outside = self._half(
-            "forward", captured.forward, captured.context.for_forward(), always, num_results=is_result
-        )
-        shared = _shared_outputs(saved_names, forward_memory)
-        halves = [half_report(forward, forward_memory, outside)]
-        saved = dict(zip(saved_names, forward_memory.outputs, strict=True))
-        backward, backward_memory, outside = self._half(
-            "backward", captured.backward, captured.context.for_backward(), always, saved=saved, shared=shared
-        )
-        halves.append(half_report(backward, backward_memory, outside))
+        always = always_bytes(persistent, settings.micro_batches)
+        accumulated = always["gradients"]
+        describe = brief_half_report if self.is_brief else half_report
+        halves = [describe(*half) for half in self.scheduled_halves(always)]
         if accumulated:
             halves[-1] = with_accumulation(halves[-1], accumulated, settings.card)
         halves.append(self._optimizer(persistent))
@@ -416,6 +438,24 @@ class _Inspection:
     def _worlds(self, halves: Sequence[HalfReport]) -> tuple[World, ...]:
         layout = self.captured.context.mesh
         return worlds_of(halves, self.settings.prices(layout), self.settings.rules.mesh, layout)
+
+    def scheduled_halves(
+        self, always: Mapping[str, int]
+    ) -> list[tuple[ScheduledHalf, CategorizedMemory, list[int]]]:
+        """Forward and backward with their collectives in place, their memory, and what lives beside it.
+
+        Args:
+            always: bytes by category that live throughout; see :func:`always_bytes`.
+        """
+        captured = self.captured
+        saved_names = [_name(value) for value in output_values(captured.forward.graph)]
+        context = captured.context.for_forward()
+        forward = self._half("forward", captured.forward, context, always, num_results=captured.num_results)
+        shared = _shared_outputs(saved_names, forward[1])
+        saved = dict(zip(saved_names, forward[1].outputs, strict=True))
+        context = captured.context.for_backward()
+        backward = self._half("backward", captured.backward, context, always, saved=saved, shared=shared)
+        return [forward, backward]
 
     def _said(self) -> list[str]:
         said = []
@@ -453,25 +493,32 @@ class _Inspection:
         settings, prices = self.settings, self.settings.prices(ctx.mesh)
         ctx = replace(ctx, device_type=settings.card.device_type)
         self.stages.begin(f"{name}: passes")
-        before = graph_text(gm, mesh=ctx.mesh, parameters=ctx.parameters)
+        before = "" if self.is_brief else graph_text(gm, mesh=ctx.mesh, parameters=ctx.parameters)
         steps = half_pipeline(BackendOptions())
         lower = Pipeline(*steps.passes[:1], given=steps.given)
-        records = lower.run(gm, ctx)
-        kept = categorized_memory(gm, ctx, device_type=settings.card.device_type).kept
+        records = self._run(lower, gm, ctx)
+        kept = kept_bytes_by_category(gm, ctx)
         outside = [total - inside for total, inside in zip(_row(always), kept, strict=True)]
         bounds: Bounds | None
-        if settings.plan == "unit":
+        notes: Sequence[str] = ()
+        if settings.plan == "unit" and self.is_brief:
+            bounds, solver = None, "none"
+            rest = steps.passes[1:-1] if name in self.orders else steps.passes[1:]
+            self._run(Pipeline(*rest, given=lower.facts_at_end), gm, ctx)
+            if name in self.orders:
+                by_name = {node.name: node for node in gm.graph.nodes}
+                apply_order(gm.graph, [by_name[node] for node in self.orders[name]])
+        elif settings.plan == "unit":
             self.stages.begin(f"{name}: bound")
             found = problem_of_graph(gm, prices, device_type=settings.card.device_type)
             bounds, solver = lower_bounds(found.problem), "none"
-            notes: Sequence[str] = found.notes
+            notes = found.notes
             self.stages.begin(f"{name}: schedule")
             records += Pipeline(*steps.passes[1:], given=lower.facts_at_end).run(gm, ctx)
         else:
             self.stages.begin(f"{name}: plan")
             bounds, solver, record = self._planned(name, gm, ctx, prices, sum(outside), lower.facts_at_end)
             records.append(record)
-            notes = ()
         self._record(name, records, before, ctx, "partitioned")
         self.notes.extend(f"{name}: {note}" for note in notes)
         self.stages.begin(f"{name}: cost")
@@ -489,6 +536,12 @@ class _Inspection:
             repeats=settings.micro_batches, made_by="passes" if settings.plan == "unit" else "plan",
         )  # fmt: skip
         return half, memory, outside
+
+    def _run(self, pipeline: Pipeline, gm: fx.GraphModule, ctx: PassContext) -> list[PassRecord]:
+        if not self.is_brief:
+            return pipeline.run(gm, ctx)
+        pipeline.run_unchecked(gm, ctx)
+        return []
 
     def _planned(
         self,

@@ -6,9 +6,12 @@ that the fact TYPED holds after every pass by construction.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -55,8 +58,45 @@ class GraphEmitter:
         return value.meta["val"]
 
 
+#: Results by op and arguments, where :func:`remembered_results` is entered.
+_REMEMBERED: ContextVar[dict[Any, Any] | None] = ContextVar("remembered results", default=None)
+
+
+@contextlib.contextmanager
+def remembered_results() -> Iterator[None]:
+    """Inside, equal ops on equal types are typed once: blocks of a model are alike, and typing is slow."""
+    token = _REMEMBERED.set({})
+    try:
+        yield
+    finally:
+        _REMEMBERED.reset(token)
+
+
 def fake_result(target: Any, args: Any, kwargs: Any) -> Any:
     """What ``target`` returns for the fake values of its arguments."""
+    known = _REMEMBERED.get()
+    if known is None:
+        return _run_on_fakes(target, args, kwargs)
+    key = (target, _type_of(args), _type_of(kwargs))
+    if key not in known:
+        known[key] = _run_on_fakes(target, args, kwargs)
+    return known[key]
+
+
+def _type_of(value: Any) -> Any:
+    """Something hashable that is equal for arguments with results of one type."""
+    if isinstance(value, fx.Node):
+        return _type_of(value.meta["val"])
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.stride(), value.dtype, value.device, value.storage_offset())
+    if isinstance(value, (list, tuple)):
+        return (type(value), *map(_type_of, value))
+    if isinstance(value, dict):
+        return tuple((name, _type_of(part)) for name, part in value.items())
+    return (type(value), value)
+
+
+def _run_on_fakes(target: Any, args: Any, kwargs: Any) -> Any:
     fake_args = map_arg(args, lambda node: node.meta["val"])
     fake_kwargs = map_arg(kwargs, lambda node: node.meta["val"])
     mode = detect_fake_mode((fake_args, fake_kwargs))
@@ -80,6 +120,18 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     graph.output(output)
     graph.output_node().meta.update(gm.graph.output_node().meta)
     return make_graph_module(gm, graph)
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Work on graphs makes millions of objects that live to its end; each full collection looks at all."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def stable_topological_sort(graph: fx.Graph) -> None:

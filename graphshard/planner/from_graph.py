@@ -96,6 +96,7 @@ def problem_of_graph(
     max_reductions: int = 0,
     shared_links: Sequence[tuple[str, ...]] = (),
     device_type: str | None = None,
+    measures_memory: bool = True,
 ) -> GraphProblem:
     """Reads a graph; changes nothing.
 
@@ -109,6 +110,7 @@ def problem_of_graph(
         shared_links: names of process groups that share a link, so that their collectives run one after
             the other; those that the graph does not use may be among them.
         device_type: where the graph will run; None for where its values are.
+        measures_memory: say what is live at each task, without which only time can be simulated.
 
     What ``fixed_buckets`` and ``prefetch`` say of collectives that cannot move is left out, with a note.
 
@@ -142,10 +144,10 @@ def problem_of_graph(
         shared_links=shared_links,
     )
     unplanned = reader.unplanned()
+    if measures_memory:
+        problem = _with_memory(gm, problem, reader.tasks, unplanned, device_type)
     return GraphProblem(
-        problem=replace(
-            _with_memory(gm, problem, reader.tasks, unplanned, device_type), budget_bytes=budget_bytes
-        ),
+        problem=replace(problem, budget_bytes=budget_bytes),
         starts=tuple(movable),
         tasks=tuple(reader.tasks),
         unplanned=tuple(unplanned),

@@ -89,11 +89,7 @@ def categorized_memory(
             elif is_saved and category_of.get(buffer, "temporaries") == "temporaries":
                 category_of[buffer] = "activations"
     number = {id(buffer): index for index, (_, _, buffer) in enumerate(ranges)}
-    kept_bytes = [0] * len(CATEGORIES)
-    for node in kept:
-        is_parameter = ctx.binding(node.name) is not None or (not ctx.parameters and flow.is_gathered(node))
-        category = "parameters" if is_parameter else "inputs"
-        kept_bytes[CATEGORIES.index(category)] += tensor_bytes(node.meta.get("val"))
+    kept_bytes = _kept_bytes(kept, ctx, flow)
     changes = [[0] * (len(order) + 1) for _ in CATEGORIES]
     for start, end, buffer in ranges:
         row = changes[CATEGORIES.index(category_of[buffer])]
@@ -104,10 +100,26 @@ def categorized_memory(
     return CategorizedMemory(
         nodes=tuple(order),
         live=tuple(zip(*rows, strict=True)),
-        kept=tuple(kept_bytes),
+        kept=kept_bytes,
         outputs=tuple(_output_category(value, model, category_of) for value in values),
         output_buffers=tuple(_output_buffer(value, model, number) for value in values),
     )
+
+
+def kept_bytes_by_category(gm: fx.GraphModule, ctx: PassContext) -> Bytes:
+    """Bytes of the inputs that the caller keeps: ``categorized_memory(gm, ctx).kept`` alone."""
+    kept = kept_inputs(gm)
+    return _kept_bytes(kept, ctx, _Flow(gm.graph, set(kept), reduces=False))
+
+
+def _kept_bytes(kept: Sequence[fx.Node], ctx: PassContext, flow: _Flow) -> Bytes:
+    found = [0] * len(CATEGORIES)
+    bound = {binding.placeholder for binding in (*ctx.parameters, *ctx.pieces)}
+    for node in kept:
+        is_parameter = node.name in bound or (not ctx.parameters and flow.is_gathered(node))
+        category = "parameters" if is_parameter else "inputs"
+        found[CATEGORIES.index(category)] += tensor_bytes(node.meta.get("val"))
+    return tuple(found)
 
 
 def _share(gm: fx.GraphModule, model: MemoryModel, shared: Sequence[Sequence[str]]) -> None:

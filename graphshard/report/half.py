@@ -101,6 +101,37 @@ def half_report(half: ScheduledHalf, memory: CategorizedMemory, outside: Sequenc
     )
 
 
+def brief_half_report(half: ScheduledHalf, memory: CategorizedMemory, outside: Sequence[int]) -> HalfReport:
+    """The numbers of :func:`half_report` without bounds, events, reasons and the curve of memory."""
+    found = problem_of_graph(
+        half.gm, half.prices, device_type=half.prices.card.device_type, measures_memory=False
+    )
+    events = walk(found.problem, found.unplanned)
+    totals = list(map(sum, memory.live))
+    at_peak = max(range(len(totals)), key=totals.__getitem__)
+    live = tuple(inside + beside for inside, beside in zip(memory.live[at_peak], outside, strict=True))
+    peak = MemoryPoint(seconds=0.0, num_bytes=live)
+    return HalfReport(
+        name=half.name,
+        repeats=half.repeats,
+        seconds=events.seconds,
+        compute_seconds=events.seconds - events.exposed_seconds,
+        exposed_seconds=events.exposed_seconds,
+        bound_seconds=0.0,
+        gap=0.0,
+        bounds={},
+        solver=half.solver,
+        flops=total_flops(half.gm),
+        num_nodes=len(half.gm.graph.nodes),
+        compute=(),
+        collectives=(),
+        schedule=(),
+        memory=(peak,),
+        peak=peak,
+        peak_where=memory.nodes[at_peak].name,
+    )
+
+
 def _bounds_data(bounds: Bounds) -> dict[str, float]:
     values = {name: getattr(bounds, name) for name in Bounds.__dataclass_fields__}
     return {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}

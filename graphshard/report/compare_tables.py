@@ -1,0 +1,60 @@
+"""The differences of two reports as tables, drawn with rich."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .compare import Change, ReportDiff
+from .summary import size_text, time_text
+
+
+def diff_tables(diff: ReportDiff, before: str, after: str) -> RenderableType:
+    """One table for each topic that differs; one sentence if none does.
+
+    Args:
+        diff: of the reports.
+        before, after: what to call them.
+    """
+    if diff.is_empty:
+        return Text(f"{before} and {after} are equal")
+    topics: tuple[tuple[str, Sequence[Change], Callable[[Any], str]], ...] = (
+        ("Settings", diff.settings, str),
+        ("Time", diff.seconds, time_text),
+        ("Rates", diff.rates, lambda value: f"{value:.4g}"),
+        ("Memory of a rank at its peak", diff.memory, size_text),
+        ("Collectives of a step", diff.collectives, str),
+        ("Costliest exposures", diff.exposures, time_text),
+        ("Passes", diff.passes, str),
+    )
+    parts: list[RenderableType] = [Text(f"from {before} to {after}")]
+    for title, changes, text in topics:
+        if changes:
+            parts += [Text(f"\n{title}", style="bold"), _table(changes, text)]
+    return Group(*parts)
+
+
+def _table(changes: Sequence[Change], text: Callable[[Any], str]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for index, column in enumerate(("", "before", "after", "change")):
+        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    for change in changes:
+        values = [
+            "-" if value is None else value if isinstance(value, str) else text(value)
+            for value in (change.before, change.after)
+        ]
+        table.add_row(change.what, *values, _relative(change.before, change.after))
+    return table
+
+
+def _relative(before: Any, after: Any) -> str:
+    if before is None:
+        return "came"
+    if after is None:
+        return "went"
+    are_numbers = all(type(value) in (int, float) for value in (before, after))
+    return f"{100 * (after / before - 1):+.1f} %" if are_numbers and before else ""
