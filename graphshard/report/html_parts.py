@@ -304,8 +304,8 @@ def honest_notes(report: Report) -> str:
     plan = report.settings.get("plan")
     by_cost = plan == "auto" or any(half.solver != "none" for half in report.halves)
     links = (
-        "This step was planned by cost for the links as they are; with others a new plan may be faster, so take "
-        "the figures as an upper limit and inspect again with another card."
+        "This step was planned by cost for the links as they are; with others a new plan may be faster; the "
+        "figures are those of this plan on such links. Inspect again with another card for a new one."
         if by_cost
         else "The order does not depend on prices here, so these are the times that inspecting with such links gives."
     )

@@ -35,7 +35,7 @@ class MemoryChart {
   drawGrid(context, width, y, top) {
     const unit = [2 ** 40, 2 ** 30, 2 ** 20, 2 ** 10].find((size) => top >= 2 * size) || 1;
     const lines = ticks(0, top / unit, 4).found.map((tick) => tick * unit);
-    this.gridLines = lines.filter((bytes) => bytes > 0 && y(bytes) > 30);
+    this.gridLines = lines.filter((bytes) => bytes > 0 && y(bytes) > 30 && Math.abs(y(bytes) - y(this.layout.peak)) > 20);
     context.fillStyle = colour("grid");
     for (const bytes of this.gridLines) context.fillRect(0, Math.round(y(bytes)), width, 1);
   }

@@ -122,7 +122,7 @@ class WhatIf {
       const sign = change > 0 ? "+" : "−";
       return element("tr", {},
         element("th", { scope: "row" }, name), element("td", {}, text(was)), element("td", {}, text(is)),
-        element("td", { class: isSame ? "muted" : change * better > 0 ? "good" : "bad" }, isSame ? "" : `${sign}${(100 * Math.abs(change)).toFixed(1)} %`));
+        element("td", { class: isSame ? "muted" : change * better > 0 ? "good" : "bad" }, isSame ? "" : change > 3 ? factorText(1 + change) : `${sign}${(100 * Math.abs(change)).toFixed(1)} %`));
     }));
   }
 }
