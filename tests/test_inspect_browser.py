@@ -133,7 +133,10 @@ def test_sliders_and_the_way_back(browser, llama, page):
     _move(browser, "bandwidth", -60)
     step, _ = replay(llama, neutral(llama), bandwidth=2.0**-3)
     assert float(browser.data()["stepSeconds"]) == pytest.approx(step, rel=1e-12)
-    assert _rows(browser, "compare")["Step"][2].startswith("+")
+    assert _rows(browser, "compare")["Step"][2] == f"\N{MULTIPLICATION SIGN}{step / llama.step_seconds:.2f}"
+    _move(browser, "bandwidth", -20)
+    step, _ = replay(llama, neutral(llama), bandwidth=0.5)
+    assert _rows(browser, "compare")["Step"][2] == f"+{100 * (step / llama.step_seconds - 1):.1f} %"
     browser.run("document.getElementById('moved-reset').click()")
     assert float(browser.data()["stepSeconds"]) == pytest.approx(llama.step_seconds, rel=1e-12)
     assert _rows(browser, "compare")["Step"][2] == "" and "fits, " in browser.run(budget)
