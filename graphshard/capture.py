@@ -80,6 +80,11 @@ class ShardingRules:
         wrong = [f"{name}={size!r}" for name, size in sizes if type(size) is not int or size < 1]
         if wrong:
             raise ShardingError(f"mesh: {', '.join(wrong)} must be a whole number of ranks, at least 1")
+        if self.reshard_after_forward is not None and type(self.reshard_after_forward) is not bool:
+            raise ShardingError(
+                f"reshard_after_forward={self.reshard_after_forward!r} must be True, False or None here: "
+                "parameters spread over a number of ranks are not captured"
+            )
 
     def unit_of(self, path: str) -> str:
         """The unit of a parameter: the innermost matching module around it, else "root"."""
@@ -182,6 +187,7 @@ def capture_step(
     fake_args, fake_kwargs = _fake_inputs((tuple(args), dict(kwargs or {})), mode, rules.mp_policy)
     paths = {id(param): path for path, param in reversed(list(fake.named_parameters()))}
     with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())  # a step is trained, whoever asks
         stack.enter_context(functorch_patch())
         stack.enter_context(lazy_graph_modules())
         stack.enter_context(no_garbage_collection())

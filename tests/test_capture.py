@@ -262,3 +262,19 @@ def test_graph_break_shows_the_line(model):
     with pytest.raises(CaptureError, match=r"cannot be captured as one graph") as caught:
         capture_step(model(), [torch.ones(2, 3)], rules=ShardingRules(mesh={"shard": 2}))
     assert "test_capture.py" in str(caught.value) and "in forward" in str(caught.value)
+
+
+def test_a_number_of_ranks_for_reshard_after_forward_is_refused():
+    with pytest.raises(ShardingError, match="reshard_after_forward=4 must be True, False or None"):
+        ShardingRules(mesh={"shard": 8}, reshard_after_forward=4)
+
+
+def test_capturing_without_gradients_is_capturing_all_the_same():
+    rules = ShardingRules(mesh={"shard": 2})
+    model, batch = torch.nn.Linear(4, 4), torch.ones(2, 4)
+    texts = []
+    for has_grad in (True, False):
+        with torch.set_grad_enabled(has_grad):
+            step = capture_step(model, (batch,), rules=rules, loss=torch.sum)
+        texts.append(graph_text(step.joint, mesh=step.context.mesh, parameters=step.context.parameters))
+    assert texts[0] == texts[1]

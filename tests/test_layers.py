@@ -101,7 +101,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("graphshard.resharding",),
     ("graphshard.plain_copy",),
     # reports: what a scheduled graph costs, and how that is shown
-    ("graphshard.report.data", "graphshard.report.line_diff", "graphshard.report.walk"),
+    (
+        "graphshard.report.data",
+        "graphshard.report.line_diff",
+        "graphshard.report.units",
+        "graphshard.report.walk",
+    ),
     (
         "graphshard.report",
         "graphshard.report.categories",

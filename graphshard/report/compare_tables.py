@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .compare import Change, ReportDiff
-from .summary import size_text, time_text
+from .units import size_text, time_text
 
 
 def diff_tables(diff: ReportDiff, before: str, after: str) -> RenderableType:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..planner.problem import Collective, Problem
+from .units import size_text
 from .walk import FlightEvent, Walk
 
 #: What can keep a collective from ending sooner.
@@ -137,7 +138,7 @@ class Explainer:
         return Explanation(
             cause="first",
             reason="it is at the beginning, where no compute runs yet that could hide it",
-            remedy=f"make it smaller: {flight.num_bytes} bytes{of} come in one piece; put the modules that "
+            remedy=f"make it smaller: {size_text(flight.num_bytes)}{of} come in one piece; put the modules that "
             "are used later into units of their own",
         )
 
@@ -164,7 +165,7 @@ class Explainer:
             budget = self._problem.budget_bytes
             why = "another order or bucket costs more elsewhere"
             if budget is not None:
-                why += f", or does not fit the budget of {budget} bytes"
+                why += f", or does not fit the budget of {size_text(budget)}"
             remedy = "a larger memory_budget" if budget is not None else self._less_to_send(flight)
             return Explanation(cause="schedule", reason=f"it starts {where}: {why}", remedy=remedy)
         why = self._declined.get(name, _STARTED_LATE[self._made_by])
@@ -184,8 +185,8 @@ class Explainer:
 
     def _less_to_send(self, flight: FlightEvent) -> str:
         return (
-            f"less to send at this point ({flight.num_bytes} bytes): smaller dtypes, smaller units, or more tokens "
-            "per rank"
+            f"less to send at this point ({size_text(flight.num_bytes)}): smaller dtypes, smaller units, or "
+            "more tokens per rank"
         )
 
 

@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterable, Sequence
 
 from .data import Exposure, Report
-from .summary import size_text, time_text
+from .units import size_text, time_text
 
 _LANES = {
     "all_gather": ("gather", "all-gather"),

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from .data import PassStep, Report
 from .html_parts import Cell, escaped, shown_time, table
-from .summary import size_text
 from .text import pass_diffs
+from .units import size_text
 
 #: Lines of a diff, and of a graph's text, that the page holds at most; longer ones say what is left out.
 MAX_LINES = 300

@@ -7,8 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .data import Report
-
-GIB = 2**30
+from .units import size_text, time_text
 
 
 def print_summary(report: Report, console: Console) -> None:
@@ -24,22 +23,6 @@ def summary(report: Report) -> RenderableType:
     if report.exposures:
         parts += _exposures(report)
     return Group(*parts)
-
-
-def size_text(num_bytes: float) -> str:
-    """Bytes for people: "1.24 GiB"."""
-    for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(num_bytes) >= size:
-            return f"{num_bytes / size:.4g} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
-def time_text(seconds: float) -> str:
-    """Seconds for people: "12.3 ms"."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if abs(seconds) >= size:
-            return f"{seconds / size:.4g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
 
 
 def _head(report: Report) -> Text:
