@@ -339,7 +339,7 @@ def test_a_plot_without_matplotlib(swept, tmp_path, monkeypatch):
     from graphshard.report.sweep_views import sweep_plot
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UsageError, match="a plot needs matplotlib: pip install matplotlib"):
+    with pytest.raises(UsageError, match="a plot needs matplotlib: pip install"):
         sweep_plot(swept, tmp_path / "out.png")
 
 

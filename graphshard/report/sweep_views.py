@@ -71,7 +71,7 @@ def sweep_plot(sweep: Sweep, path: str | Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UsageError("a plot needs matplotlib: pip install matplotlib") from error
+        raise UsageError("a plot needs matplotlib: pip install graphshard[plots]") from error
     lines: dict[str, list[SweepPoint]] = {}
     for point in sweep.points:
         copies = point.mesh.get("replicate", 1)
