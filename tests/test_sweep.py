@@ -268,6 +268,7 @@ def test_everything_is_written(here, capsys):
     assert (here / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_processes_give_the_same(here, capsys):
     tables = []
     for factory, processes in (("sized", "2"), ("short", "1")):  # the second is resized

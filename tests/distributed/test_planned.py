@@ -81,7 +81,7 @@ def exceed_the_budget() -> str:
     return str(caught.value.inner_exception)
 
 
-@pytest.mark.parametrize("workload", ["mlp_16_17_8", "transformer"])
+@pytest.mark.parametrize("workload", ["mlp_16_17_8", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_merged_and_placed_by_cost(run_on_gloo_ranks, tmp_path: Path, workload):
     options = {"hardware": SLOW_LINK, "bucket": "auto", "dump": str(tmp_path)}
     run_on_gloo_ranks(2, train_planned, workload, 3, options)

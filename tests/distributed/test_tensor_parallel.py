@@ -383,7 +383,7 @@ def test_clipping_with_tensor_parallelism(run_on_gloo_ranks, implementation):
         ("sharded", (2, 1, 2), "sequence"),
         ("sharded", (2, 2, 1), "layers"),
         ("sharded", (1, 2, 2), "layers"),
-        ("compiled", (2, 1, 2), "sequence"),
+        pytest.param("compiled", (2, 1, 2), "sequence", marks=pytest.mark.slow),
         ("compiled", (2, 2, 1), "layers"),
     ],
 )
@@ -397,7 +397,7 @@ def test_three_dim_training_on_eight_ranks(run_on_gloo_ranks, implementation):
     run_on_gloo_ranks(8, train_three_dim, implementation, (2, 2, 2), "sequence")
 
 
-@pytest.mark.parametrize("implementation", GRAPHSHARD)
+@pytest.mark.parametrize("implementation", ["sharded", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_checkpointing_with_tensor_parallelism(run_on_gloo_ranks, implementation):
     run_on_gloo_ranks(4, train_checkpointed, implementation)
 

@@ -1,0 +1,120 @@
+"""Predicted against published: Llama-3.1-8B on H100s, local batch 2, sequence 8192, selective checkpointing.
+
+Published: torchtitan's performance page of December 2024 (H100 of 96 GB, limited to 500 W, 8 a node, RoCE of
+400 Gb/s), rows "FSDP + compile". Its selective checkpointing saves attention and every second matrix product. One
+number is fitted, on the first row: what share of the card's peak a chip limited to 500 W has. The other row's
+time and both rows' memory are predictions.
+
+    python benchmarks/published.py [--layers 32]
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import graphshard
+from graphshard.cost import HardwareCard, load_card
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+llama_model = importlib.import_module("llama_model")
+
+GIB = 2**30
+TOKENS = 2 * 8192
+
+#: GPUs: tokens a second and GPU, peak GiB.
+PUBLISHED = {8: (6667, 77.0), 128: (6514, 62.0)}
+
+_aten = torch.ops.aten
+_SAVED = {
+    _aten.mm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+class SelectiveLlama(llama_model.Llama):
+    """Saves attention and every second product of each layer."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        half = self.config.width // self.config.num_heads // 2
+        frequencies = self.config.rope_theta ** (-torch.arange(half, device=tokens.device) / half)
+        angles = torch.arange(tokens.shape[1], device=tokens.device)[:, None] * frequencies
+        cosine, sine = angles.cos(), angles.sin()
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, cosine, sine, use_reentrant=False, context_fn=_contexts)
+        logits = self.output(self.norm(x))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _contexts():
+    seen = [0, 0]
+
+    def policy(ctx, op, *args, **kwargs):
+        if op is _aten.mm.default:
+            seen[ctx.is_recompute] += 1
+            if seen[ctx.is_recompute] % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if op in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def limited(card: HardwareCard, share: float) -> HardwareCard:
+    """The card with this share of its peaks."""
+    peaks = {dtype: share * peak for dtype, peak in card.peak_flops.items()}
+    return replace(card, peak_flops=peaks)
+
+
+def predict(num_gpus: int, card: HardwareCard, num_layers: int) -> graphshard.Report:
+    """The report of one row."""
+    config = replace(llama_model.LLAMA_3_8B, num_layers=num_layers)
+    with torch.device("meta"):
+        model, tokens = SelectiveLlama(config), torch.zeros(2, 8192, dtype=torch.long)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return graphshard.inspect(
+        model, (tokens, tokens), mesh={"shard": num_gpus}, hardware=card, units=["layers.*"], mp_policy=policy
+    )
+
+
+def main() -> None:
+    """Fits one number on the first row and prints all rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--layers", type=int, default=32)
+    options = parser.parse_args()
+    card = load_card("h100-sxm")
+    first = min(PUBLISHED)
+    seconds = functools.partial(_seconds, num_gpus=first, card=card, num_layers=options.layers)
+    whole, part = seconds(1.0), seconds(0.75)
+    slope = (part - whole) / (1 / 0.75 - 1)  # seconds are nearly linear in 1 / share
+    share = slope / (TOKENS / PUBLISHED[first][0] - whole + slope)
+    print(f"with the whole peak: {TOKENS / whole:.0f} tokens/s a GPU on {first}; fitted share {share:.3f}")
+    print("| GPUs | tokens/s published | predicted | error | GiB published | predicted | error |")
+    print("|---|---|---|---|---|---|---|")
+    for num_gpus, (speed, memory) in PUBLISHED.items():
+        report = predict(num_gpus, limited(card, share), options.layers)
+        found, peak = TOKENS / report.step_seconds, report.memory.peak_bytes / GIB
+        note = " (fitted)" if num_gpus == first else ""
+        print(
+            f"| {num_gpus} | {speed} | {found:.0f}{note} | {100 * (found / speed - 1):+.1f} % "
+            f"| {memory} | {peak:.1f} | {100 * (peak / memory - 1):+.1f} % |"
+        )
+        print("  ", {name: round(size / GIB, 2) for name, size in report.memory.categories.items() if size})
+
+
+def _seconds(share: float, *, num_gpus: int, card: HardwareCard, num_layers: int) -> float:
+    return predict(num_gpus, limited(card, share), num_layers).step_seconds
+
+
+if __name__ == "__main__":
+    main()
