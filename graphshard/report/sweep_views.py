@@ -99,6 +99,7 @@ def sweep_plot(sweep: Sweep, path: str | Path) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({point.num_ranks for point in sweep.points}))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0f}")
+        axes.tick_params(axis="x", labelrotation=60)
         axes.set_xlabel("devices")
         axes.set_title(title)
         axes.grid(alpha=0.3)
