@@ -241,6 +241,7 @@ def _card(job: CalibrationJob, compute: ComputeProbe, comm: CommProbe, local_ran
     sources[other] = f"card {job.like}" if job.like else f"not measured; as {measured}"
     sources["comm_compute_share"] = "not measured"
     sources["ranks_per_node"] = "the ranks started on this machine"
+    sources["device_type"] = "where it was measured"
     return HardwareCard(
         name=job.out.stem,
         summary=f"{describe_machine(job.device_type)}, {num_ranks} ranks of {dist.get_backend()}",
