@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import graphshard
 from graphshard.errors import GraphShardError, UnsupportedShardingError
+from graphshard.params import UnshardCall
 
 Mesh = Callable[..., DeviceMesh]
 
@@ -121,7 +122,8 @@ def test_the_largest_number_of_buffers_counts(fake_group: Mesh) -> None:
     model.set_reduce_scatter_max_input_buffers(2, recurse=False)
     units = model._graphshard_unit.tree.units()
     assert [unit.max_reductions for unit in units] == [2, 3]
-    assert [slot.arguments[-1] for unit in units for slot in unit.slots] == [3] * 4
+    calls = [UnshardCall(None, None, *slot.arguments) for unit in units for slot in unit.slots]
+    assert [call.max_reductions for call in calls] == [3] * 4
 
 
 def test_post_optim_event_is_waited_for(fake_group: Mesh) -> None:
