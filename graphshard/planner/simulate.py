@@ -92,15 +92,18 @@ class State:
     before: State | None
     step: Step | None
 
-    def steps(self) -> list[Step]:
-        """The steps that led here, in order."""
+    def path(self) -> list[State]:
+        """The states that led here, from the beginning to this one."""
         found = []
         state: State | None = self
         while state is not None:
-            if state.step is not None:
-                found.append(state.step)
+            found.append(state)
             state = state.before
         return found[::-1]
+
+    def steps(self) -> list[Step]:
+        """The steps that led here, in order."""
+        return [state.step for state in self.path() if state.step is not None]
 
 
 class Machine:
@@ -333,20 +336,27 @@ class BucketRun:
     Attributes:
         members: indices of its collectives.
         start, wait: gaps.
+        num_bytes, seconds: what it moves, and how long that takes alone.
         issued, began, finished: when it entered its queue, ran, and ended.
-        exposed_seconds: how long the compute stream waited for it.
+        needed: when the compute stream waits for it.
         behind: members of the bucket in front of it in its queue; empty for the first.
     """
 
     members: tuple[int, ...]
     start: int
     wait: int
+    num_bytes: int
+    seconds: float
     issued: float
     began: float
     finished: float
-    exposed_seconds: float
+    needed: float
     behind: tuple[int, ...]
-    num_bytes: int
+
+    @property
+    def exposed_seconds(self) -> float:
+        """How long the compute stream waited for it."""
+        return max(0.0, self.finished - self.needed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,6 +369,7 @@ class Simulation:
         task_seconds: when each task starts.
         peak_bytes: the most that is live, in tasks and in steps.
         live_bytes: what is live in each task.
+        end: the state behind the last task and step; it leads back to all states before.
     """
 
     seconds: float
@@ -366,6 +377,7 @@ class Simulation:
     task_seconds: tuple[float, ...]
     peak_bytes: int
     live_bytes: tuple[int, ...]
+    end: State
 
     @property
     def exposed_seconds(self) -> float:
@@ -418,6 +430,7 @@ def simulate(problem: Problem, steps: Sequence[Step], *, machine: Machine | None
                 "finished": flight.finish,
                 "behind": last_in_queue.get(bucket.queue, ()),
                 "num_bytes": bucket.num_bytes,
+                "seconds": bucket.seconds,
             }
             last_in_queue[bucket.queue] = step.members
         else:
@@ -425,7 +438,7 @@ def simulate(problem: Problem, steps: Sequence[Step], *, machine: Machine | None
             if not flights:
                 raise PlanError(f"{_names(problem, step.members)} is waited for but not in flight")
             runs[step.members]["wait"] = step.position
-            runs[step.members]["exposed_seconds"] = max(0.0, flights[0].finish - state.seconds)
+            runs[step.members]["needed"] = state.seconds
             following = machine.wait(state, flights[0])
             assert following is not None, "there is no budget"
         state = following
@@ -439,6 +452,7 @@ def simulate(problem: Problem, steps: Sequence[Step], *, machine: Machine | None
         task_seconds=tuple(task_seconds),
         peak_bytes=state.peak_bytes,
         live_bytes=tuple(live),
+        end=state,
     )
 
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..planner.problem import Collective, Problem
+from ..planner.simulate import BucketRun
 from .units import size_text
-from .walk import FlightEvent, Walk
+from .walk import Walk
 
 #: What can keep a collective from ending sooner.
 CAUSES = (
@@ -82,7 +83,7 @@ class Explainer:
             queue = self._one(flight).queue
             self._busy[queue] = self._busy.get(queue, 0.0) + flight.seconds
 
-    def explain(self, flight: FlightEvent) -> Explanation:
+    def explain(self, flight: BucketRun) -> Explanation:
         """Of a flight that is exposed."""
         ones = [self._problem.collectives[index] for index in flight.members]
         earliest, deadline = max(one.earliest for one in ones), min(one.deadline for one in ones)
@@ -103,10 +104,10 @@ class Explainer:
             )
         return self._scheduled(flight, earliest, name)
 
-    def _one(self, flight: FlightEvent) -> Collective:
+    def _one(self, flight: BucketRun) -> Collective:
         return self._problem.collectives[flight.members[0]]
 
-    def _closed_early(self, flight: FlightEvent, deadline: int, name: str) -> Explanation:
+    def _closed_early(self, flight: BucketRun, deadline: int, name: str) -> Explanation:
         why = self._declined.get(name, _CLOSED_EARLY[self._made_by])
         return Explanation(
             cause="closed early",
@@ -115,7 +116,7 @@ class Explainer:
             remedy=self._more_overlap(),
         )
 
-    def _queued(self, flight: FlightEvent) -> Explanation:
+    def _queued(self, flight: BucketRun) -> Explanation:
         front = self._problem.collectives[flight.behind[0]]
         unit = self._unit_of.get(front.name, "")
         what = f"the {front.kind} of unit {unit!r}" if unit else front.name
@@ -132,7 +133,7 @@ class Explainer:
             )
         return Explanation(cause="queue", reason=reason, remedy=self._spread_out())
 
-    def _first(self, flight: FlightEvent, ones: Sequence[Collective]) -> Explanation:
+    def _first(self, flight: BucketRun, ones: Sequence[Collective]) -> Explanation:
         unit = self._unit_of.get(ones[0].name, "")
         of = f" of unit {unit!r}" if unit else ""
         return Explanation(
@@ -142,7 +143,7 @@ class Explainer:
             "are used later into units of their own",
         )
 
-    def _late_data(self, flight: FlightEvent, ones: Sequence[Collective]) -> Explanation:
+    def _late_data(self, flight: BucketRun, ones: Sequence[Collective]) -> Explanation:
         hidden = flight.needed - flight.issued
         unit = self._unit_of.get(ones[0].name, "")
         follows = f"only {_ms(hidden)} of compute follow" if hidden > 0 else "no compute follows"
@@ -159,7 +160,7 @@ class Explainer:
             remedy = self._less_to_send(flight)
         return Explanation(cause="data", reason=reason, remedy=remedy)
 
-    def _scheduled(self, flight: FlightEvent, earliest: int, name: str) -> Explanation:
+    def _scheduled(self, flight: BucketRun, earliest: int, name: str) -> Explanation:
         where = self._problem.where(flight.start)
         if self._made_by == "plan":
             budget = self._problem.budget_bytes
@@ -183,7 +184,7 @@ class Explainer:
         equal = "units of more equal size, so that each collective has compute of its own to hide behind"
         return equal if self._made_by == "plan" else f"{_MORE_OVERLAP[self._made_by]}, or {equal}"
 
-    def _less_to_send(self, flight: FlightEvent) -> str:
+    def _less_to_send(self, flight: BucketRun) -> str:
         return (
             f"less to send at this point ({size_text(flight.num_bytes)}): smaller dtypes, smaller units, or "
             "more tokens per rank"

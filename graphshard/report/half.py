@@ -15,11 +15,12 @@ from ..context import PassContext
 from ..cost import CostModel, total_flops
 from ..planner.bound import Bounds, lower_bounds
 from ..planner.from_graph import GraphProblem, problem_of_graph
+from ..planner.simulate import BucketRun
 from ..provenance import reduced_parameters, shards_behind
 from .categories import CategorizedMemory
 from .data import CollectiveEvent, ComputeEvent, HalfReport, MemoryPoint, ScheduleStep
 from .exposure import Explainer, Explanation
-from .walk import FlightEvent, StreamEvent, Walk, walk
+from .walk import StreamEvent, Walk, walk
 
 #: How many points of memory, and stretches of compute, a half keeps at most.
 MAX_POINTS = 400
@@ -264,7 +265,7 @@ def _node_times(gm: fx.GraphModule, found: GraphProblem, events: Walk) -> Iterat
     """When each node of the graph runs: a task at its start, any other node with what is in front of it."""
     starts = {found.tasks[event.task]: event for event in events.stream if event.task >= 0}
     waits = {flight.members: flight for flight in events.flights}
-    by_node: Mapping[fx.Node, FlightEvent] = {
+    by_node: Mapping[fx.Node, BucketRun] = {
         found.starts[index]: flight for members, flight in waits.items() for index in members
     }
     now = 0.0
