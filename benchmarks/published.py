@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -98,16 +98,11 @@ nll.register_autograd(
 class SelectiveLlama(llama_model.Llama):
     """Saves attention and every second product of each layer."""
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        half = self.config.width // self.config.num_heads // 2
-        frequencies = self.config.rope_theta ** (-torch.arange(half, device=tokens.device) / half)
-        angles = torch.arange(tokens.shape[1], device=tokens.device)[:, None] * frequencies
-        cosine, sine = angles.cos(), angles.sin()
-        x = self.tokens(tokens)
-        for layer in self.layers:
-            x = checkpoint(layer, x, cosine, sine, use_reentrant=False, context_fn=_contexts)
-        logits = self.output(self.norm(x))
-        return nll(log_softmax(to_float(logits.flatten(0, 1))), targets.flatten())
+    def run_layer(self, layer: nn.Module, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        return checkpoint(layer, x, cosine, sine, use_reentrant=False, context_fn=_contexts)
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return nll(log_softmax(to_float(logits)), targets)
 
 
 def _contexts():

@@ -111,12 +111,19 @@ class Llama(nn.Module):
         cosine, sine = angles.cos(), angles.sin()
         x = self.tokens(tokens)
         for layer in self.layers:
-            if self.config.checkpointed:
-                x = checkpoint(layer, x, cosine, sine, use_reentrant=False)
-            else:
-                x = layer(x, cosine, sine)
+            x = self.run_layer(layer, x, cosine, sine)
         logits = self.output(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return self.loss(logits.flatten(0, 1), targets.flatten())
+
+    def run_layer(self, layer: nn.Module, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """One layer, checkpointed if the config says so."""
+        if self.config.checkpointed:
+            return checkpoint(layer, x, cosine, sine, use_reentrant=False)
+        return layer(x, cosine, sine)
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Of logits (tokens, vocabulary) and targets (tokens,)."""
+        return F.cross_entropy(logits.float(), targets)
 
 
 def on_meta(
