@@ -27,6 +27,7 @@ from .planner.from_graph import GraphProblem, problem_of_graph
 from .planner.plan import InfeasibleBudgetError, Plan, make_plan
 from .planner.simulate import simulate
 from .planner.solve import is_possible, plan, smallest_budget
+from .planner.wishes import NO_WISHES, Wishes
 from .prices import GraphPrices
 
 _UNITS = {"": 1, "b": 1, **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}} | {
@@ -76,7 +77,7 @@ def schedule_graph(
         gm,
         model,
         memory_budget=memory_budget,
-        shared_links=shared_links,
+        wishes=Wishes(shared_links=shared_links),
         device_type=card.device_type,
     )
 
@@ -124,11 +125,7 @@ def schedule_with_prices(
     prices: GraphPrices,
     *,
     memory_budget: int | str | None = None,
-    fixed_buckets: Sequence[Sequence[fx.Node]] = (),
-    prefetch: Sequence[tuple[fx.Node, fx.Node]] = (),
-    max_gathers: int = 0,
-    max_reductions: int = 0,
-    shared_links: Sequence[tuple[str, ...]] = (),
+    wishes: Wishes = NO_WISHES,
     device_type: str | None = None,
 ) -> Plan:
     """Plans and changes a graph in place; on an error nothing is changed.
@@ -139,11 +136,7 @@ def schedule_with_prices(
         gm,
         prices,
         memory_budget=memory_budget,
-        fixed_buckets=fixed_buckets,
-        prefetch=prefetch,
-        max_gathers=max_gathers,
-        max_reductions=max_reductions,
-        shared_links=shared_links,
+        wishes=wishes,
         device_type=device_type,
     )
     gm.graph = planned.gm.graph
@@ -171,12 +164,7 @@ def plan_graph(
     prices: GraphPrices,
     *,
     memory_budget: int | str | None = None,
-    fixed_buckets: Sequence[Sequence[fx.Node]] = (),
-    prefetch: Sequence[tuple[fx.Node, fx.Node]] = (),
-    max_gathers: int = 0,
-    max_reductions: int = 0,
-    shared_links: Sequence[tuple[str, ...]] = (),
-    merge: bool = True,
+    wishes: Wishes = NO_WISHES,
     known: KnownPlan | None = None,
     device_type: str | None = None,
 ) -> PlannedGraph:
@@ -188,10 +176,7 @@ def plan_graph(
         prices: seconds of compute, collectives and copies.
         memory_budget: the most that may be live while the graph runs, inputs that its caller keeps
             included: bytes, or a text like "60GiB" or "500MB". None for no limit.
-        fixed_buckets, prefetch, max_gathers, max_reductions: what the user insists on, as in
-            :func:`graphshard.planner.from_graph.problem_of_graph`.
-        shared_links: names of process groups that share a link: their collectives run one after the other.
-        merge: whether collectives may be merged.
+        wishes: what the user insists on: buckets, prefetches, limits, links.
         known: a plan of another rank to follow: its buckets and their order, and where they stand as
             far as this graph allows.
         device_type: where the graph will run; None for where its values are.
@@ -208,16 +193,9 @@ def plan_graph(
         gm,
         prices,
         budget_bytes=budget,
-        fixed_buckets=fixed_buckets,
-        prefetch=prefetch,
-        max_gathers=max_gathers,
-        max_reductions=max_reductions,
-        shared_links=shared_links,
+        wishes=wishes,
         device_type=device_type,
     )
-    if not merge:
-        ones = [replace(one, merge_key=None) for one in found.problem.collectives]
-        found = replace(found, problem=replace(found.problem, collectives=ones))
     if known is None:
         planned, result = _within_budget(gm, found, budget, device_type)
     else:

@@ -42,6 +42,7 @@ from graphshard.errors import PassError
 from graphshard.facts import Fact
 from graphshard.pipeline import PassReport
 from graphshard.placement import Movable
+from graphshard.planner.wishes import Wishes
 from graphshard.provenance import shards_behind
 from graphshard.schedule import parse_bytes, plan_graph
 
@@ -78,15 +79,11 @@ class PlanCollectives:
         """
         if ctx.prices is None:
             raise PassError("plan_collectives: the context has no prices (PassContext.prices, a CostModel)")
-        fixed, prefetch = _wishes(gm, ctx, self.merge)
         planned = plan_graph(
             gm,
             ctx.prices,
             memory_budget=self.memory_budget,
-            fixed_buckets=fixed,
-            prefetch=prefetch,
-            max_reductions=ctx.max_reductions,
-            merge=self.merge,
+            wishes=_wishes(gm, ctx, self.merge),
             known=ctx.known_plan,
             device_type=ctx.device_type,
         )
@@ -102,10 +99,8 @@ class PlanCollectives:
         )
 
 
-def _wishes(
-    gm: fx.GraphModule, ctx: PassContext, merge: bool
-) -> tuple[list[list[fx.Node]], list[tuple[fx.Node, fx.Node]]]:
-    """The prefetches a user asked for, as pairs of gathers, and the buckets of the units they name."""
+def _wishes(gm: fx.GraphModule, ctx: PassContext, merge: bool) -> Wishes:
+    """The user's limit and prefetches, the latter as pairs of gathers; their units are buckets."""
     units: dict[str, dict[tuple[str, ...], list[fx.Node]]] = {}
     for gather in Movable(gm, ctx).gathers:
         binding = shards_behind(gather, ctx)[0]
@@ -122,7 +117,12 @@ def _wishes(
                 (*_, last), *_ = reversed(fixed[unit])
                 firsts = [bucket[0] for bucket in fixed[other]] if merge else list(chain(*fixed[other]))
                 pairs += [(last, first) for first in firsts]
-    return (list(chain(*fixed.values())) if merge else []), pairs
+    return Wishes(
+        fixed_buckets=list(chain(*fixed.values())) if merge else [],
+        prefetch=pairs,
+        max_reductions=ctx.max_reductions,
+        merge=merge,
+    )
 
 
 def _names(gm: fx.GraphModule) -> list[str]:

@@ -40,8 +40,9 @@ from ..graph_text import dtype_text
 from ..memory import MemoryModel, copied_bytes, is_alias, is_view, kept_inputs, tensor_bytes
 from ..prices import GraphPrices, Prices
 from ..provenance import is_accumulation, is_layout
-from .problem import Collective, Problem, ProblemError, Task
+from .problem import Collective, Problem, Task
 from .simulate import Step, simulate
+from .wishes import NO_WISHES, Wishes
 
 #: What the prices call each collective that can move.
 KINDS: dict[Any, str] = {
@@ -90,11 +91,7 @@ def problem_of_graph(
     prices: GraphPrices,
     *,
     budget_bytes: int | None = None,
-    fixed_buckets: Sequence[Sequence[fx.Node]] = (),
-    prefetch: Sequence[tuple[fx.Node, fx.Node]] = (),
-    max_gathers: int = 0,
-    max_reductions: int = 0,
-    shared_links: Sequence[tuple[str, ...]] = (),
+    wishes: Wishes = NO_WISHES,
     device_type: str | None = None,
     measures_memory: bool = True,
 ) -> GraphProblem:
@@ -104,15 +101,10 @@ def problem_of_graph(
         gm: a forward, inference or backward graph whose values carry ``meta["val"]``.
         prices: of its compute and its collectives.
         budget_bytes: the most that may be live, inputs that the caller keeps included.
-        fixed_buckets: collectives that must form one bucket each; of one group, dtype and settings.
-        prefetch: pairs of collectives (a, b): b starts where a is waited for, right after it.
-        max_gathers, max_reductions: buckets that may be in flight; 0 for any number.
-        shared_links: names of process groups that share a link, so that their collectives run one after
-            the other; those that the graph does not use may be among them.
+        wishes: what the user insists on. What they say of collectives that cannot move is left out, with
+            a note.
         device_type: where the graph will run; None for where its values are.
         measures_memory: say what is live at each task, without which only time can be simulated.
-
-    What ``fixed_buckets`` and ``prefetch`` say of collectives that cannot move is left out, with a note.
 
     Raises:
         UnpricedGroupError: lists the groups without a price, with a collective of each.
@@ -134,14 +126,14 @@ def problem_of_graph(
     tasks = [Task(seconds=seconds.get(node, 0.0)) for node in reader.tasks]
     problem = Problem(
         tasks=tasks,
-        collectives=collectives,
+        collectives=collectives if wishes.merge else [replace(one, merge_key=None) for one in collectives],
         prices=prices,
         position_names=[node.name for node in reader.tasks],
-        fixed_buckets=_buckets_by_index(fixed_buckets, movable, notes),
-        prefetch=_pairs_by_index(prefetch, movable, notes),
-        max_gathers=max_gathers,
-        max_reductions=max_reductions,
-        shared_links=shared_links,
+        fixed_buckets=wishes.buckets_by_index(movable, notes),
+        prefetch=wishes.pairs_by_index(movable, notes),
+        max_gathers=wishes.max_gathers,
+        max_reductions=wishes.max_reductions,
+        shared_links=wishes.shared_links,
     )
     unplanned = reader.unplanned()
     if measures_memory:
@@ -153,41 +145,6 @@ def problem_of_graph(
         unplanned=tuple(unplanned),
         notes=tuple(notes),
     )
-
-
-def _buckets_by_index(
-    buckets: Sequence[Sequence[fx.Node]], movable: list[fx.Node], notes: list[str]
-) -> list[tuple[int, ...]]:
-    """A user's buckets by number; adds a note for those of which a part cannot move."""
-    index = _indices(movable, [node for members in buckets for node in members])
-    found = []
-    for members in buckets:
-        if left := [node.name for node in members if node not in index]:
-            notes.append(f"{', '.join(left)} is not in the bucket asked for: it stays in its place")
-        found.append(tuple(sorted(index[node] for node in members if node in index)))
-    return [bucket for bucket in found if bucket]
-
-
-def _pairs_by_index(
-    pairs: Sequence[tuple[fx.Node, fx.Node]], movable: list[fx.Node], notes: list[str]
-) -> list[tuple[int, int]]:
-    """A user's prefetches by number; adds a note for those of what cannot move."""
-    index = _indices(movable, [node for pair in pairs for node in pair])
-    found = []
-    for first, then in pairs:
-        if first in index and then in index:
-            found.append((index[first], index[then]))
-        else:
-            notes.append(f"{then.name} is not prefetched after {first.name}: one of them stays in its place")
-    return found
-
-
-def _indices(movable: list[fx.Node], named: list[fx.Node]) -> dict[fx.Node, int]:
-    if strange := [str(node) for node in named if not is_collective(node)]:
-        raise ProblemError(
-            f"buckets and prefetches must name nodes that start collectives; these do not: {', '.join(strange)}"
-        )
-    return {node: number for number, node in enumerate(movable)}
 
 
 def _movable(gm: fx.GraphModule) -> tuple[list[fx.Node], list[str]]:

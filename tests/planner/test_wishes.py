@@ -11,6 +11,7 @@ from graphshard.planner.from_graph import problem_of_graph
 from graphshard.planner.plan import InfeasibleBudgetError
 from graphshard.planner.problem import ProblemError
 from graphshard.planner.simulate import simulate
+from graphshard.planner.wishes import Wishes
 from graphshard.schedule import schedule_with_prices
 
 CONTEXT = PassContext(mesh=MESH, full_checks=True)
@@ -39,7 +40,7 @@ def _positions(plan):
 
 def test_buckets_of_nodes_are_kept():
     gm, gathers = _chain()
-    plan = schedule_with_prices(gm, PRICES, fixed_buckets=[gathers[:2], gathers[2:5]])
+    plan = schedule_with_prices(gm, PRICES, wishes=Wishes(fixed_buckets=[gathers[:2], gathers[2:5]]))
     assert sorted(len(bucket.names) for bucket in plan.buckets) == [1, 2, 3]
     assert len(list(filter(is_collective, gm.graph.nodes))) == 3
     assert not check_waited(gm, CONTEXT)
@@ -48,7 +49,7 @@ def test_buckets_of_nodes_are_kept():
 def test_a_prefetch_starts_right_after_the_wait_it_names():
     gm, gathers = _chain()
     pairs = [(gathers[0], gathers[2]), (gathers[1], gathers[3]), (gathers[3], gathers[4])]
-    plan = schedule_with_prices(gm, PRICES, prefetch=pairs, fixed_buckets=[[node] for node in gathers])
+    plan = schedule_with_prices(gm, PRICES, wishes=Wishes(prefetch=pairs, fixed_buckets=[[node] for node in gathers]))
     starts, waits = _positions(plan)
     for before, after in ((0, 2), (1, 3), (3, 4)):
         assert starts[(after,)][0] == waits[(before,)][0] and starts[(after,)] > waits[(before,)]
@@ -63,14 +64,14 @@ def test_prefetches_of_buckets():
     gm, gathers = _chain()
     buckets = [gathers[:3], gathers[3:]]
     pairs = [(first, then) for first in buckets[0] for then in buckets[1]]
-    plan = schedule_with_prices(gm, PRICES, prefetch=pairs, fixed_buckets=buckets)
+    plan = schedule_with_prices(gm, PRICES, wishes=Wishes(prefetch=pairs, fixed_buckets=buckets))
     starts, waits = _positions(plan)
     assert starts[(3, 4, 5)][0] == waits[(0, 1, 2)][0]
 
 
 def test_limits_of_gathers_and_reductions_in_flight():
     gm, _ = _chain(num_gathers=4, num_reductions=4)
-    plan = schedule_with_prices(gm, PRICES, max_gathers=1, max_reductions=2)
+    plan = schedule_with_prices(gm, PRICES, wishes=Wishes(max_gathers=1, max_reductions=2))
     most = {"all_gather": 1, "reduce_scatter": 2}
     kinds = ["all_gather"] * 4 + ["reduce_scatter"] * 4
     in_flight = dict.fromkeys(most, 0)
@@ -85,9 +86,9 @@ def test_a_graph_that_breaks_the_wishes_is_timed_but_not_kept():
     """Merging these costs far more than it saves: the graph as it came is faster, and not allowed."""
     gm, gathers = _chain(num_gathers=3)
     prices = NodePrices(latency=1e-3, bandwidth=1e6, copies=100.0)
-    found = problem_of_graph(gm, prices, fixed_buckets=[gathers])
+    found = problem_of_graph(gm, prices, wishes=Wishes(fixed_buckets=[gathers]))
     as_it_came = simulate(found.problem.without_wishes(), found.unplanned).seconds
-    plan = schedule_with_prices(gm, prices, fixed_buckets=[gathers])
+    plan = schedule_with_prices(gm, prices, wishes=Wishes(fixed_buckets=[gathers]))
     assert plan.unplanned_seconds == as_it_came < plan.seconds
     assert [bucket.names for bucket in plan.buckets] == [tuple(node.name for node in gathers)]
 
@@ -95,9 +96,9 @@ def test_a_graph_that_breaks_the_wishes_is_timed_but_not_kept():
 def test_the_budget_error_respects_the_wishes():
     gm, gathers = _chain()
     with pytest.raises(InfeasibleBudgetError) as caught:
-        schedule_with_prices(gm, PRICES, fixed_buckets=[gathers], memory_budget=3000)
+        schedule_with_prices(gm, PRICES, wishes=Wishes(fixed_buckets=[gathers]), memory_budget=3000)
     plan = schedule_with_prices(
-        gm, PRICES, fixed_buckets=[gathers], memory_budget=caught.value.smallest_bytes
+        gm, PRICES, wishes=Wishes(fixed_buckets=[gathers]), memory_budget=caught.value.smallest_bytes
     )
     assert plan.peak_bytes <= caught.value.smallest_bytes and len(plan.buckets) == 1
 
@@ -110,7 +111,7 @@ def test_wishes_about_what_cannot_move_are_noted():
     value = build(aten.mm.default, value, build.gather(other, 2, "shard_group"))
     gm = build.finish(value, build(aten.copy_.default, state, build(aten.relu.default, state)))
     written, free = filter(is_collective, gm.graph.nodes)
-    plan = schedule_with_prices(gm, PRICES, fixed_buckets=[[written, free]], prefetch=[(written, free)])
+    plan = schedule_with_prices(gm, PRICES, wishes=Wishes(fixed_buckets=[[written, free]], prefetch=[(written, free)]))
     assert plan.notes[1:] == (
         "all_gather_into_tensor_default is not in the bucket asked for: it stays in its place",
         "all_gather_into_tensor_default_1 is not prefetched after all_gather_into_tensor_default: "
@@ -135,5 +136,5 @@ def test_wishes_that_cannot_be_kept_change_nothing(wishes, message, num_gathers)
     gm, gathers = _chain(num_gathers)
     before = text_of(gm, CONTEXT)
     with pytest.raises(ProblemError, match=message):
-        schedule_with_prices(gm, PRICES, **wishes(gathers))
+        schedule_with_prices(gm, PRICES, wishes=Wishes(**wishes(gathers)))
     assert text_of(gm, CONTEXT) == before

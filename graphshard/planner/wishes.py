@@ -1,0 +1,74 @@
+"""What a user insists on, in terms of the nodes of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from ..collectives import is_collective
+from .problem import ProblemError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """A plan keeps them all; without any, it is free.
+
+    Attributes:
+        fixed_buckets: collectives that must form one bucket each; of one group, dtype and settings.
+        prefetch: pairs of collectives (a, b): b starts where a is waited for, right after it.
+        max_gathers, max_reductions: buckets that may be in flight; 0 for any number.
+        shared_links: names of process groups that share a link, so that their collectives run one after
+            the other; those that the graph does not use may be among them.
+        merge: whether collectives may be merged.
+    """
+
+    fixed_buckets: Sequence[Sequence[fx.Node]] = ()
+    prefetch: Sequence[tuple[fx.Node, fx.Node]] = ()
+    max_gathers: int = 0
+    max_reductions: int = 0
+    shared_links: Sequence[tuple[str, ...]] = ()
+    merge: bool = True
+
+    def buckets_by_index(self, movable: list[fx.Node], notes: list[str]) -> list[tuple[int, ...]]:
+        """The buckets by position in ``movable``; adds a note for those of which a part cannot move.
+
+        Raises:
+            ProblemError: a node that starts no collective.
+        """
+        index = _indices(movable, [node for members in self.fixed_buckets for node in members])
+        found = []
+        for members in self.fixed_buckets:
+            if left := [node.name for node in members if node not in index]:
+                notes.append(f"{', '.join(left)} is not in the bucket asked for: it stays in its place")
+            found.append(tuple(sorted(index[node] for node in members if node in index)))
+        return [bucket for bucket in found if bucket]
+
+    def pairs_by_index(self, movable: list[fx.Node], notes: list[str]) -> list[tuple[int, int]]:
+        """The prefetches by position in ``movable``; adds a note for those of what cannot move.
+
+        Raises:
+            ProblemError: a node that starts no collective.
+        """
+        index = _indices(movable, [node for pair in self.prefetch for node in pair])
+        found = []
+        for first, then in self.prefetch:
+            if first in index and then in index:
+                found.append((index[first], index[then]))
+            else:
+                notes.append(
+                    f"{then.name} is not prefetched after {first.name}: one of them stays in its place"
+                )
+        return found
+
+
+NO_WISHES = Wishes()
+
+
+def _indices(movable: list[fx.Node], named: list[fx.Node]) -> dict[fx.Node, int]:
+    if strange := [str(node) for node in named if not is_collective(node)]:
+        raise ProblemError(
+            f"buckets and prefetches must name nodes that start collectives; these do not: {', '.join(strange)}"
+        )
+    return {node: number for number, node in enumerate(movable)}
