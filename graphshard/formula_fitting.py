@@ -26,24 +26,18 @@ from .cost.flops import executed_flops, kernel_class
 from .cost.kernels import Kernel, kernels_of
 from .cost.links import collective_bytes, collective_kind
 from .errors import FormulaError, OptionError
-from .inspection import (
-    Inspection,
-    Settings,
-    Stages,
-    always_bytes,
-    persistent_bytes,
-    plain_inputs,
-    read_settings,
-    refuse_sharded,
-)
+from .inspection import Inspection
+from .inspection_settings import Settings, plain_inputs, read_settings, refuse_sharded
 from .ops import REDUCE_GRAD, UNSHARD
 from .params import ReduceGradCall, UnshardCall
+from .persistent_bytes import always_bytes, persistent_bytes
 from .report.data import CATEGORIES
 from .report.formulas import Formulas
 from .report.link_formulas import Traffic, halves_seconds, stops_hiding
 from .report.polynomials import Basis, expression, fit, undominated, value_at
 from .resharding import reshard_step
 from .rewrite import no_garbage_collection, remembered_results
+from .stages import Stages
 
 #: Degrees in each dim that are tried, in this order: bytes are rarely more than quadratic in a dim.
 _DEGREES = (1, 2)
@@ -139,7 +133,7 @@ class _Sample:
     Attributes:
         structure: names of the nodes, in order, of both halves before any pass.
         orders: names of the nodes of each half as its collectives were placed.
-        persistent: see :func:`graphshard.inspection.persistent_bytes`.
+        persistent: see :func:`graphshard.persistent_bytes.persistent_bytes`.
         activations, gathered: bytes at the end of the forward.
         live: bytes at each node of the forward, then of the backward, then in the optimizer's step.
         kernels: of each half, those around its collectives apart.

@@ -6,7 +6,6 @@ a hardware card. Each half runs on its own; the step is all micro-batches of bot
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,25 +16,17 @@ from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .backend import half_pipeline
-from .capture import CapturedStep, ShardingRules, capture_step, plain_module
+from .capture import CapturedStep, capture_step
 from .context import PassContext
-from .cost import (
-    CollectiveTables,
-    CostModel,
-    HardwareCard,
-    load_card,
-    load_tables,
-)
-from .errors import BudgetError, OptionError, ShardingError, UnsupportedShardingError
+from .cost import CollectiveTables, CostModel, HardwareCard
+from .errors import BudgetError
 from .facts import Fact
 from .graph_text import graph_text
-from .memory import tensor_bytes
-from .mesh import MeshLayout
+from .inspection_settings import Settings, count_tokens, plain_inputs, read_settings, refuse_what_is_known
 from .options import BackendOptions
-from .params import padded_shape
 from .passes import PlanCollectives
+from .persistent_bytes import always_bytes, persistent_bytes
 from .pipeline import PassRecord, Pipeline
-from .plain_copy import is_sharded, plain_copy
 from .planner.bound import Bounds, lower_bounds
 from .planner.from_graph import problem_of_graph
 from .planner.plan import InfeasibleBudgetError
@@ -50,7 +41,7 @@ from .report.data import (
     World,
 )
 from .report.half import ScheduledHalf, brief_half_report, half_report
-from .report.optimizers import OptimizerKind, optimizer_kind, step_seconds
+from .report.optimizers import step_seconds
 from .report.step import (
     flops_by_dtype,
     optimizer_half,
@@ -61,9 +52,7 @@ from .report.step import (
 )
 from .report.worlds import worlds_of
 from .rewrite import apply_order, output_values
-from .schedule import parse_bytes
-
-PLANS = ("unit", "auto")
+from .stages import Stages
 
 #: Said in every report: what the numbers leave out.
 _MODELLED = (
@@ -73,61 +62,6 @@ _MODELLED = (
     "are not counted.",
     "Operations count causal attention in full, as is usual for utilisation; its time counts the half that runs.",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What was asked for, checked."""
-
-    card: HardwareCard
-    tables: CollectiveTables | None
-    rules: ShardingRules
-    optimizer: OptimizerKind
-    micro_batches: int
-    budget_bytes: int | None
-    plan: str
-    checkpoint: tuple[str, ...]
-
-    def prices(self, layout: MeshLayout) -> CostModel:
-        """Of this machine and mesh."""
-        return CostModel.of_mesh(self.card, layout, tables=self.tables)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For the report."""
-        policy = self.rules.mp_policy
-        return {
-            "units": list(self.rules.units),
-            "reshard_after_forward": self.rules.reshard_after_forward,
-            "param_dtype": _dtype_name(policy.param_dtype),
-            "reduce_dtype": _dtype_name(policy.reduce_dtype),
-            "optimizer": self.optimizer.name,
-            "micro_batches": self.micro_batches,
-            "memory_budget": self.budget_bytes,
-            "plan": self.plan,
-            "checkpoint": list(self.checkpoint),
-            "tables": None if self.tables is None else self.tables.source,
-        }
-
-
-@dataclass(slots=True)
-class Stages:
-    """Tells of each stage as it begins, and remembers how long it took."""
-
-    progress: Callable[[str], None] | None
-    seconds: dict[str, float] = field(default_factory=dict)
-    _name: str = ""
-    _began: float = 0.0
-
-    def begin(self, name: str) -> None:
-        self.end()
-        self._name, self._began = name, time.perf_counter()
-        if self.progress is not None:
-            self.progress(name)
-
-    def end(self) -> None:
-        if self._name:
-            self.seconds[self._name] = time.perf_counter() - self._began
-        self._name = ""
 
 
 def inspect(
@@ -183,7 +117,7 @@ def inspect(
     """
     name, module, args, kwargs, found = plain_inputs(model, args, kwargs)
     if found is not None:
-        _refuse_what_is_known(
+        refuse_what_is_known(
             mesh=mesh, units=units or None, mp_policy=mp_policy, reshard=reshard_after_forward
         )
         mesh = found.mesh
@@ -211,164 +145,8 @@ def inspect(
     return inspection.report(name, module, count_tokens(args, kwargs))
 
 
-def refuse_sharded(found: ShardingRules | None) -> None:
-    """For what looks at many meshes, or at none in particular.
-
-    Raises:
-        UnsupportedShardingError: the model has been through ``fully_shard``, for one mesh.
-    """
-    if found is not None:
-        raise UnsupportedShardingError(
-            "the model has been through fully_shard, which fixed its mesh: give it as it was before, and say with "
-            "units=[...], mp_policy=... and reshard_after_forward=... what fully_shard was told"
-        )
-
-
-def _refuse_what_is_known(**given: Any) -> None:
-    named = {"reshard": "reshard_after_forward"}
-    if double := [named.get(name, name) for name, value in given.items() if value is not None]:
-        raise OptionError(
-            f"{', '.join(double)}: the model has been through fully_shard, which was told already; leave it out"
-        )
-
-
-def read_settings(
-    *,
-    rules: ShardingRules | None,
-    mesh: Mapping[str, int],
-    hardware: str | Path | HardwareCard,
-    tables: str | Path | CollectiveTables | None,
-    units: Sequence[str],
-    mp_policy: MixedPrecisionPolicy | None,
-    reshard_after_forward: bool | None,
-    optimizer: str,
-    micro_batches: int,
-    memory_budget: int | str | None,
-    plan: str,
-    checkpoint: str | Sequence[str],
-) -> Settings:
-    card = hardware if isinstance(hardware, HardwareCard) else load_card(hardware)
-    units = (units,) if isinstance(units, str) else tuple(units)
-    rules = rules or ShardingRules(
-        mesh=mesh,
-        units=units,
-        mp_policy=mp_policy or MixedPrecisionPolicy(),
-        reshard_after_forward=reshard_after_forward,
-    )
-    _refuse_half_filled_nodes(mesh, card)
-    if type(micro_batches) is not int or micro_batches < 1:
-        raise OptionError(f"micro_batches={micro_batches!r} must be a whole number, at least 1")
-    if plan not in PLANS:
-        raise OptionError(f"plan={plan!r} is unknown; known: {', '.join(map(repr, PLANS))}")
-    patterns = (checkpoint,) if isinstance(checkpoint, str) else tuple(checkpoint)
-    units = tuple(rules.units)
-    if "units" in patterns and not units:
-        raise OptionError('checkpoint="units" needs units: give their patterns, units=["layers.*"]')
-    patterns = tuple(
-        dict.fromkeys(each for one in patterns for each in (units if one == "units" else (one,)))
-    )
-    return Settings(
-        card=card,
-        tables=load_tables(tables) if isinstance(tables, (str, Path)) else tables,
-        rules=rules,
-        optimizer=optimizer_kind(optimizer),
-        micro_batches=micro_batches,
-        budget_bytes=None if memory_budget is None else parse_bytes(memory_budget),
-        plan=plan,
-        checkpoint=patterns,
-    )
-
-
-def _refuse_half_filled_nodes(mesh: Mapping[str, int], card: HardwareCard) -> None:
-    num_ranks = 1
-    for size in mesh.values():
-        num_ranks *= size
-    per_node = int(card.ranks_per_node)
-    if num_ranks > per_node and num_ranks % per_node:
-        sizes = ", ".join(f"{name}={size}" for name, size in mesh.items())
-        below = num_ranks // per_node * per_node
-        raise ShardingError(
-            f"mesh {sizes}: {num_ranks} ranks do not divide into nodes of {per_node} (card {card.name!r}); use "
-            f"{below} or {below + per_node} ranks, or a card with another ranks_per_node"
-        )
-
-
-def plain_inputs(
-    model: nn.Module | torch.export.ExportedProgram,
-    args: Sequence[Any] | None,
-    kwargs: Mapping[str, Any] | None,
-) -> tuple[str, nn.Module, Sequence[Any], Mapping[str, Any], ShardingRules | None]:
-    """Name, module and inputs of what is to be inspected, and its rules if it is sharded."""
-    if isinstance(model, torch.export.ExportedProgram):
-        example_args, example_kwargs = model.example_inputs or ((), {})
-        is_given = args is not None or kwargs is not None
-        args = (args or ()) if is_given else example_args
-        kwargs = (kwargs or {}) if is_given else example_kwargs
-        return "exported program", plain_module(model), args, kwargs, None
-    if is_sharded(model):
-        plain, rules = plain_copy(model)
-        return type(plain).__name__, plain, args or (), kwargs or {}, rules
-    return type(model).__name__, model, args or (), kwargs or {}, None
-
-
 def _name(value: Any) -> str:
     return value.name if isinstance(value, fx.Node) else ""
-
-
-def _dtype_name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def count_tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """Elements of the first input of whole numbers."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64) and value.dim():
-            return value.numel()
-    return None
-
-
-def persistent_bytes(module: nn.Module, captured: CapturedStep, optimizer: OptimizerKind) -> dict[str, int]:
-    """Bytes of a rank that live through the whole step, by category, and what the optimizer works on.
-
-    "trained" are the shards that it updates; "elements" how many elements these have.
-    """
-    bindings = {binding.name: binding for binding in captured.context.parameters}
-    gradients = output_values(captured.backward.graph)
-    parameters = trained = elements = gradient_bytes = 0
-    num_shards = next((binding.group_size for binding in bindings.values()), 1)
-    for name, param in module.named_parameters():
-        binding = bindings.get(name)
-        dim = 0 if binding is None else binding.dim
-        shape = padded_shape(param.shape, dim, num_shards) if param.dim() else [1]
-        numel = torch.Size(shape).numel()
-        parameters += numel * param.element_size()
-        gradient = gradients[binding.position] if binding is not None else None
-        if isinstance(gradient, fx.Node):
-            trained += numel * param.element_size()
-            elements += numel
-            gradient_bytes += tensor_bytes(gradient.meta["val"])
-    inputs = [
-        node for node in captured.forward.graph.find_nodes(op="placeholder")
-        if captured.context.binding(node.name) is None
-    ]  # fmt: skip
-    return {
-        "parameters": parameters,
-        "optimizer": optimizer.num_states * trained,
-        "gradients": gradient_bytes,
-        "inputs": sum(tensor_bytes(node.meta.get("val")) for node in inputs),
-        "trained": trained,
-        "elements": elements,
-    }
-
-
-def always_bytes(persistent: Mapping[str, int], micro_batches: int) -> dict[str, int]:
-    """Bytes by category that live beside a half: gradients only if earlier micro-batches left some."""
-    return {
-        "parameters": persistent["parameters"],
-        "optimizer": persistent["optimizer"],
-        "gradients": persistent["gradients"] if micro_batches > 1 else 0,
-        "inputs": persistent["inputs"],
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

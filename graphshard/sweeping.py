@@ -21,18 +21,12 @@ from torch import nn
 
 from .capture import ShardingRules, capture_step
 from .errors import CaptureError, OptionError
-from .inspection import (
-    Inspection,
-    Settings,
-    Stages,
-    count_tokens,
-    plain_inputs,
-    read_settings,
-    refuse_sharded,
-)
+from .inspection import Inspection
+from .inspection_settings import Settings, count_tokens, plain_inputs, read_settings, refuse_sharded
 from .report.sweep_data import Sweep, SweepPoint, sweep_point
 from .resharding import can_reshard, reshard_step
 from .rewrite import no_garbage_collection, remembered_results
+from .stages import Stages
 
 #: Model, positional and keyword inputs for a batch size.
 Inputs = tuple[nn.Module | torch.export.ExportedProgram, Sequence[Any], Mapping[str, Any]]

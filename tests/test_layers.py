@@ -131,6 +131,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("graphshard.report.html_passes",),
     ("graphshard.report.html",),
+    ("graphshard.inspection_settings", "graphshard.persistent_bytes", "graphshard.stages"),
     ("graphshard.inspection", "graphshard.graph_inspection"),
     ("graphshard.formula_fitting", "graphshard.sweeping"),
     ("graphshard.testing.capture", "graphshard.testing.golden", "graphshard.testing.ranks"),

@@ -1,0 +1,58 @@
+"""Bytes of a rank that live through a whole step: shards, gradients, the optimizer's state, inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx, nn
+
+from .capture import CapturedStep
+from .memory import tensor_bytes
+from .params import padded_shape
+from .report.optimizers import OptimizerKind
+from .rewrite import output_values
+
+
+def persistent_bytes(module: nn.Module, captured: CapturedStep, optimizer: OptimizerKind) -> dict[str, int]:
+    """Bytes of a rank that live through the whole step, by category, and what the optimizer works on.
+
+    "trained" are the shards that it updates; "elements" how many elements these have.
+    """
+    bindings = {binding.name: binding for binding in captured.context.parameters}
+    gradients = output_values(captured.backward.graph)
+    parameters = trained = elements = gradient_bytes = 0
+    num_shards = next((binding.group_size for binding in bindings.values()), 1)
+    for name, param in module.named_parameters():
+        binding = bindings.get(name)
+        dim = 0 if binding is None else binding.dim
+        shape = padded_shape(param.shape, dim, num_shards) if param.dim() else [1]
+        numel = torch.Size(shape).numel()
+        parameters += numel * param.element_size()
+        gradient = gradients[binding.position] if binding is not None else None
+        if isinstance(gradient, fx.Node):
+            trained += numel * param.element_size()
+            elements += numel
+            gradient_bytes += tensor_bytes(gradient.meta["val"])
+    inputs = [
+        node for node in captured.forward.graph.find_nodes(op="placeholder")
+        if captured.context.binding(node.name) is None
+    ]  # fmt: skip
+    return {
+        "parameters": parameters,
+        "optimizer": optimizer.num_states * trained,
+        "gradients": gradient_bytes,
+        "inputs": sum(tensor_bytes(node.meta.get("val")) for node in inputs),
+        "trained": trained,
+        "elements": elements,
+    }
+
+
+def always_bytes(persistent: Mapping[str, int], micro_batches: int) -> dict[str, int]:
+    """Bytes by category that live beside a half: gradients only if earlier micro-batches left some."""
+    return {
+        "parameters": persistent["parameters"],
+        "optimizer": persistent["optimizer"],
+        "gradients": persistent["gradients"] if micro_batches > 1 else 0,
+        "inputs": persistent["inputs"],
+    }
