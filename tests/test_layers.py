@@ -71,7 +71,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("graphshard.planner.plan",),
     ("graphshard.planner.solve",),
     # from graphs and back
-    ("graphshard.planner.from_graph", "graphshard.planner.follow"),
+    ("graphshard.planner.follow", "graphshard.planner.wishes"),
+    ("graphshard.planner.from_graph",),
     ("graphshard.planner.apply", "graphshard.keeping"),
     ("graphshard.schedule",),
     ("graphshard.pipeline",),
