@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,31 +59,41 @@ class Trainer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """Where a contender trains: `card` is the file of a hardware card that was measured there."""
+
+    mesh: DeviceMesh
+    card: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
     """A named way to train.
 
     `averages_gradients` is false for the one that does not communicate; `same_kernels_as` names a contender
-    earlier in the list whose compiled code is equal, so that it need not be compiled twice.
+    earlier in the list whose compiled code is equal, so that it need not be compiled twice; `needs_card` is
+    true for one that plans with the measured card.
     """
 
     summary: str
-    build: Callable[[ModuleType, nn.Module, DeviceMesh], Trainer]
+    build: Callable[[ModuleType, nn.Module, Site], Trainer]
     averages_gradients: bool = True
     is_compiled: bool = True
     same_kernels_as: str | None = None
+    needs_card: bool = False
 
 
 def _adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-3, fused=True)
 
 
-def _build_unsharded(source: ModuleType, model: nn.Module, mesh: DeviceMesh) -> Trainer:
+def _build_unsharded(source: ModuleType, model: nn.Module, site: Site) -> Trainer:
     loss = torch.compile(source.next_token_loss)
     return Trainer(forward=torch.compile(model), loss=loss, module=model, optimizer=_adamw(model))
 
 
-def _build_ddp_compile(source: ModuleType, model: nn.Module, mesh: DeviceMesh) -> Trainer:
-    replica = DistributedDataParallel(model, process_group=mesh.get_group(), gradient_as_bucket_view=True)
+def _build_ddp_compile(source: ModuleType, model: nn.Module, site: Site) -> Trainer:
+    replica = DistributedDataParallel(model, process_group=site.mesh.get_group(), gradient_as_bucket_view=True)
     loss = torch.compile(source.next_token_loss)
     bucket_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     return Trainer(
@@ -94,30 +105,30 @@ def _build_ddp_compile(source: ModuleType, model: nn.Module, mesh: DeviceMesh) -
     )
 
 
-def _build_fsdp2_eager(source: ModuleType, model: nn.Module, mesh: DeviceMesh) -> Trainer:
+def _build_fsdp2_eager(source: ModuleType, model: nn.Module, site: Site) -> Trainer:
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=site.mesh)
+    fully_shard(model, mesh=site.mesh)
     return Trainer(forward=model, loss=source.next_token_loss, module=model, optimizer=_adamw(model))
 
 
-def _build_fsdp2_compile(source: ModuleType, model: nn.Module, mesh: DeviceMesh) -> Trainer:
+def _build_fsdp2_compile(source: ModuleType, model: nn.Module, site: Site) -> Trainer:
     """Blocks compiled one by one, then sharded, and the loss compiled: torchtitan's order."""
     for block in model.blocks:
         block.compile(fullgraph=True)
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=site.mesh)
+    fully_shard(model, mesh=site.mesh)
     loss = torch.compile(source.next_token_loss)
     return Trainer(forward=model, loss=loss, module=model, optimizer=_adamw(model))
 
 
-def _build_fsdp2_prefetch(source: ModuleType, model: nn.Module, mesh: DeviceMesh) -> Trainer:
+def _build_fsdp2_prefetch(source: ModuleType, model: nn.Module, site: Site) -> Trainer:
     """FSDP2 with compile, told to gather ahead.
 
     FSDP2 overlaps through CUDA streams; on the CPU its all-gathers block unless they are made asynchronous
     and the next units are named. Its reduce-scatters block in any case.
     """
-    trainer = _build_fsdp2_compile(source, model, mesh)
+    trainer = _build_fsdp2_compile(source, model, site)
     blocks = list(model.blocks)
     model._set_unshard_async_op(True)
     model.set_modules_to_forward_prefetch(blocks[:1])
@@ -128,14 +139,18 @@ def _build_fsdp2_prefetch(source: ModuleType, model: nn.Module, mesh: DeviceMesh
 
 
 def _build_graphshard(
-    source: ModuleType, model: nn.Module, mesh: DeviceMesh, *, overlap: bool | str = True
+    source: ModuleType, model: nn.Module, site: Site, **options: Any
 ) -> Trainer:
     for block in model.blocks:
-        graphshard.fully_shard(block, mesh=mesh)
-    graphshard.fully_shard(model, mesh=mesh)
+        graphshard.fully_shard(block, mesh=site.mesh)
+    graphshard.fully_shard(model, mesh=site.mesh)
     loss = torch.compile(source.next_token_loss)
-    forward = torch.compile(model, backend="graphshard", options={"overlap": overlap})
+    forward = torch.compile(model, backend="graphshard", options=options)
     return Trainer(forward=forward, loss=loss, module=model, optimizer=_adamw(model))
+
+
+def _build_graphshard_planned(source: ModuleType, model: nn.Module, site: Site) -> Trainer:
+    return _build_graphshard(source, model, site, bucket="auto", hardware=site.card)
 
 
 CONTENDERS: dict[str, Contender] = {
@@ -155,6 +170,12 @@ CONTENDERS: dict[str, Contender] = {
         summary="as graphshard, every collective overlapped whatever it holds",
         build=partial(_build_graphshard, overlap="always"),
         same_kernels_as="graphshard",
+    ),
+    "graphshard-planned": Contender(
+        summary="as graphshard, merged and placed by cost on a card measured here",
+        build=_build_graphshard_planned,
+        same_kernels_as="graphshard",
+        needs_card=True,
     ),
     "graphshard-in-place": Contender(
         summary="as graphshard, every collective waited for where it starts",
@@ -176,8 +197,8 @@ def copy_source(name: str, folder: Path, original: str = gpt.__file__) -> Module
     return module
 
 
-def build_trainer(name: str, config: gpt.GptConfig, mesh: DeviceMesh, folder: Path) -> Trainer:
+def build_trainer(name: str, config: gpt.GptConfig, site: Site, folder: Path) -> Trainer:
     """The contender `name` with the same initial weights as every other one."""
     source = copy_source(name, folder)
     torch.manual_seed(WEIGHT_SEED)
-    return CONTENDERS[name].build(source, source.Gpt(config), mesh)
+    return CONTENDERS[name].build(source, source.Gpt(config), site)

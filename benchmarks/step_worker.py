@@ -22,8 +22,10 @@ from torch import Tensor
 from torch._inductor.utils import clear_caches
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from contenders import CONTENDERS, Trainer, build_trainer
+from contenders import CONTENDERS, Site, Trainer, build_trainer
 from gpt import GptConfig, random_batch
+from graphshard.cost.calibrate import CalibrationJob, measure_group
+from graphshard.cost.probes import ProbeSizes
 from step_memory import local_bytes, measure_step_memory, optimizer_bytes
 
 NUM_RANKS = 2
@@ -36,7 +38,8 @@ PROBE_BYTES = 4 * 2**20
 class StepJob:
     """What both ranks are told to do.
 
-    `cores[rank]` is the core a rank is pinned to, `store_host` is rank 0's address. `cache_folder` keeps
+    `cores[rank]` is the core a rank is pinned to, `store_host` is rank 0's address, `is_shaped` says
+    that each rank is on a node of its own. `cache_folder` keeps
     compiled kernels: when it starts empty the first calls are compilations from nothing.
     """
 
@@ -47,6 +50,7 @@ class StepJob:
     contenders: tuple[str, ...]
     cores: tuple[int, ...]
     store_host: str
+    is_shaped: bool
     folder: str
     cache_folder: str
     limit_s: float
@@ -116,6 +120,13 @@ def measure_link() -> float:
     return PROBE_BYTES * 8 / statistics.median(seconds[1:]) / 1e9
 
 
+def measure_card(job: StepJob, path: Path) -> None:
+    """Measure this machine and the link between the ranks; rank 0 writes the card."""
+    sizes = ProbeSizes.for_device("cpu")
+    local_ranks = 1 if job.is_shaped else NUM_RANKS
+    measure_group(CalibrationJob(out=path, device_type="cpu", sizes=sizes), local_ranks)
+
+
 def time_step(trainer: Trainer, batch: tuple[Tensor, Tensor]) -> tuple[float, float]:
     """Seconds and loss of one training step."""
     start = time.perf_counter()
@@ -135,20 +146,21 @@ def use_cache(job: StepJob, rank: int, name: str) -> None:
     clear_caches()
 
 
-def prepare_compiler(job: StepJob, mesh: DeviceMesh, batch: tuple[Tensor, Tensor]) -> None:
+def prepare_compiler(job: StepJob, site: Site, batch: tuple[Tensor, Tensor]) -> None:
     """Pay for what only the first compilation in a process does: imports, compiler checks, shared headers."""
-    folder = Path(job.folder, f"prepare{mesh.get_rank()}")
+    folder = Path(job.folder, f"prepare{site.mesh.get_rank()}")
     folder.mkdir()
-    use_cache(job, mesh.get_rank(), "prepare")
-    build_trainer("unsharded", replace(job.model, num_layers=1), mesh, folder).run_step(*batch)
+    use_cache(job, site.mesh.get_rank(), "prepare")
+    build_trainer("unsharded", replace(job.model, num_layers=1), site, folder).run_step(*batch)
 
 
 def start_contender(
-    name: str, job: StepJob, mesh: DeviceMesh, batch: tuple[Tensor, Tensor]
+    name: str, job: StepJob, site: Site, batch: tuple[Tensor, Tensor]
 ) -> tuple[Trainer, ContenderRecord]:
     """Build, compile and warm up one contender; take its memory figures."""
-    trainer = build_trainer(name, job.model, mesh, Path(job.folder, f"rank{mesh.get_rank()}"))
-    use_cache(job, mesh.get_rank(), CONTENDERS[name].same_kernels_as or name)
+    rank = site.mesh.get_rank()
+    trainer = build_trainer(name, job.model, site, Path(job.folder, f"rank{rank}"))
+    use_cache(job, rank, CONTENDERS[name].same_kernels_as or name)
     dist.barrier()
     cpu_s_before = read_cpu_s()
     first_call_s, loss = time_step(trainer, batch)
@@ -207,12 +219,16 @@ def run_job(job: StepJob, rank: int) -> None:
     link_gbits = measure_link()
     report_progress(rank, f"link measured at {link_gbits:.2f} Gbit/s each way")
     batch = random_batch(job.model, batch=job.batch, seed=1 + rank)
+    site = Site(mesh=mesh, card=folder / "card.json")
+    if any(CONTENDERS[name].needs_card for name in job.contenders):
+        measure_card(job, site.card)
+        report_progress(rank, "card measured")
     if any(CONTENDERS[name].is_compiled for name in job.contenders):
-        prepare_compiler(job, mesh, batch)
+        prepare_compiler(job, site, batch)
     trainers: dict[str, Trainer] = {}
     records: dict[str, ContenderRecord] = {}
     for name in job.contenders:
-        trainers[name], records[name] = start_contender(name, job, mesh, batch)
+        trainers[name], records[name] = start_contender(name, job, site, batch)
         report_progress(rank, f"{name}: first call {records[name].first_call_s:.1f} s")
     take_turns(job, trainers, records, batch)
     result = {"link_gbits": link_gbits, "records": {name: asdict(record) for name, record in records.items()}}

@@ -103,7 +103,7 @@ def _calibrate_launched(job: CalibrationJob, report: Report) -> HardwareCard | N
     if started:
         dist.init_process_group("nccl" if job.device_type == "cuda" else "gloo")
     try:
-        _measure(job, int(os.environ["LOCAL_WORLD_SIZE"]), report)
+        measure_group(job, int(os.environ["LOCAL_WORLD_SIZE"]), report)
         return load_card(job.out) if dist.get_rank() == 0 else None
     finally:
         if started:
@@ -112,13 +112,22 @@ def _calibrate_launched(job: CalibrationJob, report: Report) -> HardwareCard | N
 
 def _spawned_rank(rank: int, num_ranks: int, store: str, job: CalibrationJob, report: Report) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
-    _measure(job, num_ranks, report)
+    measure_group(job, num_ranks, report)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _measure(job: CalibrationJob, local_ranks: int, report: Report) -> None:
-    """Body of every rank; rank 0 writes the card."""
+def measure_group(job: CalibrationJob, local_ranks: int, report: Report = say_nothing) -> None:
+    """Body of every rank of the default process group; rank 0 writes the card.
+
+    Args:
+        job: what to measure, and where the card goes.
+        local_ranks: how many of the ranks are on one node: all, or one.
+        report: takes lines of progress, on rank 0.
+
+    Raises:
+        CalibrationError: one rank, or several nodes with several ranks each.
+    """
     num_ranks = dist.get_world_size()
     if 1 < local_ranks < num_ranks:
         raise CalibrationError(
