@@ -30,7 +30,7 @@ from .pipeline import PassRecord, Pipeline
 from .planner.bound import Bounds, lower_bounds
 from .planner.from_graph import problem_of_graph
 from .planner.plan import InfeasibleBudgetError
-from .report.categories import CategorizedMemory, categorized_memory, kept_bytes_by_category
+from .report.categories import CategorizedMemory, SavedMemory, categorized_memory, kept_bytes_by_category
 from .report.data import (
     CATEGORIES,
     HalfReport,
@@ -229,10 +229,10 @@ class Inspection:
         saved_names = [_name(value) for value in output_values(captured.forward.graph)]
         context = captured.context.for_forward()
         forward = self._half("forward", captured.forward, context, always, num_results=captured.num_results)
-        shared = _shared_outputs(saved_names, forward[1])
+        behind = _saved_memory(saved_names, forward[1])
         saved = dict(zip(saved_names, forward[1].outputs, strict=True))
         context = captured.context.for_backward()
-        backward = self._half("backward", captured.backward, context, always, saved=saved, shared=shared)
+        backward = self._half("backward", captured.backward, context, always, saved=saved, behind=behind)
         return [forward, backward]
 
     def _said(self) -> list[str]:
@@ -265,7 +265,7 @@ class Inspection:
         *,
         num_results: int | None = None,
         saved: Mapping[str, str] | None = None,
-        shared: Sequence[Sequence[str]] = (),
+        behind: Sequence[SavedMemory] = (),
     ) -> tuple[ScheduledHalf, CategorizedMemory, list[int]]:
         """Runs the passes on one half; what they make of it, its memory, and what lives beside it."""
         settings, prices = self.settings, self.settings.prices(ctx.mesh)
@@ -306,7 +306,7 @@ class Inspection:
             device_type=settings.card.device_type,
             saved=saved,
             num_results=num_results,
-            shared=shared,
+            saved_memory=behind,
         )
         skipped = [sentence for record in records for sentence in record.report.skipped]
         half = ScheduledHalf(
@@ -361,13 +361,15 @@ def _row(values: Mapping[str, int]) -> list[int]:
     return [values.get(name, 0) for name in CATEGORIES]
 
 
-def _shared_outputs(names: Sequence[str], memory: CategorizedMemory) -> list[list[str]]:
-    """Saved values, by their names, that are one memory; behind "" those that are an input's."""
+def _saved_memory(names: Sequence[str], memory: CategorizedMemory) -> list[SavedMemory]:
+    """What the backward takes over: the memory behind the saved values, by their names."""
     groups: dict[int, list[str]] = {}
-    for name, buffer in zip(names, memory.output_buffers, strict=True):
+    sizes: dict[int, int] = {}
+    for name, buffer, num_bytes in zip(names, memory.output_buffers, memory.output_bytes, strict=True):
         if name:
-            groups.setdefault(buffer, [""] if buffer < 0 else []).append(name)
-    return [group for group in groups.values() if len(group) > 1]
+            groups.setdefault(buffer, []).append(name)
+            sizes[buffer] = num_bytes
+    return [SavedMemory(names=tuple(group), num_bytes=sizes[buffer]) for buffer, group in groups.items()]
 
 
 def _model_summary(name: str, module: nn.Module, captured: CapturedStep) -> ModelSummary:

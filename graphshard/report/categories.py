@@ -36,6 +36,7 @@ class CategorizedMemory:
         outputs: category of each output; "" for one that is no tensor, or an input.
         output_buffers: a number for the memory of each output, equal where it is the same; -1 for
             memory of an input, or none.
+        output_bytes: size of that memory, of which an output may be a view; 0 where there is none.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -43,6 +44,20 @@ class CategorizedMemory:
     kept: Bytes
     outputs: tuple[str, ...]
     output_buffers: tuple[int, ...]
+    output_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedMemory:
+    """Memory that a backward takes over from its forward.
+
+    Attributes:
+        names: inputs of the backward that look at it, which holds it until the last of them is read.
+        num_bytes: its size; 0 if it belongs to an input that the caller keeps.
+    """
+
+    names: tuple[str, ...]
+    num_bytes: int
 
 
 def categorized_memory(
@@ -52,7 +67,7 @@ def categorized_memory(
     device_type: str | None,
     saved: Mapping[str, str] | None = None,
     num_results: int | None = None,
-    shared: Sequence[Sequence[str]] = (),
+    saved_memory: Sequence[SavedMemory] = (),
 ) -> CategorizedMemory:
     """The memory of a graph in its own order.
 
@@ -62,12 +77,11 @@ def categorized_memory(
         device_type: where it will run; None for where its values are.
         saved: for a backward, the category of each input that its forward saved, by name.
         num_results: for a forward, how many outputs are results; the others are kept for the backward.
-        shared: names of inputs that are one memory, and live as long as the last of them; where the first
-            is "", they are the memory of an input that the caller keeps.
+        saved_memory: for a backward, what is behind these inputs; an input that is not named has its own.
     """
     kept = kept_inputs(gm)
     model = MemoryModel(gm, kept=kept, device_type=device_type)
-    _share(gm, model, shared)
+    _take_over(gm, model, saved_memory)
     is_whole_forward = ctx.first_gradient is None and bool(ctx.parameters)
     flow = _Flow(gm.graph, set(kept), reduces=not is_whole_forward)
     order = list(gm.graph.nodes)
@@ -103,6 +117,7 @@ def categorized_memory(
         kept=kept_bytes,
         outputs=tuple(_output_category(value, model, category_of) for value in values),
         output_buffers=tuple(_output_buffer(value, model, number) for value in values),
+        output_bytes=tuple(_output_bytes(value, model, number) for value in values),
     )
 
 
@@ -122,21 +137,27 @@ def _kept_bytes(kept: Sequence[fx.Node], ctx: PassContext, flow: _Flow) -> Bytes
     return tuple(found)
 
 
-def _share(gm: fx.GraphModule, model: MemoryModel, shared: Sequence[Sequence[str]]) -> None:
+def _take_over(gm: fx.GraphModule, model: MemoryModel, memory: Sequence[SavedMemory]) -> None:
     """Makes one buffer of inputs that are one memory: the first holds the bytes, until all are read."""
     inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
-    for first, *others in shared:
-        owners = model.buffers_of(inputs[first]) if first in inputs else ()
-        for name in others:
-            for buffer in model.buffers_of(inputs[name]) if name in inputs else ():
-                for owner in owners:
-                    owner.readers.extend(buffer.readers)
-                buffer.num_bytes = 0
+    for each in memory:
+        known = [inputs[name] for name in each.names if name in inputs]
+        buffers = [buffer for node in known for buffer in model.buffers_of(node)]
+        for buffer in buffers:
+            buffer.num_bytes = 0
+        if buffers:
+            buffers[0].num_bytes = each.num_bytes
+            buffers[0].readers.extend(reader for buffer in buffers[1:] for reader in buffer.readers)
 
 
 def _output_buffer(value: object, model: MemoryModel, number: Mapping[int, int]) -> int:
     buffers = model.buffers_of(value) if isinstance(value, fx.Node) else ()
     return number.get(id(buffers[0]), -1) if buffers else -1
+
+
+def _output_bytes(value: object, model: MemoryModel, number: Mapping[int, int]) -> int:
+    is_own = _output_buffer(value, model, number) >= 0
+    return model.buffers_of(value)[0].num_bytes if isinstance(value, fx.Node) and is_own else 0
 
 
 def _output_category(value: object, model: MemoryModel, category_of: Mapping[Buffer, str]) -> str:

@@ -8,12 +8,12 @@ import pytest
 from .gloo_pool import GlooPools
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def run_on_gloo_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
     """`run_on_gloo_ranks(world_size, function, *args)`: see `GlooPools.run`.
 
     The ranks of a test run share one Inductor cache folder: equal kernels are built by the C++ compiler once,
-    and nothing is carried over from an earlier run.
+    and nothing is carried over from an earlier run. They end with the tests of this folder.
     """
     pools = GlooPools(tmp_path_factory.mktemp("inductor_cache"))
     yield pools.run

@@ -40,6 +40,9 @@ CALL_TIMEOUT_S = 240.0
 COLLECTIVE_TIMEOUT_S = 120.0
 """Gloo's own limit, shorter, so that a collective nobody else joins usually ends in that rank's traceback."""
 
+MAX_GROUPS = 24
+"""A pool whose ranks have more process groups is replaced: each has threads that poll a hundred times a second."""
+
 GRACE_S = 10.0
 """How long the other ranks may go on after the first one failed."""
 
@@ -166,7 +169,8 @@ def serve_rank(setup: RankSetup, connection: Connection) -> None:
             break
         faulthandler.dump_traceback_later(task.timeout_s, file=output)
         try:
-            answer = (True, pickle.dumps(run_task(task)))
+            result = pickle.dumps(run_task(task))
+            answer = (True, (result, len(dist.distributed_c10d._world.pg_map)))
         except BaseException:  # pytest's failures are no Exceptions
             answer = (False, traceback.format_exc())
         faulthandler.cancel_dump_traceback_later()
@@ -175,7 +179,10 @@ def serve_rank(setup: RankSetup, connection: Connection) -> None:
 
 
 class GlooPool:
-    """`world_size` rank processes in one gloo group. After a RankError the pool is closed for good."""
+    """`world_size` rank processes in one gloo group.
+
+    After a RankError, or with too many process groups left by its calls, the pool is closed for good.
+    """
 
     def __init__(self, world_size: int, inductor_cache: Path) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix=f"gloo_pool_{world_size}_"))
@@ -212,7 +219,10 @@ class GlooPool:
         ]
         answers = self.collect_answers(task)
         if all(rank in answers and answers[rank][0] for rank in range(len(self.setups))):
-            return [pickle.loads(answers[rank][1]) for rank in range(len(self.setups))]
+            results, num_groups = zip(*(answers[rank][1] for rank in range(len(self.setups))), strict=True)
+            if max(num_groups) > MAX_GROUPS:
+                self.close()
+            return [pickle.loads(result) for result in results]
         failed_first = [rank for rank, (succeeded, _) in answers.items() if not succeeded]
         silent = [rank for rank in range(len(self.setups)) if rank not in answers]
         reports = [self.report_rank(rank, answers.get(rank), marks[rank]) for rank in failed_first + silent]

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from .gloo_pool import RankError
+from .gloo_pool import MAX_GROUPS, RankError
 
 
 def sum_of_ranks() -> tuple[int, float, int]:
@@ -50,6 +50,18 @@ def test_processes_and_seeds_are_the_same_in_every_call(run_on_gloo_ranks):
     first, second = (run_on_gloo_ranks(2, sum_of_ranks) for _ in range(2))
     assert [pid for _, _, pid in first] == [pid for _, _, pid in second]
     assert run_on_gloo_ranks(2, random_number) == run_on_gloo_ranks(2, random_number)
+
+
+def make_groups(count: int) -> int:
+    for _ in range(count):
+        dist.new_group()
+    return os.getpid()
+
+
+def test_ranks_with_many_process_groups_are_replaced(run_on_gloo_ranks):
+    first = run_on_gloo_ranks(2, make_groups, 1)
+    assert run_on_gloo_ranks(2, make_groups, MAX_GROUPS) == first
+    assert run_on_gloo_ranks(2, make_groups, 1) != first
 
 
 @pytest.mark.parametrize("failing_rank", [0, 1])

@@ -1,0 +1,152 @@
+"""Memory of a training step: what `graphshard.inspect` predicts against what the allocator counts, for the examples.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/memory.py
+    torchrun --standalone --nproc-per-node 4 benchmarks/memory.py --models vit,llama
+
+Measured are shards, optimizer state and the batch, and above them the peak of a step (step_memory.py), on the rank that
+holds most. The prediction sees the model on the meta device, the number of ranks and nothing else. The exit status
+is 1 if one is off by more than --within.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import graphshard
+from step_memory import local_bytes, measure_step_memory, optimizer_bytes
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+running_ranks = importlib.import_module("distributed_setup").running_ranks
+train_step = importlib.import_module("unsharded_reference").train_step
+
+NUM_WARM_STEPS = 2
+MAX_GRAD_NORM = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model as its example trains it: `units` are patterns for `inspect`, inputs those of all ranks."""
+
+    make: Callable[[], nn.Module]
+    units: str
+    inputs: Mapping[str, Tensor]
+    loss: Callable[[Any], Tensor]
+
+
+def _gpt() -> Subject:
+    """examples/train_gpt.py at its defaults."""
+    example = importlib.import_module("gpt_model")
+    config = example.GPTConfig(num_layers=4, width=256, num_heads=4, context=128)
+    tokens = torch.zeros(16, config.context, dtype=torch.long)
+    inputs = {"tokens": tokens, "targets": tokens.clone()}
+    return Subject(make=lambda: example.GPT(config), units="blocks.*", inputs=inputs, loss=lambda loss: loss)
+
+
+def _llama() -> Subject:
+    """examples/finetune_llama.py."""
+    example = importlib.import_module("finetune_llama")
+    tokens = torch.zeros(example.BATCH_SIZE, example.LENGTH, dtype=torch.long)
+    inputs = {"input_ids": tokens, "labels": tokens}
+    return Subject(
+        make=example.make_model, units="model.layers.*", inputs=inputs, loss=lambda output: output.loss
+    )
+
+
+def _vit() -> Subject:
+    """examples/train_vit.py."""
+    example = importlib.import_module("train_vit")
+    inputs = {
+        "images": torch.randn(example.BATCH_SIZE, 8, 8),
+        "labels": torch.zeros(example.BATCH_SIZE, dtype=torch.long),
+    }
+    return Subject(make=example.make_model, units="blocks.*", inputs=inputs, loss=lambda output: output[0])
+
+
+SUBJECTS = {"gpt": _gpt, "llama": _llama, "vit": _vit}
+
+
+def inputs_of_rank(subject: Subject, rank: int, num_ranks: int) -> dict[str, Tensor]:
+    """This rank's rows; a tensor that is given twice stays one tensor."""
+    seen: dict[int, Tensor] = {}
+    for whole in subject.inputs.values():
+        seen.setdefault(id(whole), whole.chunk(num_ranks)[rank].clone())
+    return {name: seen[id(whole)] for name, whole in subject.inputs.items()}
+
+
+def measured_bytes(subject: Subject, mesh: dist.DeviceMesh) -> int:
+    """Of this rank, everything included."""
+    inputs = inputs_of_rank(subject, mesh.get_rank(), mesh.size())
+    model = subject.make()
+    blocks = subject.units.removesuffix(".*")
+    for unit in [*model.get_submodule(blocks), model]:
+        graphshard.fully_shard(unit, mesh=mesh)
+    compiled = torch.compile(model, backend="graphshard", fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        train_step(model, optimizer, lambda: subject.loss(compiled(**inputs)), (), MAX_GRAD_NORM)
+
+    for _ in range(NUM_WARM_STEPS):
+        step()
+    held = local_bytes(model.parameters()) + optimizer_bytes(optimizer)
+    batch = local_bytes({id(value): value for value in inputs.values()}.values())
+    return held + batch + measure_step_memory(step).peak_bytes
+
+
+def predicted(subject: Subject, num_ranks: int) -> graphshard.Report:
+    """What is said without running."""
+    with torch.device("meta"):
+        model = subject.make()
+    return graphshard.inspect(
+        model,
+        kwargs=inputs_of_rank(subject, 0, num_ranks),
+        mesh={"shard": num_ranks},
+        hardware="cpu-loopback",
+        units=[subject.units],
+        loss=subject.loss,
+    )
+
+
+def choose(text: str) -> Sequence[str]:
+    """Read names of SUBJECTS."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in SUBJECTS]:
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; known: {', '.join(SUBJECTS)}")
+    return names
+
+
+def main() -> int:
+    """Prints a row a model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=choose, default=list(SUBJECTS), help="names, a comma apart")
+    parser.add_argument("--within", type=float, default=0.05, help="largest relative error (default 0.05)")
+    options = parser.parse_args()
+    worst = 0.0
+    with running_ranks() as ranks:
+        for name in options.models:
+            subject = SUBJECTS[name]()
+            total = torch.tensor(measured_bytes(subject, ranks.mesh))
+            dist.all_reduce(total, dist.ReduceOp.MAX)
+            report = predicted(subject, ranks.world_size)
+            error = report.memory.peak_bytes / int(total) - 1
+            worst = max(worst, abs(error))
+            if ranks.rank == 0:
+                categories = {name: size for name, size in report.memory.categories.items() if size}
+                print(f"{name}, {ranks.world_size} ranks: {int(total)} bytes, predicted "
+                      f"{report.memory.peak_bytes} ({100 * error:+.1f} %), {categories}", flush=True)  # fmt: skip
+        dist.barrier()
+    return int(worst > options.within)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
