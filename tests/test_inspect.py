@@ -101,6 +101,25 @@ def test_memory_is_that_of_the_memory_model(half, monkeypatch):
     assert report.half(half).peak.total_bytes == timeline.peak_bytes + timeline.kept_bytes + outside
 
 
+class _PackedAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(64, 3 * 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in self.project(x).chunk(3, -1))
+        return nn.functional.scaled_dot_product_attention(*heads).sum()
+
+
+def test_saved_views_hold_all_of_the_memory_behind_them():
+    """Queries, keys and values are saved as views of one product, and attention saves two tensors more."""
+    with torch.device("meta"):
+        model, x = _PackedAttention(), torch.randn(2, 128, 64)
+    report = graphshard.inspect(model, (x,), mesh={"shard": 2}, hardware="cpu-loopback")
+    product, result, logarithms = 2 * 128 * 3 * 64, 2 * 128 * 64, 2 * 4 * 128
+    assert report.memory.categories["activations"] == 4 * (product + result + logarithms)
+
+
 def test_gathered_parameters_and_activations_are_told_apart(llama):
     """At the end of the forward only the root's parameters are still whole: it is not resharded."""
     model, _, _ = llama_model.on_meta(TINY, 2, 16)
