@@ -173,6 +173,19 @@ def run_twice(step: Any, gm: fx.GraphModule, ctx: PassContext, *more: Fact) -> t
     return run_pass(step, gm, ctx, *more), run_pass(step, gm, ctx, *more)
 
 
+def open_reductions(gm: fx.GraphModule) -> int:
+    """The largest number of reduce-scatters started and not yet waited for."""
+    is_open: set[fx.Node] = set()
+    most = 0
+    for node in gm.graph.nodes:
+        if node.target is REDUCE_SCATTER:
+            is_open.add(node)
+            most = max(most, len(is_open))
+        elif node.target is WAIT:
+            is_open.discard(node.args[0])
+    return most
+
+
 def num_targets(gm: fx.GraphModule, target: Any) -> int:
     """How many nodes call ``target``."""
     return len(gm.graph.find_nodes(op="call_function", target=target))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import fx
@@ -71,34 +71,24 @@ def half_report(half: ScheduledHalf, memory: CategorizedMemory, outside: Sequenc
     found = problem_of_graph(half.gm, half.prices, device_type=half.prices.card.device_type)
     events = walk(found.problem, found.unplanned)
     bounds = half.bounds or lower_bounds(found.problem)
-    points = [
-        tuple(inside + beside for inside, beside in zip(live, outside, strict=True)) for live in memory.live
-    ]
-    totals = [sum(point) for point in points]
-    times = list(_node_times(half.gm, found, events))
-    at_peak = max(range(len(totals)), key=totals.__getitem__)
     bound = min(bounds.seconds, events.seconds)
-    return HalfReport(
-        name=half.name,
-        repeats=half.repeats,
-        seconds=events.seconds,
-        compute_seconds=events.seconds - events.exposed_seconds,
-        exposed_seconds=events.exposed_seconds,
+    totals = list(map(sum, memory.live))
+    at_peak = totals.index(max(totals))
+    times = list(_node_times(half.gm, found, events))
+    points = {
+        index: MemoryPoint(seconds=times[index], num_bytes=_beside(memory.live[index], outside))
+        for index in _condensed(totals, at_peak)
+    }
+    return replace(
+        _numbers(half, memory, outside, events),
         bound_seconds=bound,
         gap=events.seconds / bound - 1.0 if bound > 0 else 0.0,
         bounds=_bounds_data(bounds),
-        solver=half.solver,
-        flops=total_flops(half.gm),
-        num_nodes=len(half.gm.graph.nodes),
         compute=tuple(_stretches(half.ctx, found, events)),
         collectives=tuple(_collectives(half, found, events)),
         schedule=tuple(_schedule(events)),
-        memory=tuple(
-            MemoryPoint(seconds=times[index], num_bytes=points[index])
-            for index in _condensed(totals, at_peak)
-        ),
-        peak=MemoryPoint(seconds=times[at_peak], num_bytes=points[at_peak]),
-        peak_where=_where(memory.nodes[at_peak], half.ctx),
+        memory=tuple(points.values()),
+        peak=points[at_peak],
     )
 
 
@@ -107,11 +97,15 @@ def brief_half_report(half: ScheduledHalf, memory: CategorizedMemory, outside: S
     found = problem_of_graph(
         half.gm, half.prices, device_type=half.prices.card.device_type, measures_memory=False
     )
-    events = walk(found.problem, found.unplanned)
-    totals = list(map(sum, memory.live))
-    at_peak = max(range(len(totals)), key=totals.__getitem__)
-    live = tuple(inside + beside for inside, beside in zip(memory.live[at_peak], outside, strict=True))
-    peak = MemoryPoint(seconds=0.0, num_bytes=live)
+    return _numbers(half, memory, outside, walk(found.problem, found.unplanned))
+
+
+def _numbers(
+    half: ScheduledHalf, memory: CategorizedMemory, outside: Sequence[int], events: Walk
+) -> HalfReport:
+    """A report without bounds, events and curves."""
+    at_peak = max(range(len(memory.live)), key=lambda index: sum(memory.live[index]))
+    peak = MemoryPoint(seconds=0.0, num_bytes=_beside(memory.live[at_peak], outside))
     return HalfReport(
         name=half.name,
         repeats=half.repeats,
@@ -129,8 +123,12 @@ def brief_half_report(half: ScheduledHalf, memory: CategorizedMemory, outside: S
         schedule=(),
         memory=(peak,),
         peak=peak,
-        peak_where=memory.nodes[at_peak].name,
+        peak_where=_where(memory.nodes[at_peak], half.ctx),
     )
+
+
+def _beside(live: Sequence[int], outside: Sequence[int]) -> tuple[int, ...]:
+    return tuple(inside + beside for inside, beside in zip(live, outside, strict=True))
 
 
 def _bounds_data(bounds: Bounds) -> dict[str, float]:

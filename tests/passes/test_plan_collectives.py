@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from all_ranks import assert_same, run_halves, step_inputs
-from small_graphs import GraphBuilder, aten, num_targets, run_pass, run_twice, text_of
+from small_graphs import GraphBuilder, aten, num_targets, open_reductions, run_pass, run_twice, text_of
 
 from graphshard.collectives import ALL_GATHER, REDUCE_SCATTER, is_collective, is_wait
 from graphshard.context import KnownPlan, PassContext
@@ -119,14 +119,7 @@ def test_a_users_limit_of_reductions_is_kept(captured):
     def most_open(limit):
         gm, ctx = _half(captured, "blocks_3", "backward", CHEAP)
         run_pass(PlanCollectives(), gm, replace(ctx, max_reductions=limit), *HELD)
-        is_open, most = set(), 0
-        for node in gm.graph.nodes:
-            if node.target is REDUCE_SCATTER:
-                is_open.add(node)
-                most = max(most, len(is_open))
-            elif is_wait(node):
-                is_open.discard(node.args[0])
-        return most
+        return open_reductions(gm)
 
     assert most_open(1) == 1 and most_open(2) <= 2 < most_open(0)
 

@@ -13,6 +13,7 @@ from small_graphs import (
     GraphBuilder,
     ParameterSpec,
     aten,
+    open_reductions,
     reduce_grad,
     run_pass,
     run_twice,
@@ -126,7 +127,7 @@ def test_compute_overlaps_with_both_reductions_of_a_hybrid_model(in_flight, memo
     # The gradient of each layer's weight and of its input are two products.
     scattered, summed = _compute_while_open(gm, REDUCE_SCATTER), _compute_while_open(gm, ALL_REDUCE)
     assert all(scattered[:-1]) and all(summed[: 6 - in_flight - 1])
-    assert _open_reductions(gm) == in_flight
+    assert open_reductions(gm) == in_flight
 
 
 @pytest.mark.parametrize("batch", [1, 4, 16, 64])
@@ -304,18 +305,6 @@ def _compute(gm):
     ]
 
 
-def _open_reductions(gm):
-    """The largest number of reductions started and not yet waited for."""
-    is_open, most = set(), 0
-    for node in gm.graph.nodes:
-        if node.target is REDUCE_SCATTER:
-            is_open.add(node)
-            most = max(most, len(is_open))
-        elif is_wait(node):
-            is_open.discard(node.args[0])
-    return most
-
-
 def _gathers_ahead(gm):
     """For each waited gather, how many later gathers have started when the next compute runs."""
     started, waited, ahead = [], [], []
@@ -342,7 +331,7 @@ def test_prefetch_is_the_number_of_gathers_ahead(captured, prefetch):
 def test_reductions_in_flight_are_bounded(captured, in_flight):
     gm, ctx = _bucketed_half(captured, "blocks_3", 2, "backward")
     run_pass(ScheduleCollectives(reductions_in_flight=in_flight, memory="any"), gm, ctx, *HELD)
-    assert _open_reductions(gm) == in_flight
+    assert open_reductions(gm) == in_flight
 
 
 def test_gathers_follow_the_order_of_need():
@@ -403,7 +392,7 @@ def test_any_program_keeps_its_compute_and_its_result(
     _, second = run_twice(step, scheduled, ctx, *HELD)
     assert not second.report.changed
     assert _compute(scheduled) == _compute(gm)
-    assert _open_reductions(scheduled) <= in_flight
+    assert open_reductions(scheduled) <= in_flight
     assert max(_gathers_ahead(scheduled)) <= prefetch + 1
     if memory == "free":
         assert _starts(scheduled) == _starts(_scheduled(gm, ctx, **options, memory="any"))
