@@ -54,7 +54,7 @@ def predict(config: GptConfig, batch: int, card: HardwareCard, plan: str, gbits:
         mesh={"shard": NUM_RANKS},
         hardware=card,
         units=["blocks.*"],
-        loss=lambda logits: next_token_loss(logits, torch.zeros_like(tokens, device=logits.device)),
+        loss=lambda logits: next_token_loss(logits, logits.new_zeros(logits.shape[:-1], dtype=torch.long)),
         plan=plan,
     )
     moved = sum(each.num_bytes * each.count for each in report.collectives)
