@@ -21,6 +21,14 @@ class Prices(Protocol):
         """
         ...
 
+    def core_seconds(self, kind: str, num_bytes: int, group: str) -> float:
+        """Seconds of compute that one collective takes for itself, wherever it runs; arguments as above.
+
+        A backend that starts and moves on the core that computes has some; one with its own queue has none.
+        One large collective must not take more than two with as many bytes together.
+        """
+        ...
+
     def copy_seconds(self, num_bytes: int) -> float:
         """Seconds in which the device copies ``num_bytes`` from one buffer to another."""
         ...

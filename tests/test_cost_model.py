@@ -1,5 +1,7 @@
 """The cost model: where a price comes from, and what has none."""
 
+from dataclasses import replace
+
 import pytest
 from cost_cards import ROUND_CARD, round_card
 from small_graphs import GROUP, LOWERING, GraphBuilder, one_axis, two_axes
@@ -103,6 +105,17 @@ def test_what_compute_loses_is_at_most_the_collective():
     ):
         model = CostModel(card=round_card(**changes), groups=GROUPS)
         assert model.compute_lost_seconds("all_gather", 2**20, "shard") == pytest.approx(expected)
+
+
+def test_a_core_that_computes_also_starts_and_moves():
+    on_cpu = CostModel(
+        card=round_card(device_type="cpu", comm_compute_seconds_per_byte=1e-12), groups=GROUPS
+    )
+    expected = on_cpu.card.collective_start_seconds + 2**20 * 1e-12
+    assert on_cpu.core_seconds("all_gather", 2**20, "shard") == pytest.approx(expected)
+    assert on_cpu.core_seconds("all_gather", 2**20, "one") == 0.0
+    on_gpu = CostModel(card=replace(on_cpu.card, device_type="cuda"), groups=GROUPS)
+    assert on_gpu.core_seconds("all_gather", 2**20, "shard") == 0.0
 
 
 def test_compute_is_that_of_the_card():

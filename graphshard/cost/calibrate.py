@@ -167,14 +167,16 @@ def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report
         report(f"{op}: " + ", ".join(f"{size} bytes {s * 1e6:.0f} us" for size, s in times.items()))
     gathers = [(row.num_bytes, row.seconds) for row in rows if row.op == "all_gather"]
     (less, soon), (more, late) = gathers[-2:]
-    start, core_seconds = _host_costs(_whole(sizes.collective_bytes[-1]), device, sizes.num_samples)
+    usual = max(len(sizes.collective_bytes) - 2, 1)  # the largest is larger than buckets are
+    small, large = _whole(sizes.collective_bytes[0]), _whole(sizes.collective_bytes[usual])
+    start, core_seconds = _host_costs(small, large, device, sizes.num_samples)
     moved = (num_ranks - 1) / num_ranks
     bandwidth = moved * (more - less) / (late - soon) if late > soon else moved * more / late
     latency = max(gathers[0][1] - start, 1e-7) / (num_ranks - 1)
     return CommProbe(
         link=LinkClass(latency_seconds=latency, bandwidth=bandwidth, efficiency=1.0, measured=tuple(rows)),
         collective_start_seconds=start,
-        comm_compute_seconds_per_byte=core_seconds if device.type == "cpu" else 0.0,
+        comm_compute_seconds_per_byte=core_seconds,
     )
 
 
@@ -216,20 +218,29 @@ def _collective_seconds(op: str, num_bytes: int, device: torch.device, num_sampl
     return typical(slowest.tolist())
 
 
-def _host_costs(num_bytes: int, device: torch.device, num_samples: int) -> tuple[float, float]:
-    """Seconds until a gather's start returns, and core seconds per byte that a large one takes."""
+def _host_costs(small: int, large: int, device: torch.device, num_samples: int) -> tuple[float, float]:
+    """What a gather costs the host before its bytes move, and per byte.
+
+    On the CPU that is time of the core that computes, gloo's threads included: all of a gather of ``small`` bytes, and
+    per byte what one of ``large`` bytes takes more. Elsewhere it is the time until the start returns, and nothing.
+    """
     starts, spent = [], []
-    call = _call("all_gather", num_bytes, device)
-    for _ in range(num_samples):
-        dist.barrier()
-        core_before, before = time.process_time(), time.perf_counter()
-        started = call()
-        starts.append(time.perf_counter() - before)
-        WAIT(started)
-        spent.append((time.process_time() - core_before) / num_bytes)
-    own = torch.tensor([typical(starts), typical(spent)], device=device, dtype=torch.float64)
-    dist.all_reduce(own, dist.ReduceOp.MAX)
-    return float(own[0]), float(own[1])
+    for num_bytes in (small, large):
+        call = _call("all_gather", num_bytes, device)
+        for _ in range(num_samples):
+            dist.barrier()
+            core_before, before = time.process_time(), time.perf_counter()
+            started = call()
+            starts.append(time.perf_counter() - before)
+            WAIT(started)
+            spent.append(time.process_time() - core_before)
+    of_small, of_large = typical(spent[:num_samples]), typical(spent[num_samples:])
+    own = (of_small, max(of_large - of_small, 0.0) / (large - small))
+    if device.type != "cpu":
+        own = (typical(starts[num_samples:]), 0.0)
+    slowest = torch.tensor(own, device=device, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest[0]), float(slowest[1])
 
 
 def _card(job: CalibrationJob, compute: ComputeProbe, comm: CommProbe, local_ranks: int) -> HardwareCard:

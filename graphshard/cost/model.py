@@ -122,6 +122,15 @@ class CostModel:
         share = self.card.comm_compute_share * seconds
         return min(seconds, share + self.card.comm_compute_seconds_per_byte * num_bytes)
 
+    def core_seconds(self, kind: str, num_bytes: int, group: str) -> float:
+        """Seconds of the core that computes which one collective takes: gloo starts, copies and adds on it.
+
+        Args and errors are those of :meth:`collective_seconds`. 0.0 on accelerators, whose host does this.
+        """
+        if self.topology(group).num_ranks == 1 or self.card.device_type != "cpu":
+            return 0.0
+        return self.card.collective_start_seconds + self.card.comm_compute_seconds_per_byte * num_bytes
+
     def copy_seconds(self, num_bytes: int) -> float:
         """Seconds of a copy that reads and writes ``num_bytes``."""
         return copy_seconds(num_bytes, self.card)

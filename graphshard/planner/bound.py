@@ -1,6 +1,7 @@
 """What no schedule can beat: lower bounds on the time of a problem.
 
-- *compute*: all tasks, and the casts and layouts around collectives, on one stream.
+- *compute*: all tasks, the casts and layouts around collectives, and what these take of the core at least, on one
+  stream.
 - *queue*: take the collectives of one process group (or shared link) whose input exists at time ``a`` at the earliest
   and after which at least ``b`` is left to do. They run one after the other, so all is over no sooner
   than ``a`` + their work + ``b``. The best of many such sets is taken (the bound of one machine with
@@ -12,7 +13,7 @@
 
 The work of a set is the least that any merging of it costs. If prices are concave in bytes (latency +
 bytes / bandwidth is), that is one bucket for each merge key. Otherwise the best price per byte counts.
-Prices must not fall when bytes grow.
+Prices must not fall when bytes grow, and a merged collective must not take more of the core than its parts.
 
 With a budget, a collective that would not fit beside a task is not yet started before it, and one
 whose input would not fit is done before it: heads and tails grow, and the bound is *memory-aware*.
@@ -39,7 +40,7 @@ class Bounds:
     """Seconds that no schedule can beat, with and without looking at the budget.
 
     Attributes:
-        compute: tasks, casts and layouts.
+        compute: tasks, casts, layouts and the core's part of collectives.
         queue: the best bound of any process group, memory aside.
         windows: tasks and the delays that add up, memory aside.
         memory: the best of ``queue`` and ``windows`` with the budget; no better where it does not bind.
@@ -59,7 +60,7 @@ class Bounds:
 def lower_bounds(problem: Problem) -> Bounds:
     """Bounds on the time of any schedule that keeps the problem's budget."""
     surely = sum(one.before_seconds + one.after_seconds for one in problem.collectives)
-    compute = sum(task.seconds for task in problem.tasks) + surely
+    compute = sum(task.seconds for task in problem.tasks) + surely + _least_core_seconds(problem)
     windows = [(one.earliest, one.deadline) for one in problem.collectives]
     queue = _queue_bound(problem, windows)
     delays = _window_bound(problem, windows)
@@ -69,6 +70,18 @@ def lower_bounds(problem: Problem) -> Bounds:
         if narrowed != windows:
             memory = max(memory, _queue_bound(problem, narrowed), _window_bound(problem, narrowed))
     return Bounds(compute=compute, queue=queue, windows=delays, memory=memory)
+
+
+def _least_core_seconds(problem: Problem) -> float:
+    """With one bucket for each merge key: merging never takes more of the core."""
+    num_bytes: dict[tuple, int] = {}
+    first: dict[tuple, Collective] = {}
+    for index, one in enumerate(problem.collectives):
+        key = one.merge_key or (index,)
+        num_bytes[key] = num_bytes.get(key, 0) + one.num_bytes
+        first.setdefault(key, one)
+    prices = problem.prices
+    return sum(prices.core_seconds(one.kind, num_bytes[key], one.queue) for key, one in first.items())
 
 
 def gap(seconds: float, bounds: Bounds) -> float:

@@ -193,7 +193,7 @@ class _Exploration:
         due = machine.must_wait(state)
         for bucket in possible_buckets(machine, state):
             if machine.budget_bytes is None and onward is not None and not machine.prefetched:
-                costs = bucket.start_seconds + bucket.copy_in_seconds
+                costs = bucket.start_seconds + bucket.copy_in_seconds + bucket.core_seconds
                 if state.free[bucket.queue] >= onward.seconds + costs:
                     continue
             if (following := machine.start(state, bucket)) is not None:

@@ -97,9 +97,12 @@ class _Lane:
         #: How long before they are missed gathers from each place on may start.
         self.margin = [2 * max(seconds[place : place + _NEAR]) for place in range(len(ones))]
         total = sum(one.in_bytes for one in ones)
+        prices, first = machine.problem.prices, ones[0]
         self.most_costs = sum(one.before_seconds for one in ones) + (
-            machine.problem.prices.copy_seconds(total) if self.is_merged else 0.0
+            prices.copy_seconds(total) if self.is_merged else 0.0
         )
+        moved = sum(one.num_bytes for one in ones)
+        self.most_costs += prices.core_seconds(first.kind, moved, first.queue)
         self.work = [0.0, *itertools.accumulate(shares)]
         #: The largest delay that lane members from each on cause, less what the clocks say.
         self.lag = [float("-inf")] * (len(ones) + 1)
@@ -114,7 +117,8 @@ class _Lane:
 def _share(machine: Machine, one: Collective, shared_by: int) -> float:
     """The seconds of a collective in a bucket of ``shared_by`` like it."""
     count = shared_by if one.merge_key is not None else 1
-    return machine.problem.prices.collective_seconds(one.kind, count * one.num_bytes, one.queue) / count
+    prices, num_bytes = machine.problem.prices, count * one.num_bytes
+    return prices.collective_seconds(one.kind, num_bytes, one.queue) / count
 
 
 class _Search:
@@ -223,7 +227,7 @@ class _Search:
             if not (urgent or is_stuck) and self._can_be_later(lane, state, horizon):
                 continue
             for bucket in self._next_buckets(lane, state, urgent):
-                costs = bucket.start_seconds + bucket.copy_in_seconds
+                costs = bucket.start_seconds + bucket.copy_in_seconds + bucket.core_seconds
                 is_now = urgent or is_stuck or state.free[bucket.queue] < horizon + costs
                 following = machine.start(state, bucket) if is_now else None
                 if following is not None:

@@ -25,6 +25,7 @@ class RememberedPrices:
     def __init__(self, prices: Prices) -> None:
         self._prices = prices
         self._collectives: dict[tuple[str, int, str], float] = {}
+        self._cores: dict[tuple[str, int, str], float] = {}
         self._copies: dict[int, float] = {}
 
     def collective_seconds(self, kind: str, num_bytes: int, group: str) -> float:
@@ -33,6 +34,14 @@ class RememberedPrices:
         found = self._collectives.get(key)
         if found is None:
             found = self._collectives[key] = self._prices.collective_seconds(kind, num_bytes, group)
+        return found
+
+    def core_seconds(self, kind: str, num_bytes: int, group: str) -> float:
+        """As in :class:`Prices`."""
+        key = (kind, num_bytes, group)
+        found = self._cores.get(key)
+        if found is None:
+            found = self._cores[key] = self._prices.core_seconds(kind, num_bytes, group)
         return found
 
     def copy_seconds(self, num_bytes: int) -> float:

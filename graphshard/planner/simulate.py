@@ -1,10 +1,10 @@
 """What a schedule costs: the one definition of time and memory that everything else uses.
 
 One compute stream runs tasks in their order and, between them, *steps*: starts and waits of buckets.
-A start costs the stream the bucket's casts and its copy in (none for a bucket of one, and none where
-the members are what one reduced bucket gave); the collective then queues in its process group, or on the link that this
-group shares with others. A wait
-blocks the stream until the collective has ended, then costs its copy out (gathers) and what is
+A start costs the stream the bucket's casts, its copy in (none for a bucket of one, and none where
+the members are what one reduced bucket gave) and what the collective takes of the core that computes;
+the collective then queues in its process group, or on the link that this group shares with others. A
+wait blocks the stream until the collective has ended, then costs its copy out (gathers) and what is
 computed from it at once.
 """
 
@@ -40,6 +40,7 @@ class Bucket(NamedTuple):
     num_bytes: int
     seconds: float
     copy_in_seconds: float
+    core_seconds: float
     start_seconds: float
     wait_seconds: float
     copy_out_seconds: float
@@ -179,6 +180,7 @@ class Machine:
             num_bytes=num_bytes,
             seconds=prices.collective_seconds(first.kind, num_bytes, first.queue),
             copy_in_seconds=prices.copy_seconds(in_bytes) if is_merged else 0.0,
+            core_seconds=prices.core_seconds(first.kind, num_bytes, first.queue),
             start_seconds=sum(one.before_seconds for one in ones),
             wait_seconds=sum(one.after_seconds for one in ones) + copy_out,
             copy_out_seconds=copy_out,
@@ -221,6 +223,7 @@ class Machine:
         is_linked = len(bucket.members) > 1 and bucket.mask in state.linked
         packs = len(bucket.members) > 1 and not is_linked
         seconds = state.seconds + bucket.start_seconds + (bucket.copy_in_seconds if packs else 0.0)
+        seconds += bucket.core_seconds
         running = bucket.running_bytes - (bucket.in_bytes if is_linked else 0)
         owned = 0 if packs else bucket.ready_bytes
         held = state.held_bytes + running - (bucket.ready_bytes if packs else 0)

@@ -40,6 +40,9 @@ class Prices:
     def collective_seconds(self, kind, num_bytes, group):
         return self.latency + num_bytes / self.bandwidth
 
+    def core_seconds(self, kind, num_bytes, group):
+        return 0.0
+
     def copy_seconds(self, num_bytes):
         return num_bytes / 1e6
 

@@ -111,6 +111,7 @@ def all_schedules(problem, *, prunes: bool = False) -> Best:
             staging = sum(ones[m].staged_bytes + ones[m].in_bytes for m in members)
             peak = max(peak, now + staging)
         num_bytes = sum(max(ones[m].in_bytes, ones[m].out_bytes) for m in members)
+        clock += problem.prices.core_seconds(first.kind, num_bytes, first.queue)
         seconds = problem.prices.collective_seconds(first.kind, num_bytes, first.queue)
         finish = max(clock, free.get(links[first.queue], 0.0)) + seconds
         free = {**free, links[first.queue]: finish}

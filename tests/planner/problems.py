@@ -15,9 +15,13 @@ class LinePrices:
     latency: float = 2.0
     bandwidth: float = 4.0
     copies: float = 64.0
+    core: float = 0.0
 
     def collective_seconds(self, kind: str, num_bytes: int, group: str) -> float:
         return self.latency + num_bytes / self.bandwidth
+
+    def core_seconds(self, kind: str, num_bytes: int, group: str) -> float:
+        return self.core * (1.0 + num_bytes / 16)
 
     def copy_seconds(self, num_bytes: int) -> float:
         return num_bytes / self.copies

@@ -12,6 +12,7 @@ from graphshard.planner.condense import condense
 from graphshard.planner.exact import TooLargeError, best_schedule, least_peak
 from graphshard.planner.from_graph import problem_of_graph
 from graphshard.planner.plan import InfeasibleBudgetError
+from graphshard.planner.problem import Collective, Problem, Task
 from graphshard.planner.simulate import simulate
 from graphshard.planner.solve import plan
 
@@ -36,7 +37,14 @@ def _check(problem):
     return best
 
 
-@pytest.mark.parametrize("problem", [*FREE, *LIMITED, *DEAR_COPIES])
+BUSY_CORE = [
+    random_problem(seed, most=3, num_tasks=3, prices=LinePrices(latency=1.0, core=core))
+    for core, seeds in ((0.25, range(500, 530)), (2.0, range(530, 560)))
+    for seed in seeds
+]
+
+
+@pytest.mark.parametrize("problem", [*FREE, *LIMITED, *DEAR_COPIES, *BUSY_CORE])
 def test_nothing_is_faster(problem):
     _check(problem)
 
@@ -152,6 +160,24 @@ def test_a_shared_link_is_never_faster(problem):
 def test_a_shared_link_makes_collectives_wait_for_each_other():
     seconds = [(plan(p).seconds, plan(replace(p, shared_links=())).seconds) for p in SHARED_LONG]
     assert any(shared > alone for shared, alone in seconds)
+
+
+def test_a_busy_core_is_a_reason_to_merge():
+    """Twelve small gathers that compute hides altogether: free on a link of their own, not on a core."""
+    ones = [
+        Collective(
+            name=f"c{i}", kind="all_gather", queue="shard", in_bytes=4, out_bytes=8, earliest=0, deadline=9,
+            merge_key=("gather",),
+        )
+        for i in range(12)
+    ]  # fmt: skip
+    for core, most in ((0.0, 12), (1.0, 1)):
+        prices = LinePrices(latency=0.1, bandwidth=1e3, copies=1e2, core=core)
+        problem = Problem(tasks=[Task(seconds=5.0)] * 10, collectives=ones, prices=prices)
+        found = plan(problem)
+        assert len(found.buckets) <= most
+        core_seconds = sum(prices.core_seconds("all_gather", each.num_bytes, "shard") for each in found.buckets)
+        assert found.seconds >= 50.0 + core_seconds
 
 
 def test_only_what_is_faster_is_wanted():
