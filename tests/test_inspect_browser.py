@@ -70,7 +70,7 @@ def _num_colours(browser, canvas):
     }})()""")
 
 
-@pytest.mark.parametrize("plan", ["unit", "auto"])
+@pytest.mark.parametrize("plan", ["unit", pytest.param("auto", marks=pytest.mark.slow)])
 def test_neutral_sliders_give_the_reports_time(browser, tmp_path, plan):
     report = _llama(plan=plan, micro_batches=3)
     write_html(report, tmp_path / "page.html")

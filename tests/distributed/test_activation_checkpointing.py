@@ -242,7 +242,13 @@ def test_trains_like_unsharded(run_on_gloo_ranks, implementation, form, reshard_
 
 @pytest.mark.parametrize(
     ("form", "reshard_after_forward"),
-    [("function", False), ("method", True), ("submodule", None), ("selective", True), ("wrapper", True)],
+    [
+        pytest.param("function", False, marks=pytest.mark.slow),
+        ("method", True),
+        ("submodule", None),
+        ("selective", True),
+        pytest.param("wrapper", True, marks=pytest.mark.slow),
+    ],
 )
 def test_compiled_trains_like_unsharded(run_on_gloo_ranks, form, reshard_after_forward):
     run_on_gloo_ranks(2, train_checkpointed, form, "compiled", reshard_after_forward)

@@ -147,9 +147,8 @@ def test_training_on_named_axes(run_on_gloo_ranks, name):
 @pytest.mark.parametrize(
     "name",
     [
-        "shard",
         "copies_only",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in MESHES if each not in ("shard", "copies_only")),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in MESHES if each != "copies_only"),
     ],
 )
 def test_compiled_training_on_named_axes(run_on_gloo_ranks, name):

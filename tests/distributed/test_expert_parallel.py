@@ -165,7 +165,13 @@ def train_mixture(implementation: str, arrangement: str) -> None:
             )
 
 
-@pytest.mark.parametrize("implementation", ["fsdp2", "sharded", "compiled"])
-@pytest.mark.parametrize("arrangement", ARRANGEMENTS)
+@pytest.mark.parametrize(
+    ("implementation", "arrangement"),
+    [
+        *((each, arrangement) for each in ("fsdp2", "sharded") for arrangement in ARRANGEMENTS),
+        ("compiled", "parameters"),
+        pytest.param("compiled", "modules", marks=pytest.mark.slow),
+    ],
+)
 def test_mixture_of_experts(run_on_gloo_ranks, implementation, arrangement):
     run_on_gloo_ranks(4, train_mixture, implementation, arrangement)

@@ -102,7 +102,9 @@ def test_placed_by_cost_within_a_budget(run_on_gloo_ranks, bucket):
     run_on_gloo_ranks(2, train_planned, "mlp_7_15_3", 2, options)
 
 
-@pytest.mark.parametrize(("budget", "kept"), [("1GB", {"2", "root"}), ("95kB", {"root"})])
+@pytest.mark.parametrize(
+    ("budget", "kept"), [pytest.param("1GB", {"2", "root"}, marks=pytest.mark.slow), ("95kB", {"root"})]
+)
 def test_with_a_budget_units_keep_what_fits(run_on_gloo_ranks, tmp_path: Path, budget, kept):
     """Unit 0 is read by nothing in the backward; the others keep their parameters where there is room."""
     run_on_gloo_ranks(2, train_within, str(tmp_path), budget)

@@ -367,7 +367,9 @@ def test_two_dim_training(run_on_gloo_ranks, plan, sizes, reshard_after_forward)
     run_on_gloo_ranks(4, train_two_dim, "sharded", plan, sizes, reshard_after_forward)
 
 
-@pytest.mark.parametrize(("plan", "sizes"), [("layers", UNEVEN), ("sequence", EVEN)])
+@pytest.mark.parametrize(
+    ("plan", "sizes"), [pytest.param("layers", UNEVEN, marks=pytest.mark.slow), ("sequence", EVEN)]
+)
 def test_compiled_two_dim_training(run_on_gloo_ranks, plan, sizes):
     run_on_gloo_ranks(4, train_two_dim, "compiled", plan, sizes)
 
@@ -384,7 +386,7 @@ def test_clipping_with_tensor_parallelism(run_on_gloo_ranks, implementation):
         ("sharded", (2, 2, 1), "layers"),
         ("sharded", (1, 2, 2), "layers"),
         pytest.param("compiled", (2, 1, 2), "sequence", marks=pytest.mark.slow),
-        ("compiled", (2, 2, 1), "layers"),
+        pytest.param("compiled", (2, 2, 1), "layers", marks=pytest.mark.slow),
     ],
 )
 def test_three_dim_training(run_on_gloo_ranks, implementation, shape, plan):
@@ -402,7 +404,9 @@ def test_checkpointing_with_tensor_parallelism(run_on_gloo_ranks, implementation
     run_on_gloo_ranks(4, train_checkpointed, implementation)
 
 
-@pytest.mark.parametrize("implementation", ["fsdp2", *GRAPHSHARD])
+@pytest.mark.parametrize(
+    "implementation", ["fsdp2", "sharded", pytest.param("compiled", marks=pytest.mark.slow)]
+)
 def test_accumulation_with_tensor_parallelism(run_on_gloo_ranks, implementation):
     run_on_gloo_ranks(4, accumulate, implementation)
 

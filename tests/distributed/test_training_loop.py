@@ -252,8 +252,13 @@ def test_smaller_batch_on_one_rank_only(run_on_gloo_ranks, implementation):
     run_on_gloo_ranks(2, train_with_batch_sizes, implementation, [[8, 8, 8, 8], [8, 8, 5, 8]])
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize("implementation", EVERY)
+@pytest.mark.parametrize(
+    ("implementation", "reshard_after_forward"),
+    [
+        *((each, kept) for each in EVERY for kept in (True, False) if (each, kept) != ("compiled", True)),
+        pytest.param("compiled", True, marks=pytest.mark.slow),
+    ],
+)
 def test_graph_break_inside_a_unit(run_on_gloo_ranks, implementation, reshard_after_forward):
     num_graphs = run_on_gloo_ranks(2, train_with_graph_breaks, implementation, reshard_after_forward)
     if implementation == "compiled":
