@@ -138,9 +138,7 @@ def _build_fsdp2_prefetch(source: ModuleType, model: nn.Module, site: Site) -> T
     return trainer
 
 
-def _build_graphshard(
-    source: ModuleType, model: nn.Module, site: Site, **options: Any
-) -> Trainer:
+def _build_graphshard(source: ModuleType, model: nn.Module, site: Site, **options: Any) -> Trainer:
     for block in model.blocks:
         graphshard.fully_shard(block, mesh=site.mesh)
     graphshard.fully_shard(model, mesh=site.mesh)

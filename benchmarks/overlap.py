@@ -6,7 +6,7 @@
 For each model (layers x width) and link, two ranks take turns at training with each contender (step_time.py). A
 hardware card is measured on that link first; the planned contender plans with it, and `graphshard.inspect` predicts
 both schedules from it. "best" is the longer of computing (the unsharded step and the core's own share of
-communication) and moving the bytes over the link: no schedule of this graph is faster.
+communication) and moving the bytes over the link: what a schedule that hides everything would come near to.
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ PROBE_BYTES = 4 * 2**20
 class StepJob:
     """What both ranks are told to do.
 
-    `cores[rank]` is the core a rank is pinned to, `store_host` is rank 0's address, `is_shaped` says
-    that each rank is on a node of its own. `cache_folder` keeps
-    compiled kernels: when it starts empty the first calls are compilations from nothing.
+    `cores[rank]` is the core a rank is pinned to, `store_host` is rank 0's address, `is_shaped` says that each
+    rank is on a node of its own. `cache_folder` keeps compiled kernels: when it starts empty the first calls
+    are compilations from nothing.
     """
 
     model: GptConfig

@@ -117,8 +117,7 @@ class _Lane:
 def _share(machine: Machine, one: Collective, shared_by: int) -> float:
     """The seconds of a collective in a bucket of ``shared_by`` like it."""
     count = shared_by if one.merge_key is not None else 1
-    prices, num_bytes = machine.problem.prices, count * one.num_bytes
-    return prices.collective_seconds(one.kind, num_bytes, one.queue) / count
+    return machine.problem.prices.collective_seconds(one.kind, count * one.num_bytes, one.queue) / count
 
 
 class _Search:

@@ -20,12 +20,11 @@ from ..prices import Prices
 
 
 class RememberedPrices:
-    """Prices that are asked for once."""
+    """Prices of collectives and copies are asked for once."""
 
     def __init__(self, prices: Prices) -> None:
         self._prices = prices
         self._collectives: dict[tuple[str, int, str], float] = {}
-        self._cores: dict[tuple[str, int, str], float] = {}
         self._copies: dict[int, float] = {}
 
     def collective_seconds(self, kind: str, num_bytes: int, group: str) -> float:
@@ -38,11 +37,7 @@ class RememberedPrices:
 
     def core_seconds(self, kind: str, num_bytes: int, group: str) -> float:
         """As in :class:`Prices`."""
-        key = (kind, num_bytes, group)
-        found = self._cores.get(key)
-        if found is None:
-            found = self._cores[key] = self._prices.core_seconds(kind, num_bytes, group)
-        return found
+        return self._prices.core_seconds(kind, num_bytes, group)
 
     def copy_seconds(self, num_bytes: int) -> float:
         """As in :class:`Prices`."""

@@ -222,8 +222,8 @@ class Machine:
             return None
         is_linked = len(bucket.members) > 1 and bucket.mask in state.linked
         packs = len(bucket.members) > 1 and not is_linked
-        seconds = state.seconds + bucket.start_seconds + (bucket.copy_in_seconds if packs else 0.0)
-        seconds += bucket.core_seconds
+        copy_in = bucket.copy_in_seconds if packs else 0.0
+        seconds = state.seconds + bucket.start_seconds + copy_in + bucket.core_seconds
         running = bucket.running_bytes - (bucket.in_bytes if is_linked else 0)
         owned = 0 if packs else bucket.ready_bytes
         held = state.held_bytes + running - (bucket.ready_bytes if packs else 0)

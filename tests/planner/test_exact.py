@@ -171,13 +171,17 @@ def test_a_busy_core_is_a_reason_to_merge():
         )
         for i in range(12)
     ]  # fmt: skip
-    for core, most in ((0.0, 12), (1.0, 1)):
+
+    def planned(core):
         prices = LinePrices(latency=0.1, bandwidth=1e3, copies=1e2, core=core)
-        problem = Problem(tasks=[Task(seconds=5.0)] * 10, collectives=ones, prices=prices)
-        found = plan(problem)
-        assert len(found.buckets) <= most
-        core_seconds = sum(prices.core_seconds("all_gather", each.num_bytes, "shard") for each in found.buckets)
-        assert found.seconds >= 50.0 + core_seconds
+        return plan(Problem(tasks=[Task(seconds=5.0)] * 10, collectives=ones, prices=prices))
+
+    free, busy = planned(0.0), planned(1.0)
+    assert (len(free.buckets), free.seconds) == (12, 50.0)
+    (bucket,) = busy.buckets
+    core_seconds = 1.0 + bucket.num_bytes / 16
+    assert busy.bounds.compute == pytest.approx(50.0 + core_seconds)
+    assert busy.seconds == pytest.approx(50.0 + core_seconds + (12 * 4 + 12 * 8) / 1e2)
 
 
 def test_only_what_is_faster_is_wanted():
