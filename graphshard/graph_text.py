@@ -8,6 +8,7 @@ non-contiguous strides, recompute tags, every argument.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections import Counter
@@ -77,7 +78,7 @@ def text_fingerprint(text: str) -> str:
 def value_text(value: Any) -> str:
     """``f32[4, 8]`` for a tensor (with strides when not contiguous); tuples recursively."""
     if isinstance(value, torch.Tensor):
-        text = f"{dtype_text(value.dtype)}[{', '.join(map(str, value.shape))}]"
+        text = f"{dtype_text(value.dtype)}{list(value.shape)}"
         if value.layout is torch.strided and not _is_contiguous(value):
             text += f"@{tuple(value.stride())}".replace(" ", "")
         return text
@@ -86,6 +87,7 @@ def value_text(value: Any) -> str:
     return "none" if value is None else type(value).__name__
 
 
+@functools.cache
 def dtype_text(dtype: torch.dtype) -> str:
     """``f32`` for ``torch.float32``, ``bf16``, ``i64``, ``bool``, ..."""
     name = str(dtype).removeprefix("torch.")
@@ -159,7 +161,7 @@ class _GraphPrinter:
     def _name(self, node: fx.Node) -> str:
         if node.op == "placeholder":  # a saved value keeps the name of its op: keep it apart
             return f"%{node.name}" if _INPUT_NAME.fullmatch(node.name) else f"%saved.{node.name}"
-        stem = _op_name(node)
+        stem = _op_name(node.target)
         self._counts[stem] += 1
         return f"%{stem}_{self._counts[stem] - 1}"
 
@@ -187,7 +189,7 @@ class _GraphPrinter:
         if node.target in _CALLS:
             parts = self._shard_op_arguments(_CALLS[node.target](*args))
         parts += [f"{key}={self._value(value)}" for key, value in node.kwargs.items()]
-        return f"{_op_name(node)}({', '.join(parts)}{suffix})"
+        return f"{_op_name(node.target)}({', '.join(parts)}{suffix})"
 
     def _axis_label(self, group: str) -> str:
         axis = self._mesh.find(group)
@@ -217,9 +219,10 @@ class _GraphPrinter:
         return repr(value) if isinstance(value, str) else str(value)
 
 
-def _op_name(node: fx.Node) -> str:
+@functools.lru_cache(maxsize=4096)
+def _op_name(target: Any) -> str:
     """``mm`` for ``aten.mm.default``; the overload is kept when it is not ``default`` or ``Tensor``."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        _, name, overload = str(node.target).split(".")
+    if isinstance(target, torch._ops.OpOverload):
+        _, name, overload = str(target).split(".")
         return name if overload in ("default", "Tensor") else f"{name}.{overload}"
-    return str(getattr(node.target, "__name__", node.target))
+    return str(getattr(target, "__name__", target))

@@ -51,7 +51,7 @@ from .report.step import (
     with_accumulation,
 )
 from .report.worlds import worlds_of
-from .rewrite import apply_order, output_values
+from .rewrite import apply_order, no_garbage_collection, output_values, remembered_results
 from .stages import Stages
 
 #: Said in every report: what the numbers leave out.
@@ -137,12 +137,13 @@ def inspect(
     )
     stages = Stages(progress)
     stages.begin("capture")
-    captured = capture_step(
-        module, args, kwargs, rules=settings.rules, loss=loss, checkpoint=settings.checkpoint,
-        needs_loss=True, device_type=settings.card.device_type,
-    )  # fmt: skip
-    inspection = Inspection(settings=settings, captured=captured, stages=stages)
-    return inspection.report(name, module, count_tokens(args, kwargs))
+    with no_garbage_collection(), remembered_results():
+        captured = capture_step(
+            module, args, kwargs, rules=settings.rules, loss=loss, checkpoint=settings.checkpoint,
+            needs_loss=True, device_type=settings.card.device_type,
+        )  # fmt: skip
+        inspection = Inspection(settings=settings, captured=captured, stages=stages)
+        return inspection.report(name, module, count_tokens(args, kwargs))
 
 
 def _name(value: Any) -> str:

@@ -14,6 +14,7 @@ fusible nodes allocates its results together. Scratch space inside other kernels
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -309,23 +310,49 @@ class MemoryModel:
 
 def is_fusible(node: fx.Node) -> bool:
     """True for a node that Inductor generates code for, and may fuse with its neighbours."""
-    tags = getattr(node.target, "tags", ())
-    return node.target in _GENERATED or torch.Tag.pointwise in tags or torch.Tag.reduction in tags
+    return _is_generated(node.target)
 
 
 def is_view(node: fx.Node) -> bool:
     """True for a node that runs no kernel: a view, or an item of a tuple."""
-    if node.target is operator.getitem or node.target in _UNMARKED_VIEWS:
-        return True
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+    return _is_view(node.target)
 
 
 def is_alias(node: fx.Node) -> bool:
     """True for a node whose result shares the memory of an input: a view, a wait, an in-place op."""
-    if is_view(node) or is_wait(node):
+    return _is_view(node.target) or is_wait(node) or _is_in_place(node.target)
+
+
+# Asked of every node again and again, and the same for each node of an op.
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_generated(target: Any) -> bool:
+    return (
+        target in _GENERATED or torch.Tag.pointwise in _tags(target) or torch.Tag.reduction in _tags(target)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_view(target: Any) -> bool:
+    if target is operator.getitem or target in _UNMARKED_VIEWS:
         return True
-    is_op = isinstance(node.target, torch._ops.OpOverload)
-    return is_op and bool(node.target._schema.returns) and node.target._schema.is_mutable
+    return isinstance(target, torch._ops.OpOverload) and target.is_view
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_in_place(target: Any) -> bool:
+    is_op = isinstance(target, torch._ops.OpOverload)
+    return is_op and bool(target._schema.returns) and target._schema.is_mutable
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_pointwise_op(target: Any) -> bool:
+    return _is_generated(target) and torch.Tag.reduction not in _tags(target)
+
+
+def _tags(target: Any) -> Any:
+    return getattr(target, "tags", ())
 
 
 def fusion_runs(order: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
@@ -352,7 +379,7 @@ def fusion_runs(order: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    return is_fusible(node) and torch.Tag.reduction not in getattr(node.target, "tags", ())
+    return _is_pointwise_op(node.target)
 
 
 def _readers_through_aliases(node: fx.Node, *, through_waits: bool = True) -> Iterator[fx.Node]:

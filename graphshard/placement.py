@@ -108,6 +108,8 @@ class Placement:
         self._movable = movable
         self._decisions = decisions
         self._rank = {node: index for index, node in enumerate(movable.gathers)}
+        self._reductions = frozenset(movable.reductions)
+        self._all_reduces = frozenset(movable.all_reduces)
         self._sequence_rank = {node: index for index, node in enumerate(decisions.sequence)}
         self._next_in_sequence = 0
         self._placed: dict[fx.Node, None] = {}
@@ -144,11 +146,11 @@ class Placement:
             return
         for source in node.all_input_nodes:
             self._place(source)
-        if node in self._movable.reductions:
+        if node in self._reductions:
             self._make_room(node)
         if node in self._sequence_rank:
             self._start_what_precedes(node)
-        if node in self._movable.all_reduces:
+        if node in self._all_reduces:
             self._close_all_reduce_before(node)
         self._placed[node] = None
         if is_wait(node) and node.args[0] in self._rank:
@@ -167,7 +169,7 @@ class Placement:
         while self._next_in_sequence < self._sequence_rank[collective]:
             earlier = self._decisions.sequence[self._next_in_sequence]
             self._next_in_sequence += 1
-            if earlier in self._rank or earlier in self._movable.all_reduces:
+            if earlier in self._rank or earlier in self._all_reduces:
                 self._place(earlier)
 
     def _unpack(self, wait: fx.Node) -> None:
@@ -200,7 +202,7 @@ class Placement:
         for user in node.users:
             if user not in self._movable.lazy or user in self._placed or not self._is_ready(user):
                 continue
-            if user not in self._movable.all_reduces:
+            if user not in self._all_reduces:
                 self._place_with_unpacking(user)
             elif not self._decisions.sequence:
                 self._place(user)

@@ -235,10 +235,11 @@ def _work(job: _Job, tell: Callable[[str, bool], None]) -> _Result:
         first = next(iter(left.values()))
         tell(f"capture batch {job.batch}", False)
         began = time.perf_counter()
-        captured = capture_step(
-            module, args, kwargs, rules=first.rules, loss=loss, checkpoint=first.checkpoint,
-            needs_loss=True, device_type=first.card.device_type,
-        )  # fmt: skip
+        with remembered_results():
+            captured = capture_step(
+                module, args, kwargs, rules=first.rules, loss=loss, checkpoint=first.checkpoint,
+                needs_loss=True, device_type=first.card.device_type,
+            )  # fmt: skip
         result.num_captures += 1
         result.capture_seconds += time.perf_counter() - began
         alike = {

@@ -6,8 +6,10 @@ for an op of their own is found here too. The ops it lacks are below.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,12 +68,13 @@ def model_flops(node: fx.Node) -> int:
     formula = _formula(node)
     if formula is None:
         return 0
-    _, *call = call_of(node)
-    args, kwargs = fx.node.map_aggregate(tuple(call), _as_formula_argument)
+    _, args, kwargs = call_of(node)
     result = node.meta.get("val")
     if node.target is run_and_save_rng_state:
         _, result = result
-    return int(formula(*args, **kwargs, out_val=_as_formula_argument(result)))
+    return _count(
+        formula, _shapes_of(args), tuple(kwargs), _shapes_of(tuple(kwargs.values())), _shapes_of(result)
+    )
 
 
 def executed_flops(node: fx.Node) -> float:
@@ -125,15 +128,39 @@ def _formula(node: fx.Node) -> Callable[..., Any] | None:
     return _MORE_FORMULAS.get(packet) or flop_counter.flop_registry.get(packet)
 
 
-def _as_formula_argument(value: Any) -> Any:
-    """Nodes become what they stand for, and tensors ones of hinted shapes without data."""
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Stands for a tensor."""
+
+    sizes: tuple[int, ...]
+
+
+def _shapes_of(value: Any) -> Any:
+    """Nodes become what they stand for, tensors their hinted shapes, lists tuples: hashable."""
     if isinstance(value, fx.Node):
         value = value.meta.get("val")
     if isinstance(value, torch.Tensor):
-        return torch.empty(hinted_shape(value), device="meta")
-    if isinstance(value, (tuple, list)):
-        return type(value)(_as_formula_argument(part) for part in value)
-    return value
+        return _Shape(hinted_shape(value))
+    return tuple(map(_shapes_of, value)) if isinstance(value, (tuple, list)) else value
+
+
+@functools.lru_cache(maxsize=4096)
+def _count(
+    formula: Callable[..., Any],
+    args: tuple[Any, ...],
+    names: tuple[str, ...],
+    values: tuple[Any, ...],
+    out: Any,
+) -> int:
+    """What a formula says of such arguments: the blocks of a model are alike."""
+    kwargs = dict(zip(names, map(_without_data, values), strict=True))
+    return int(formula(*map(_without_data, args), **kwargs, out_val=_without_data(out)))
+
+
+def _without_data(value: Any) -> Any:
+    if isinstance(value, _Shape):
+        return torch.empty(value.sizes, device="meta")
+    return [_without_data(part) for part in value] if isinstance(value, tuple) else value
 
 
 def _is_causal(node: fx.Node) -> bool:
