@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch._dynamo import functional_export  # checked: 2.13
 from torch._dynamo.exc import TorchDynamoException  # checked: 2.13
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export  # checked: 2.13
 from torch._functorch._aot_autograd.descriptors import ParamAOTInput  # checked: 2.13
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # checked: 2.13
 from torch._guards import detect_fake_mode  # checked: 2.13
@@ -148,17 +147,8 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 def capture_with_dynamo(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> fx.GraphModule:
-    """One graph of a forward; its parameters are the module's own (checked: 2.13).
-
-    Its shapes are numbers, so that the guards, which export builds to explain relations between
-    symbols, have nothing to say; for 32 layers they took as long as half of the tracing.
-    """
-    with patch.object(functional_export, "_suggest_or_raise_constraint_violation", _explain_nothing):
-        return functional_export._dynamo_graph_capture_for_export(module)(*args, **kwargs)
-
-
-def _explain_nothing(*_: Any) -> None:
-    pass
+    """One graph of a forward; its parameters are the module's own, tied ones under each name (checked: 2.13)."""
+    return dynamo_graph_capture_for_export(module)(*args, **kwargs)
 
 
 def export_joint(

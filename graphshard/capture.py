@@ -136,8 +136,8 @@ class CapturedStep:
         joint: forward and backward in one, after the joint passes.
         forward, backward: the halves.
         context: what passes on them know (``context.for_forward()``, ``for_backward()``).
-        text: the joint graph as it was captured, before any of them.
-        records: what each joint pass did, with the graph text after it.
+        text: the joint graph as it was captured, before any of them; "" after a brief capture.
+        records: what each joint pass did, with the graph text after it; none after a brief capture.
         num_results: how many outputs of the forward are results; the others are kept for the backward.
     """
 
@@ -160,6 +160,7 @@ def capture_step(
     checkpoint: Sequence[str] = (),
     needs_loss: bool = False,
     device_type: str | None = None,
+    is_brief: bool = False,
 ) -> CapturedStep:
     """Forward and backward of ``model`` as they would run on each rank of the mesh of ``rules``.
 
@@ -171,6 +172,7 @@ def capture_step(
         checkpoint: patterns, as in ``rules.units``, of modules whose activations are computed again.
         needs_loss: refuse a step whose result is not one scalar.
         device_type: where the step is to run; None for the device of the capture, the CPU.
+        is_brief: leave out texts, records and checks of the joint passes.
 
     Raises:
         CaptureError: the inputs do not fit; the model has a graph break, or a shape or a branch that
@@ -201,6 +203,7 @@ def capture_step(
                 "nothing is trained: what the model returns does not depend on a parameter in a way that has a gradient"
             )
         num_results = len(output_values(joint.graph)) - len(primals)
+        primals = _without_other_names(joint, primals, traced)
         if needs_loss:
             _refuse_other_results(output_values(joint.graph)[:num_results])
         plain = []
@@ -215,8 +218,12 @@ def capture_step(
         found: list[tuple[fx.GraphModule, PassContext, str, list[PassRecord]]] = []
 
         def run_joint_passes(gm: fx.GraphModule) -> None:
-            text = graph_text(gm)
-            records = PLAIN_PIPELINE.run(gm, context)
+            text, records = "", []
+            if is_brief:
+                PLAIN_PIPELINE.run_unchecked(gm, context)
+            else:
+                text = graph_text(gm)
+                records = PLAIN_PIPELINE.run(gm, context)
             known = replace(context_from_shard_ops(gm), pieces=pieces_of(gm), device_type=device_type)
             found.append((copy_graph(gm), known, text, records))
 
@@ -325,6 +332,31 @@ def _export(
     for node in joint.graph.find_nodes(op="placeholder"):
         node.meta.setdefault("val", None)  # a number among the inputs, which the graph holds as a constant
     return joint
+
+
+def _without_other_names(
+    joint: fx.GraphModule, primals: Sequence[fx.Node], traced: fx.GraphModule
+) -> list[fx.Node]:
+    """A tied parameter enters once: its other names are inputs that nothing reads, with no gradient."""
+    values = output_values(joint.graph)
+    results, gradients = values[: -len(primals)], values[-len(primals) :]
+    named: dict[int, list[fx.Node]] = {}
+    for node in primals:
+        if (param := parameter_of_input(node, traced)) is not None:
+            named.setdefault(id(param), []).append(node)
+    kept = dict(zip(primals, gradients, strict=True))
+    for nodes in named.values():
+        _, *others = sorted(nodes, key=lambda node: not node.users)
+        for node in others:
+            assert kept.pop(node) is None and not node.users, "torch reads a tied parameter by one name"
+    output = joint.graph.output_node()
+    output.args = ((*results, *kept.values()),)
+    described = output.meta["desc"]
+    of_input = zip(primals, described[len(results) :], strict=True)
+    output.meta["desc"] = [*described[: len(results)], *(one for node, one in of_input if node in kept)]
+    for node in set(primals) - set(kept):
+        joint.graph.erase_node(node)
+    return list(kept)
 
 
 def _fake_copy(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:

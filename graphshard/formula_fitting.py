@@ -16,28 +16,18 @@ from typing import Any
 
 import sympy
 import torch
-from torch import fx, nn
+from torch import nn
 
-from .capture import CapturedStep, capture_step
-from .collectives import is_collective
 from .cost import HardwareCard
-from .cost.compute import kernel_seconds, memory_seconds
-from .cost.flops import executed_flops, kernel_class
-from .cost.kernels import Kernel, kernels_of
-from .cost.links import collective_bytes, collective_kind
+from .cost.compute import kernel_seconds
+from .cost.kernels import Kernel
 from .errors import FormulaError, OptionError
-from .inspection import Inspection
-from .inspection_settings import Settings, plain_inputs, read_settings, refuse_sharded
-from .ops import REDUCE_GRAD, UNSHARD
-from .params import ReduceGradCall, UnshardCall
-from .persistent_bytes import always_bytes, persistent_bytes
-from .report.data import CATEGORIES
+from .formula_sampling import Group, Sample, Sampler, groups_of, works_of
+from .inspection_settings import plain_inputs, read_settings, refuse_sharded
+from .mesh_formulas import by_kind, largest_unit, shard_bytes, traffic_expressions
 from .report.formulas import Formulas
-from .report.link_formulas import Traffic, halves_seconds, stops_hiding
+from .report.link_formulas import halves_seconds, stops_hiding
 from .report.polynomials import Basis, expression, fit, undominated, value_at
-from .resharding import reshard_step
-from .rewrite import no_garbage_collection, remembered_results
-from .stages import Stages
 
 #: Degrees in each dim that are tried, in this order: bytes are rarely more than quadratic in a dim.
 _DEGREES = (1, 2)
@@ -103,7 +93,7 @@ def formulas(
     _, module, args, kwargs, sharded = plain_inputs(model, args, kwargs)
     refuse_sharded(sharded)
     sizes = _reference_sizes((*args, *kwargs.values()), dynamic)
-    sampler = _Sampler(
+    sampler = Sampler(
         module=module, args=args, kwargs=kwargs, dynamic=dynamic, sizes=sizes, loss=loss,
         settings=settings, progress=progress or (lambda stage: None), known={},
     )  # fmt: skip
@@ -127,173 +117,24 @@ def _reference_sizes(inputs: Sequence[Any], dynamic: Mapping[str, int]) -> dict[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sample:
-    """One capture, scheduled on one mesh.
-
-    Attributes:
-        structure: names of the nodes, in order, of both halves before any pass.
-        orders: names of the nodes of each half as its collectives were placed.
-        persistent: see :func:`graphshard.persistent_bytes.persistent_bytes`.
-        activations, gathered: bytes at the end of the forward.
-        live: bytes at each node of the forward, then of the backward, then in the optimizer's step.
-        kernels: of each half, those around its collectives apart.
-        copy_seconds: of each half, of the kernels around its collectives.
-        traffic: bytes, and number, of the collectives of one micro-batch, by half and kind.
-    """
-
-    structure: tuple[str, ...]
-    persistent: Mapping[str, int]
-    activations: int
-    gathered: int
-    live: tuple[int, ...]
-    kernels: tuple[tuple[Kernel, ...], ...]
-    copy_seconds: tuple[float, ...]
-    orders: Mapping[str, tuple[str, ...]]
-    traffic: Mapping[tuple[str, str], tuple[int, int]]
-
-    def whole_numbers(self, groups: Sequence[Sequence[_Group]]) -> list[int]:
-        """Everything that is fitted, in one order."""
-        works = [_works(kernels, of_half) for kernels, of_half in zip(self.kernels, groups, strict=True)]
-        values = [self.activations, self.persistent["inputs"], self.gathered]
-        return [*values, *(work for half in works for work in half.values()), *self.live]
-
-
-#: What bounds a kernel: "memory", or its class and dtype.
-_Group = str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sampler:
-    """Captures of one model at any sizes of its dynamic dims."""
-
-    module: nn.Module
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    dynamic: Mapping[str, int]
-    sizes: Mapping[str, int]
-    loss: Callable[[Any], torch.Tensor] | None
-    settings: Settings
-    progress: Callable[[str], None]
-    known: dict[tuple[int, ...], CapturedStep]
-
-    def captured(self, point: tuple[int, ...]) -> CapturedStep:
-        if point not in self.known:
-            sizes = dict(zip(self.dynamic, point, strict=True))
-            self.progress("capture " + ", ".join(f"{name}={size}" for name, size in sizes.items()))
-            args, kwargs = self._resized(sizes)
-            self.known[point] = capture_step(
-                self.module, args, kwargs, rules=self.settings.rules, loss=self.loss,
-                checkpoint=self.settings.checkpoint, needs_loss=True,
-                device_type=self.settings.card.device_type,
-            )  # fmt: skip
-        return self.known[point]
-
-    def sample(
-        self,
-        point: tuple[int, ...],
-        mesh: Mapping[str, int] | None = None,
-        orders: Mapping[str, Sequence[str]] | None = None,
-    ) -> _Sample:
-        """The step at a point on a mesh, default the reference's; in given orders, or as it is scheduled."""
-        mesh = mesh or self.settings.rules.mesh
-        rules = replace(self.settings.rules, mesh=mesh)
-        settings = replace(self.settings, rules=rules, budget_bytes=None)
-        step = reshard_step(self.captured(point), mesh)
-        inspection = Inspection(
-            settings=settings, captured=step, stages=Stages(None), is_brief=True, orders=orders or {}
-        )
-        captured = (self.captured(point).forward, self.captured(point).backward)
-        kernels = tuple(tuple(kernels_of(list(gm.graph.nodes))) for gm in captured)
-        with no_garbage_collection(), remembered_results():
-            persistent = persistent_bytes(self.module, step, settings.optimizer)
-            halves = inspection.scheduled_halves(always_bytes(persistent, settings.micro_batches))
-        live = [sum(row) + sum(outside) for _, memory, outside in halves for row in memory.live]
-        in_optimizer = sum(persistent[name] for name in ("parameters", "optimizer", "gradients", "inputs"))
-        at_end = dict(zip(CATEGORIES, halves[0][1].live[-1], strict=True))
-        return _Sample(
-            structure=tuple(node.name for gm in captured for node in gm.graph.nodes),
-            orders={half.name: tuple(node.name for node in half.gm.graph.nodes) for half, _, _ in halves},
-            persistent=persistent,
-            activations=at_end["activations"],
-            gathered=at_end["gathered"],
-            live=(*live, in_optimizer),
-            kernels=kernels,
-            copy_seconds=tuple(
-                _seconds(kernels_of(list(half.gm.graph.nodes)), settings.card) - _seconds(own, settings.card)
-                for (half, _, _), own in zip(halves, kernels, strict=True)
-            ),
-            traffic={(half.name, kind): found for half, _, _ in halves for kind, found in _traffic(half.gm)},
-        )
-
-    def _resized(self, sizes: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        def fitted(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            shape = list(value.shape)
-            for name, dim in self.dynamic.items():
-                if dim < len(shape) and shape[dim] == self.sizes[name]:
-                    shape[dim] = sizes[name]
-            return torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
-
-        return tuple(map(fitted, self.args)), {name: fitted(value) for name, value in self.kwargs.items()}
-
-
-def _seconds(kernels: Sequence[Kernel], card: HardwareCard) -> float:
-    return sum(kernel_seconds(kernel, card) for kernel in kernels)
-
-
-def _traffic(gm: fx.GraphModule) -> Iterator[tuple[str, tuple[int, int]]]:
-    found: dict[str, tuple[int, int]] = {}
-    for node in filter(is_collective, gm.graph.nodes):
-        num_bytes, count = found.get(collective_kind(node), (0, 0))
-        found[collective_kind(node)] = (num_bytes + collective_bytes(node), count + 1)
-    yield from found.items()
-
-
-def _groups(kernels: Sequence[Kernel], card: HardwareCard) -> list[_Group]:
-    """What bounds each kernel."""
-    found = []
-    for kernel in kernels:
-        seconds = kernel_seconds(kernel, card) - card.kernel_overhead_seconds
-        in_memory = memory_seconds(kernel.moved_bytes, card, scattered=kernel.is_scattered)
-        kind = None if kernel.is_fused else kernel_class(kernel.nodes[0])
-        is_arithmetic = seconds > in_memory * (1 + 1e-9)
-        found.append((kind or "vector") if is_arithmetic else "memory")
-    return found
-
-
-def _works(kernels: Sequence[Kernel], groups: Sequence[_Group]) -> dict[_Group, int]:
-    """Bytes or operations of each group."""
-    found = dict.fromkeys(sorted(set(groups)), 0)
-    for kernel, group in zip(kernels, groups, strict=True):
-        if group == "memory":
-            found[group] += kernel.moved_bytes
-        elif group == "vector":
-            found[group] += int(kernel.vector_flops)
-        else:
-            found[group] += int(executed_flops(kernel.nodes[0]))
-    return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Fitted:
     """Polynomials through samples, and the points that confirmed them."""
 
-    sampler: _Sampler
+    sampler: Sampler
     reference: tuple[int, ...]
-    sample: _Sample
-    groups: tuple[tuple[_Group, ...], ...]
+    sample: Sample
+    groups: tuple[tuple[Group, ...], ...]
     basis: Basis
     coefficients: list[tuple[Fraction, ...]]
     checked: tuple[dict[str, int], ...]
 
     @staticmethod
-    def through(sampler: _Sampler, chance: random.Random) -> _Fitted:
+    def through(sampler: Sampler, chance: random.Random) -> _Fitted:
         """Raises the degrees until random points agree."""
         names = list(sampler.dynamic)
         reference = tuple(sampler.sizes.values())
         first = sampler.sample(reference)
-        groups = tuple(tuple(_groups(kernels, sampler.settings.card)) for kernels in first.kernels)
+        groups = tuple(tuple(groups_of(kernels, sampler.settings.card)) for kernels in first.kernels)
         grids = [_grid(size) for size in reference]
         choices = [[size * factor for factor in range(4, 9)] for size in reference]
         checks = [tuple(map(chance.choice, choices)) for _ in range(_NUM_CHECKS)]
@@ -354,15 +195,15 @@ class _Fitted:
         moments = undominated(list(found))
         peak = sympy.Max(*(expression(self.basis, one, dims) for one in moments), evaluate=False)
         captured = sampler.captured(self.reference)
-        shards = _shard_bytes(sampler.module, captured, num_shards)
+        shards = shard_bytes(sampler.module, captured, num_shards)
         memory = {
             "parameters": shards["parameters"],
             "gradients": shards["gradients"],
             "optimizer": settings.optimizer.num_states * shards["trained"],
             **fitted,
-            "largest unit": sympy.Integer(_largest_unit(captured)),
+            "largest unit": sympy.Integer(largest_unit(captured)),
         }
-        traffic = _traffic_expressions(captured, self.sample, num_shards, num_replicas)
+        traffic = traffic_expressions(captured, self.sample, num_shards, num_replicas)
         optimizer = settings.optimizer
         rate = card.memory_bandwidth * card.efficiency["memory"].at(
             (optimizer.num_reads + optimizer.num_writes) * self.sample.persistent["trained"]
@@ -381,7 +222,7 @@ class _Fitted:
             reference=reference,
             memory=memory,
             peak=peak,
-            traffic={kind: settings.micro_batches * one for kind, one in _by_kind(traffic).items()},
+            traffic={kind: settings.micro_batches * one for kind, one in by_kind(traffic).items()},
             seconds=seconds,
             checked=self.checked,
             solutions={},
@@ -400,13 +241,13 @@ class _Fitted:
     def _compute(
         self,
         kernels: Sequence[Kernel],
-        groups: Sequence[_Group],
+        groups: Sequence[Group],
         found: Iterator[tuple[Fraction, ...]],
         dims: Sequence[sympy.Symbol],
         card: HardwareCard,
     ) -> sympy.Expr:
         """Seconds of a half's kernels: work over the rate that each group has at the reference."""
-        works = _works(kernels, groups)
+        works = works_of(kernels, groups)
         spent = dict.fromkeys(works, 0.0)
         for kernel, group in zip(kernels, groups, strict=True):
             spent[group] += kernel_seconds(kernel, card) - card.kernel_overhead_seconds
@@ -515,83 +356,3 @@ def _grid(size: int) -> list[int]:
 
 def _text(names: Sequence[str], point: Sequence[int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in zip(names, point, strict=True))
-
-
-def _pieces(rows: Mapping[int, int], num_shards: sympy.Symbol) -> sympy.Expr:
-    """Bytes of padded shards: for each number of rows, bytes of all that share it."""
-    return sympy.Add(*(row_bytes * sympy.ceiling(sympy.Integer(num_rows) / num_shards)
-                       for num_rows, row_bytes in sorted(rows.items())))  # fmt: skip
-
-
-def _shard_bytes(
-    module: nn.Module, captured: CapturedStep, num_shards: sympy.Symbol
-) -> dict[str, sympy.Expr]:
-    """Shards of all parameters, of those that are trained, and of their gradients."""
-    calls = [ReduceGradCall(*node.args)
-             for node in captured.backward.graph.find_nodes(op="call_function", target=REDUCE_GRAD)]  # fmt: skip
-    trained = {call.name: call.dtype.itemsize for call in calls}
-    rows: dict[str, dict[int, int]] = {"parameters": {}, "trained": {}, "gradients": {}}
-    for name, param in module.named_parameters():
-        num_rows = param.shape[0] if param.dim() else 1
-        row_elements = param.numel() // max(num_rows, 1)
-        itemsizes = {"parameters": param.element_size()}
-        if name in trained:
-            itemsizes |= {"trained": param.element_size(), "gradients": trained[name]}
-        for what, itemsize in itemsizes.items():
-            rows[what][num_rows] = rows[what].get(num_rows, 0) + row_elements * itemsize
-    return {what: _pieces(of_rows, num_shards) for what, of_rows in rows.items()}
-
-
-def _largest_unit(captured: CapturedStep) -> int:
-    """Bytes of the largest unit, gathered."""
-    full: dict[str, dict[str, int]] = {}
-    for node in captured.forward.graph.find_nodes(op="call_function", target=UNSHARD):
-        call, value = UnshardCall(*node.args), node.meta["val"]
-        full.setdefault(call.unit, {})[call.name] = value.numel() * value.element_size()
-    return max((sum(of_unit.values()) for of_unit in full.values()), default=0)
-
-
-def _traffic_expressions(
-    captured: CapturedStep, sample: _Sample, num_shards: sympy.Symbol, num_replicas: sympy.Symbol | None
-) -> dict[tuple[str, str], Traffic]:
-    """Bytes of each half's collectives by kind, of one micro-batch, and how many they are."""
-    gathered: dict[str, dict[int, int]] = {"forward": {}, "backward": {}}
-    reduced: dict[int, int] = {}
-    for half, gm in (("forward", captured.forward), ("backward", captured.backward)):
-        for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
-            _add_rows(gathered[half], node.meta["val"])
-    for node in captured.backward.graph.find_nodes(op="call_function", target=REDUCE_GRAD):
-        reduction = ReduceGradCall(*node.args)
-        gradient = reduction.grad.meta["val"]
-        _add_rows(reduced, gradient, reduction.reduce_dtype)
-    found = {}
-    for half, kind, num_bytes in (
-        ("forward", "all_gather", num_shards * _pieces(gathered["forward"], num_shards)),
-        ("backward", "all_gather", num_shards * _pieces(gathered["backward"], num_shards)),
-        ("backward", "reduce_scatter", num_shards * _pieces(reduced, num_shards)),
-    ):
-        _, count = sample.traffic.get((half, kind), (0, 0))
-        if num_bytes:
-            found[half, kind] = Traffic(kind=kind, num_bytes=num_bytes, count=count, ranks=num_shards)
-    if reduced and num_replicas is not None:
-        _, count = sample.traffic["backward", "reduce_scatter"]
-        pieces = sympy.Piecewise(
-            (sympy.Integer(0), sympy.Eq(num_replicas, 1)), (_pieces(reduced, num_shards), True)
-        )
-        found["backward", "all_reduce"] = Traffic(
-            kind="all_reduce", num_bytes=pieces, count=count, ranks=num_replicas
-        )
-    return found
-
-
-def _add_rows(rows: dict[int, int], full: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-    num_rows = full.shape[0]
-    row_bytes = full.numel() // max(num_rows, 1) * (dtype or full.dtype).itemsize
-    rows[num_rows] = rows.get(num_rows, 0) + row_bytes
-
-
-def _by_kind(traffic: Mapping[tuple[str, str], Traffic]) -> dict[str, sympy.Expr]:
-    found: dict[str, sympy.Expr] = {}
-    for (_, kind), one in traffic.items():
-        found[kind] = found.get(kind, sympy.Integer(0)) + one.num_bytes
-    return found

@@ -8,7 +8,6 @@ non-contiguous strides, recompute tags, every argument.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import re
 from collections import Counter
@@ -87,7 +86,6 @@ def value_text(value: Any) -> str:
     return "none" if value is None else type(value).__name__
 
 
-@functools.cache
 def dtype_text(dtype: torch.dtype) -> str:
     """``f32`` for ``torch.float32``, ``bf16``, ``i64``, ``bool``, ..."""
     name = str(dtype).removeprefix("torch.")
@@ -138,6 +136,7 @@ class _GraphPrinter:
         self._bindings = {binding.placeholder: binding for binding in parameters}
         self.names: dict[fx.Node, str] = {}
         self._counts: Counter[str] = Counter()
+        self._op_names: dict[Any, str] = {}
 
     def lines(self, gm: fx.GraphModule, indent: str = "") -> list[str]:
         labels = group_labels(gm, self._mesh)
@@ -161,9 +160,14 @@ class _GraphPrinter:
     def _name(self, node: fx.Node) -> str:
         if node.op == "placeholder":  # a saved value keeps the name of its op: keep it apart
             return f"%{node.name}" if _INPUT_NAME.fullmatch(node.name) else f"%saved.{node.name}"
-        stem = _op_name(node.target)
+        stem = self._op_name(node.target)
         self._counts[stem] += 1
         return f"%{stem}_{self._counts[stem] - 1}"
+
+    def _op_name(self, target: Any) -> str:
+        if target not in self._op_names:
+            self._op_names[target] = _op_name(target)
+        return self._op_names[target]
 
     def _body(self, node: fx.Node, labels: Mapping[str, str]) -> str:
         if node.op == "placeholder":
@@ -189,7 +193,7 @@ class _GraphPrinter:
         if node.target in _CALLS:
             parts = self._shard_op_arguments(_CALLS[node.target](*args))
         parts += [f"{key}={self._value(value)}" for key, value in node.kwargs.items()]
-        return f"{_op_name(node.target)}({', '.join(parts)}{suffix})"
+        return f"{self._op_name(node.target)}({', '.join(parts)}{suffix})"
 
     def _axis_label(self, group: str) -> str:
         axis = self._mesh.find(group)
@@ -219,7 +223,6 @@ class _GraphPrinter:
         return repr(value) if isinstance(value, str) else str(value)
 
 
-@functools.lru_cache(maxsize=4096)
 def _op_name(target: Any) -> str:
     """``mm`` for ``aten.mm.default``; the overload is kept when it is not ``default`` or ``Tensor``."""
     if isinstance(target, torch._ops.OpOverload):

@@ -308,51 +308,43 @@ class MemoryModel:
             self._made.append(Buffer(collective, " (copy)", num_bytes, waits))
 
 
+@dataclass(frozen=True, slots=True)
+class _Traits:
+    """What is asked of a node again and again, and is the same for each node of its op."""
+
+    is_fusible: bool
+    is_reduction: bool
+    is_view: bool
+    is_in_place: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def _traits(target: Any) -> _Traits:
+    tags = getattr(target, "tags", ())
+    is_op = isinstance(target, torch._ops.OpOverload)
+    is_reduction = torch.Tag.reduction in tags
+    return _Traits(
+        is_fusible=target in _GENERATED or torch.Tag.pointwise in tags or is_reduction,
+        is_reduction=is_reduction,
+        is_view=target is operator.getitem or target in _UNMARKED_VIEWS or (is_op and target.is_view),
+        is_in_place=is_op and bool(target._schema.returns) and target._schema.is_mutable,
+    )
+
+
 def is_fusible(node: fx.Node) -> bool:
     """True for a node that Inductor generates code for, and may fuse with its neighbours."""
-    return _is_generated(node.target)
+    return _traits(node.target).is_fusible
 
 
 def is_view(node: fx.Node) -> bool:
     """True for a node that runs no kernel: a view, or an item of a tuple."""
-    return _is_view(node.target)
+    return _traits(node.target).is_view
 
 
 def is_alias(node: fx.Node) -> bool:
     """True for a node whose result shares the memory of an input: a view, a wait, an in-place op."""
-    return _is_view(node.target) or is_wait(node) or _is_in_place(node.target)
-
-
-# Asked of every node again and again, and the same for each node of an op.
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_generated(target: Any) -> bool:
-    return (
-        target in _GENERATED or torch.Tag.pointwise in _tags(target) or torch.Tag.reduction in _tags(target)
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_view(target: Any) -> bool:
-    if target is operator.getitem or target in _UNMARKED_VIEWS:
-        return True
-    return isinstance(target, torch._ops.OpOverload) and target.is_view
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_in_place(target: Any) -> bool:
-    is_op = isinstance(target, torch._ops.OpOverload)
-    return is_op and bool(target._schema.returns) and target._schema.is_mutable
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_pointwise_op(target: Any) -> bool:
-    return _is_generated(target) and torch.Tag.reduction not in _tags(target)
-
-
-def _tags(target: Any) -> Any:
-    return getattr(target, "tags", ())
+    traits = _traits(node.target)
+    return traits.is_view or traits.is_in_place or is_wait(node)
 
 
 def fusion_runs(order: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
@@ -379,7 +371,8 @@ def fusion_runs(order: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    return _is_pointwise_op(node.target)
+    traits = _traits(node.target)
+    return traits.is_fusible and not traits.is_reduction
 
 
 def _readers_through_aliases(node: fx.Node, *, through_waits: bool = True) -> Iterator[fx.Node]:

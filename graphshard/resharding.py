@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._compat import detect_fake_mode, lazy_graph_modules
+from ._compat import lazy_graph_modules
 from .capture import CapturedStep
 from .context import PassContext
 from .mesh import MeshAxis, MeshLayout
 from .ops import REDUCE_GRAD, UNSHARD
 from .params import ReduceGradCall, UnshardCall, padded_shape
-from .rewrite import copy_graph
+from .rewrite import copy_graph, fake_result
 
 
 def can_reshard(before: Mapping[str, int], after: Mapping[str, int]) -> bool:
@@ -98,8 +98,5 @@ def _resharded(gm: fx.GraphModule, context: PassContext, mesh: Mapping[str, int]
 
 
 def _retype(node: fx.Node, shape: list[int]) -> None:
-    value = node.meta["val"]
-    mode = detect_fake_mode(value)
-    assert mode is not None, "a captured step holds fake tensors"
-    with mode:
-        node.meta["val"] = torch.empty(shape, dtype=value.dtype, device=value.device)
+    kwargs = {"dtype": node.meta["val"].dtype}
+    node.meta["val"] = fake_result(torch.ops.aten.new_empty.default, (node, shape), kwargs)

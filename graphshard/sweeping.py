@@ -238,7 +238,7 @@ def _work(job: _Job, tell: Callable[[str, bool], None]) -> _Result:
         with remembered_results():
             captured = capture_step(
                 module, args, kwargs, rules=first.rules, loss=loss, checkpoint=first.checkpoint,
-                needs_loss=True, device_type=first.card.device_type,
+                needs_loss=True, device_type=first.card.device_type, is_brief=True,
             )  # fmt: skip
         result.num_captures += 1
         result.capture_seconds += time.perf_counter() - began

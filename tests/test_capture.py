@@ -105,6 +105,26 @@ def test_numbers_are_those_of_the_unsharded_model(name, num_ranks):
     assert_all_gradients(found, captured.context, num_trained)
 
 
+def test_a_brief_capture_has_the_same_graphs_and_no_texts():
+    whole, brief = (
+        capture_step(
+            MODELS["blocks_2"](),
+            [example_batch("blocks_2")],
+            rules=_rules("blocks_2"),
+            loss=_mean_square,
+            is_brief=is_brief,
+        )
+        for is_brief in (False, True)
+    )
+    assert whole.text and whole.records and not brief.text and not brief.records
+    for half in ("joint", "forward", "backward"):
+        texts = [
+            graph_text(getattr(one, half), mesh=one.context.mesh, parameters=one.context.parameters)
+            for one in (whole, brief)
+        ]
+        assert texts[0] == texts[1]
+
+
 def test_model_and_inputs_are_left_alone():
     model = MODELS["two_linears"]()
     before = copy.deepcopy(model.state_dict())

@@ -1,12 +1,14 @@
 """Calibration at tiny sizes: real probes, a real group, a card that reads back."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import graphshard.cost.calibrate as calibrate_module
 from graphshard.cost import CostModel, GroupTopology, load_card
 from graphshard.cost.calibrate import CalibrationJob, calibrate, describe_machine, probe_collectives
 from graphshard.cost.cards import COLLECTIVE_KINDS, KERNEL_CLASSES
@@ -118,6 +120,31 @@ def test_collectives_are_probed_at_each_size(gloo_alone, monkeypatch):
     assert [line.partition(":")[0] for line in lines] == list(COLLECTIVE_KINDS)
     assert probe.link.bandwidth > 0
     assert probe.link.latency_seconds > 0
+
+
+class _CoreClock:
+    """Small gathers take 1 s of the core, as many large ones behind them 3 s."""
+
+    perf_counter = staticmethod(time.perf_counter)
+
+    def __init__(self, num_samples: int) -> None:
+        self._num_calls, self._num_small, self._now = 0, 2 * num_samples, 0.0
+
+    def process_time(self) -> float:
+        if self._num_calls % 2:
+            self._now += 1.0 if self._num_calls < self._num_small else 3.0
+        self._num_calls += 1
+        return self._now
+
+
+def test_what_a_gather_takes_of_the_core_is_probed(gloo_alone, monkeypatch):
+    gloo_alone(monkeypatch)
+    monkeypatch.setattr(calibrate_module, "time", _CoreClock(QUICK.num_samples))
+    monkeypatch.setattr(calibrate_module, "_collective_seconds", lambda op, num_bytes, *_: num_bytes / 1e9)
+    probe = probe_collectives(CPU, QUICK)
+    small, large = QUICK.collective_bytes[0], QUICK.collective_bytes[max(len(QUICK.collective_bytes) - 2, 1)]
+    assert probe.collective_start_seconds == 1.0
+    assert probe.comm_compute_seconds_per_byte == pytest.approx(2.0 / (large - small))
 
 
 def test_compute_is_probed_with_progress_and_in_step_with_the_other_ranks():

@@ -134,7 +134,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("graphshard.report.html",),
     ("graphshard.inspection_settings", "graphshard.persistent_bytes", "graphshard.stages"),
     ("graphshard.inspection", "graphshard.graph_inspection"),
-    ("graphshard.formula_fitting", "graphshard.sweeping"),
+    ("graphshard.formula_sampling", "graphshard.sweeping"),
+    ("graphshard.mesh_formulas",),
+    ("graphshard.formula_fitting",),
     ("graphshard.testing.capture", "graphshard.testing.golden", "graphshard.testing.ranks"),
     ("graphshard.testing",),
     # the front end: knows the ops, and nothing of the compiler
@@ -168,6 +170,8 @@ TOLERATED_PRIVATE = {
 
 #: Memoised functions, with the reason why their memory is harmless.
 TOLERATED_CACHES = {
+    "graphshard.memory._traits": "what an op is never changes; asked of every node many times",
+    "graphshard.cost.flops._count": "a formula of shapes; the blocks of a model are alike",
     "graphshard.module.sharded_class": "equal blocks must share one class; a pure function of its arguments",
     "graphshard.versions.watch_optimizers": "registers one hook with torch, once a process; returns nothing",
 }
