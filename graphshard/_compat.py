@@ -34,7 +34,7 @@ from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # checked: 2.13
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module  # checked: 2.13
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # checked: 2.13
-from torch.utils._pytree import tree_map  # checked: 2.13
+from torch.utils._pytree import tree_leaves, tree_map  # checked: 2.13
 
 try:
     from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult  # checked: 2.13
@@ -61,6 +61,7 @@ __all__ = [
     "parameter_of_input",
     "queue_after_backward",
     "strided_shard",
+    "tree_leaves",
     "tree_map",
 ]
 

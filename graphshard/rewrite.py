@@ -134,6 +134,19 @@ def no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def spared_by_garbage_collection() -> Iterator[None]:
+    """Inside, collections do not look at what exists now: captured graphs, which live on."""
+    if gc.get_freeze_count():
+        yield  # somebody else's, who may not want it thawed
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def stable_topological_sort(graph: fx.Graph) -> None:
     """Orders nodes after their inputs, otherwise as they stand (Kahn, lowest position first)."""
     nodes = list(graph.nodes)

@@ -1,8 +1,10 @@
 """``graphshard.sweep``: one model on many meshes and with many batch sizes.
 
-The model is captured once for each batch size. Every mesh takes a copy of that capture, with other
-numbers of ranks in it, through the passes (:mod:`graphshard.resharding`), and gives exactly the numbers
-of :func:`graphshard.inspect`. Batch sizes can be shared out among processes.
+The model is captured with the smallest and the largest batch, and in each further process with one more; a
+batch size in between takes its numbers from those two captures where their graphs are the same
+(:mod:`graphshard.resizing`), and is captured where not. Every mesh takes a copy of a capture, with other
+numbers of ranks in it, through the passes (:mod:`graphshard.resharding`), and gives exactly the numbers of
+:func:`graphshard.inspect`.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from .capture import ShardingRules, capture_step
+from .capture import CapturedStep, ShardingRules, capture_step
 from .errors import CaptureError, OptionError
 from .inspection import Inspection
 from .inspection_settings import Settings, count_tokens, plain_inputs, read_settings, refuse_sharded
 from .report.sweep_data import Sweep, SweepPoint, sweep_point
 from .resharding import can_reshard, reshard_step
-from .rewrite import no_garbage_collection, remembered_results
+from .resizing import StepNumbers, numbers_of, step_between
+from .rewrite import no_garbage_collection, remembered_results, spared_by_garbage_collection
 from .stages import Stages
 
 #: Model, positional and keyword inputs for a batch size.
@@ -49,7 +52,7 @@ def sweep(
         meshes: sizes of the axes, outermost first, of each mesh.
         batches: sizes for one rank and micro-batch.
         loss: as in :func:`graphshard.inspect`, or how to find it.
-        num_processes: batch sizes are shared out among so many; with more than one, ``make`` and
+        num_processes: captures are shared out among so many; with more than one, ``make`` and
             ``loss`` must be functions that can be pickled, or a :class:`Later`.
         progress: is told what is being done, how many points are done, and how many there are.
         options: others of :func:`graphshard.inspect`: hardware, tables, units, mp_policy,
@@ -67,9 +70,14 @@ def sweep(
         raise OptionError("meshes: there must be one at least")
     batches, meshes = list(dict.fromkeys(batches)), _distinct(meshes)
     each = [_read_options(options, mesh) for mesh in meshes]
-    jobs = [_Job(make=make, loss=loss, batch=batch, settings=each) for batch in batches]
-    results = _run(jobs, num_processes, progress)
-    found = [result.points[index] for index in range(len(meshes)) for result in results]
+    captured, others = _shared_out(sorted(batches), num_processes)
+    jobs = [
+        _Job(make=make, loss=loss, batch=batch, others=rest, ends=(min(batches), max(batches)), settings=each)
+        for batch, rest in zip(captured, others, strict=True)
+    ]
+    results = _run(jobs, num_processes, len(batches), progress)
+    points = {place: point for result in results for place, point in result.points.items()}
+    found = [points[batch, index] for index in range(len(meshes)) for batch in batches]
     settings = each[0]
     limit = int(settings.card.memory_bytes) if settings.budget_bytes is None else settings.budget_bytes
     return Sweep(
@@ -133,21 +141,38 @@ class resized:  # noqa: N801 - used as a function, and must be pickled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """One batch size and all meshes."""
+    """One batch size that is captured, and all meshes.
+
+    Attributes:
+        others: batch sizes between ``ends``, whose numbers are put into this capture.
+        ends: the smallest and the largest batch size of all.
+    """
 
     make: Callable[[int], Inputs]
     loss: Callable[[Any], torch.Tensor] | Later | None
     batch: int
+    others: tuple[int, ...]
+    ends: tuple[int, int]
     settings: list[Settings]
 
 
 @dataclass(slots=True, kw_only=True)
 class _Result:
+    """Points by batch size and index of the mesh."""
+
     model: str = ""
-    points: list[SweepPoint] = field(default_factory=list)
+    points: dict[tuple[int, int], SweepPoint] = field(default_factory=dict)
     num_captures: int = 0
     capture_seconds: float = 0.0
     point_seconds: float = 0.0
+
+
+def _shared_out(batches: Sequence[int], num_processes: int) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Batch sizes to capture, both ends among them, and for each the others that its process does."""
+    num_captured = min(max(num_processes, 2), len(batches))
+    captured = [batches[0], *batches[len(batches) - num_captured + 1 :]]
+    rest = batches[1 : len(batches) - num_captured + 1]
+    return captured, [tuple(rest[index::num_captured]) for index in range(num_captured)]
 
 
 def _refuse_no_numbers(name: str, values: Sequence[int]) -> None:
@@ -172,9 +197,9 @@ def _read_options(options: Mapping[str, Any], mesh: Mapping[str, int]) -> Settin
 
 
 def _run(
-    jobs: list[_Job], num_processes: int, progress: Callable[[str, int, int], None] | None
+    jobs: list[_Job], num_processes: int, num_batches: int, progress: Callable[[str, int, int], None] | None
 ) -> list[_Result]:
-    total = sum(len(job.settings) for job in jobs)
+    total = num_batches * len(jobs[0].settings)
     done = 0
 
     def tell(what: str, is_point: bool) -> None:
@@ -184,18 +209,22 @@ def _run(
             progress(what, done, total)
 
     if min(num_processes, len(jobs)) == 1:
-        return [_work(job, tell) for job in jobs]
+        exchange: dict[tuple[int, int], StepNumbers | None] = {}
+        works = [_Work(job, tell, exchange.__setitem__, exchange.__getitem__) for job in jobs]
+        for work in works:
+            work.capture()
+        for work in works:
+            work.do_others()
+        return [work.result for work in works]
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager:
-        told = manager.Queue()
-        with ProcessPoolExecutor(min(num_processes, len(jobs)), mp_context=context) as pool:
-            # The largest batch first: none is left over for one process at the end.
-            order = sorted(jobs, key=lambda job: -job.batch)
-            futures = {job.batch: pool.submit(_work_elsewhere, job, told) for job in order}
-            for message in _messages(told, list(futures.values())):
+        told, numbers = manager.Queue(), manager.dict()
+        with ProcessPoolExecutor(len(jobs), mp_context=context) as pool:
+            futures = [pool.submit(_work_elsewhere, job, told, numbers) for job in jobs]
+            for message in _messages(told, futures):
                 tell(*message)
             try:
-                return [futures[job.batch].result() for job in jobs]
+                return [future.result() for future in futures]
             except BrokenProcessPool as error:
                 raise CaptureError(
                     "a process of the sweep died, perhaps for want of memory: use fewer processes"
@@ -217,45 +246,138 @@ def _messages(told: Any, futures: list[Future[_Result]]) -> Iterator[tuple[str, 
                 return
 
 
-def _work_elsewhere(job: _Job, told: Any) -> _Result:
+def _work_elsewhere(job: _Job, told: Any, numbers: Any) -> _Result:
     torch.set_num_threads(1)
-    return _work(job, lambda what, is_point: told.put((what, is_point)))
+
+    def put(key: tuple[int, int], value: StepNumbers | None) -> None:
+        numbers[key] = value
+
+    def get(key: tuple[int, int]) -> StepNumbers | None:
+        while key not in numbers:
+            if (key[0], _FAILED) in numbers:
+                return None
+            time.sleep(0.1)
+        found: StepNumbers | None = numbers[key]
+        return found
+
+    try:
+        work = _Work(job, lambda what, is_point: told.put((what, is_point)), put, get)
+        work.capture()
+        work.do_others()
+    except BaseException:
+        numbers[job.batch, _FAILED] = None
+        raise
+    return work.result
 
 
-def _work(job: _Job, tell: Callable[[str, bool], None]) -> _Result:
-    """Captures as often as needed, and takes each mesh through the passes."""
-    result = _Result()
-    loss = job.loss.load() if isinstance(job.loss, Later) else job.loss
-    name, module, args, kwargs, sharded = plain_inputs(*job.make(job.batch))
-    refuse_sharded(sharded)
-    result.model = name
-    found: dict[int, SweepPoint] = {}
-    left = dict(enumerate(job.settings))
-    while left:
-        first = next(iter(left.values()))
-        tell(f"capture batch {job.batch}", False)
+#: In place of the number of a capture, when there will be none.
+_FAILED = -1
+
+
+class _Work:
+    """One job: a capture for each class of meshes, every mesh of its batch size, then other batch sizes.
+
+    Args:
+        job: what to do.
+        tell: what is done, and whether it was a point.
+        put, get: the numbers of captures by batch size and class of meshes; ``get`` waits for them.
+    """
+
+    def __init__(
+        self,
+        job: _Job,
+        tell: Callable[[str, bool], None],
+        put: Callable[[tuple[int, int], StepNumbers | None], None],
+        get: Callable[[tuple[int, int]], StepNumbers | None],
+    ) -> None:
+        self.result = _Result()
+        self._job, self._tell, self._put, self._get = job, tell, put, get
+        self._loss = job.loss.load() if isinstance(job.loss, Later) else job.loss
+        self._classes = _classes_of_meshes(job.settings)
+        self._captured: list[CapturedStep] = []
+
+    def capture(self) -> None:
+        """The job's own batch size."""
+        name, module, args, kwargs = self._inputs(self._job.batch)
+        self.result.model = name
+        for number, indices in enumerate(self._classes):
+            captured = self._capture(self._job.batch, self._job.settings[indices[0]], module, args, kwargs)
+            self._captured.append(captured)
+            if self._job.batch in self._job.ends:
+                self._put((self._job.batch, number), numbers_of(captured, module, (args, kwargs)))
+            self._points(self._job.batch, indices, captured, module, args, kwargs)
+
+    def do_others(self) -> None:
+        """The batch sizes in between."""
+        for batch in self._job.others:
+            name, module, args, kwargs = self._inputs(batch)
+            for number, indices in enumerate(self._classes):
+                self._tell(f"batch {batch} between those captured", False)
+                low, high = (self._get((end, number)) for end in self._job.ends)
+                step = None
+                if low is not None and high is not None and name == self.result.model:
+                    with no_garbage_collection(), remembered_results():
+                        step = step_between(self._captured[number], module, (args, kwargs), low, high)
+                if step is None:
+                    step = self._capture(batch, self._job.settings[indices[0]], module, args, kwargs)
+                self._points(batch, indices, step, module, args, kwargs)
+
+    def _inputs(self, batch: int) -> tuple[str, nn.Module, Sequence[Any], Mapping[str, Any]]:
+        name, module, args, kwargs, sharded = plain_inputs(*self._job.make(batch))
+        refuse_sharded(sharded)
+        return name, module, args, kwargs
+
+    def _capture(
+        self,
+        batch: int,
+        settings: Settings,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> CapturedStep:
+        self._tell(f"capture batch {batch}", False)
         began = time.perf_counter()
         with remembered_results():
             captured = capture_step(
-                module, args, kwargs, rules=first.rules, loss=loss, checkpoint=first.checkpoint,
-                needs_loss=True, device_type=first.card.device_type, is_brief=True,
+                module, args, kwargs, rules=settings.rules, loss=self._loss, checkpoint=settings.checkpoint,
+                needs_loss=True, device_type=settings.card.device_type, is_brief=True,
             )  # fmt: skip
-        result.num_captures += 1
-        result.capture_seconds += time.perf_counter() - began
-        alike = {
-            index: settings
-            for index, settings in left.items()
-            if can_reshard(first.rules.mesh, settings.rules.mesh)
-        }
-        for index, settings in alike.items():
-            began = time.perf_counter()
-            with no_garbage_collection(), remembered_results():
-                found[index] = _point(name, module, captured, settings, job.batch, count_tokens(args, kwargs))
-            result.point_seconds += time.perf_counter() - began
-            tell(f"batch {job.batch} on {_mesh_text(settings.rules)}", True)
-            del left[index]
-    result.points = [found[index] for index in range(len(job.settings))]
-    return result
+        self.result.num_captures += 1
+        self.result.capture_seconds += time.perf_counter() - began
+        return captured
+
+    def _points(
+        self,
+        batch: int,
+        indices: Sequence[int],
+        captured: CapturedStep,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        tokens = count_tokens(args, kwargs)
+        with spared_by_garbage_collection():
+            for index in indices:
+                settings = self._job.settings[index]
+                began = time.perf_counter()
+                with no_garbage_collection(), remembered_results():
+                    point = _point(self.result.model, module, captured, settings, batch, tokens)
+                self.result.points[batch, index] = point
+                self.result.point_seconds += time.perf_counter() - began
+                self._tell(f"batch {batch} on {_mesh_text(settings.rules)}", True)
+
+
+def _classes_of_meshes(settings: Sequence[Settings]) -> list[list[int]]:
+    """Indices of the meshes that can share a capture."""
+    classes: list[list[int]] = []
+    for index, one in enumerate(settings):
+        for known in classes:
+            if can_reshard(settings[known[0]].rules.mesh, one.rules.mesh):
+                known.append(index)
+                break
+        else:
+            classes.append([index])
+    return classes
 
 
 def _mesh_text(rules: ShardingRules) -> str:
@@ -263,7 +385,7 @@ def _mesh_text(rules: ShardingRules) -> str:
 
 
 def _point(
-    name: str, module: nn.Module, captured: Any, settings: Settings, batch: int, tokens: int | None
+    name: str, module: nn.Module, captured: CapturedStep, settings: Settings, batch: int, tokens: int | None
 ) -> SweepPoint:
     step = reshard_step(captured, settings.rules.mesh)
     limit = int(settings.card.memory_bytes) if settings.budget_bytes is None else settings.budget_bytes

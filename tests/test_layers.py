@@ -99,7 +99,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("graphshard.planning",),
     ("graphshard.backend", "graphshard.capture"),
-    ("graphshard.resharding",),
+    ("graphshard.resharding", "graphshard.resizing"),
     ("graphshard.plain_copy",),
     # reports: what a scheduled graph costs, and how that is shown
     (

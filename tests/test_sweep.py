@@ -1,8 +1,9 @@
-"""``graphshard sweep``: every point is what inspect says, with one capture for each batch size."""
+"""``graphshard sweep``: every point is what inspect says, with two captures for all batch sizes."""
 
 import csv
 import json
 import sys
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,7 @@ from graphshard.errors import CaptureError, OptionError, ShardingError, UsageErr
 from graphshard.graph_text import graph_text
 from graphshard.report import CATEGORIES
 from graphshard.resharding import can_reshard, reshard_step
+from graphshard.resizing import numbers_of, step_between
 from graphshard.sweep_command import parse_meshes, parse_numbers
 from graphshard.sweeping import resized
 
@@ -117,6 +119,102 @@ def test_only_meshes_with_shards_are_alike():
     assert can_reshard({"shard": 2}, {"replicate": 2, "shard": 8})
     assert not can_reshard({"shard": 2}, {"shard": 1})
     assert not can_reshard({"shard": 1}, {"shard": 2})
+
+
+def test_batches_between_the_ends_are_not_captured():
+    meshes = [{"shard": 8}, {"shard": 1}]
+    told = []
+    found = sweeping.sweep(
+        make, meshes=meshes, batches=[2, 1, 4], progress=lambda *what: told.append(what), **OPTIONS
+    )
+    assert found.num_captures == 4  # two batch sizes, with and without shards
+    assert [(point.batch, point.mesh) for point in found.points] == [
+        (batch, mesh) for mesh in meshes for batch in (2, 1, 4)
+    ]
+    assert told[-1][1:] == (6, 6)
+    for point in found.points[::3]:
+        report = graphshard.inspect(*make(2), mesh=point.mesh, **OPTIONS)
+        assert (point.step_seconds, point.peak_bytes) == (report.step_seconds, report.memory.peak_bytes)
+        assert point.memory == report.memory.categories
+        assert point.mfu == report.throughput.mfu
+
+
+class _Branches(torch.nn.Module):
+    """Another graph from ``size`` samples on."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x).square().mean() if x.shape[0] < self.size else self.linear(x).sin().mean()
+
+
+def test_a_batch_between_ends_that_differ_is_captured():
+    def make(batch):
+        return _Branches(3), (torch.ones(batch, 4),), {}
+
+    found = sweeping.sweep(make, meshes=[{"shard": 2}], batches=[1, 2, 4], hardware=ROUND_CARD)
+    assert found.num_captures == 3
+    report = graphshard.inspect(*make(2), mesh={"shard": 2}, hardware=ROUND_CARD)
+    assert found.points[1].step_seconds == report.step_seconds
+
+
+def _numbered(batch, make=make):
+    model, args, kwargs = make(batch)
+    step = capture_step(
+        model, args, kwargs, rules=ShardingRules(mesh={"shard": 4}, units=["layers.*"], mp_policy=POLICY)
+    )
+    return step, numbers_of(step, model, (args, kwargs))
+
+
+@pytest.fixture(scope="module")
+def ends():
+    return _numbered(1), _numbered(4)
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_a_step_between_two_is_the_captured_one(end, ends):
+    (_, low), (_, high) = ends
+    model, *inputs = make(2)
+    before = [graph_text(gm) for gm in (ends[end][0].joint, ends[end][0].forward, ends[end][0].backward)]
+    between = step_between(ends[end][0], model, inputs, low, high)
+    captured, _ = _numbered(2)
+    for half in ("joint", "forward", "backward"):
+        assert graph_text(getattr(between, half)) == graph_text(getattr(captured, half))
+    assert between.context == captured.context
+    assert [graph_text(gm) for gm in (ends[end][0].joint, ends[end][0].forward, ends[end][0].backward)] == before
+
+
+@pytest.mark.parametrize("batch", [0, 5])
+def test_a_step_outside_of_the_two_is_none(batch, ends):
+    (step, low), (_, high) = ends
+    model, *inputs = make(batch)
+    assert step_between(step, model, inputs, low, high) is None
+
+
+def test_numbers_that_are_not_whole_are_none(ends):
+    (step, low), (_, high) = ends
+    model, *inputs = make(2)
+    odd = replace(high, numbers=array("q", [high.numbers[0], *(number + 1 for number in high.numbers[1:])]))
+    assert step_between(step, model, inputs, low, odd) is None
+
+
+def test_another_model_is_none(ends):
+    (step, low), (_, high) = ends
+    wider = replace(CONFIG, hidden=101)
+    model, *inputs = llama_model.on_meta(wider, 2, 16)
+    assert step_between(step, model, inputs, low, high) is None
+    model, *_ = make(2)
+    _, *others = llama_model.on_meta(CONFIG, 2, 17)
+    assert step_between(step, model, others, low, high) is None
+
+
+def test_other_structures_are_none(ends):
+    (step, low), (_, high) = ends
+    model, *inputs = make(2)
+    assert step_between(step, model, inputs, low, replace(high, structure="another")) is None
 
 
 def test_a_budget_says_what_fits():
@@ -272,10 +370,10 @@ def test_everything_is_written(here, capsys):
 def test_processes_give_the_same(here, capsys):
     tables = []
     for factory, processes in (("sized", "2"), ("short", "1")):  # the second is resized
-        arguments = [f"swept_factories:{factory}", *GOOD, "--processes", processes, "--json", "out.json"]
-        assert main(["sweep", *arguments]) == 0
+        arguments = [*GOOD, "--batch", "2,3,4", "--processes", processes, "--json", "out.json"]
+        assert main(["sweep", f"swept_factories:{factory}", *arguments]) == 0
         tables.append(json.loads((here / "out.json").read_text())["points"])
-    assert "6/6" in capsys.readouterr().err
+    assert "9/9" in capsys.readouterr().err
     assert tables[0] == tables[1]
 
 

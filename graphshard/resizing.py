@@ -1,0 +1,185 @@
+"""A captured step for other sizes of its inputs, between two that were captured.
+
+Two captures of a model at two batch sizes are most often one graph with other numbers in it: sizes, strides
+and the arguments made of them. A size in between has the numbers in between, as far as they are whole. That the
+graph is the same there too is taken from its being the same on both sides; what cannot be told this way
+(another structure, a number that is no size) has to be captured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ._compat import lazy_graph_modules, tree_leaves
+from .capture import CapturedStep
+from .rewrite import copy_graph, fake_result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepNumbers:
+    """The whole numbers of a captured step, and a fingerprint of all else; small, and can be pickled.
+
+    Attributes:
+        structure: of nodes, ops, dtypes and whatever else is no whole number; of the model's parameters.
+        numbers: of the three graphs, in their order.
+        inputs: sizes of the tensors that the step was captured with.
+    """
+
+    structure: str
+    numbers: array[int]
+    inputs: tuple[int, ...]
+
+
+def numbers_of(step: CapturedStep, module: nn.Module, inputs: Any) -> StepNumbers:
+    """What a capture of ``module`` with ``inputs`` (any nesting of tensors) has of numbers."""
+    numbers = array("q")
+    digest = hashlib.sha256(repr(_parameters(module)).encode())
+
+    def collect(number: int) -> int:
+        numbers.append(number)
+        return 0
+
+    for gm in _graphs(step):
+        for node in gm.graph.nodes:
+            rest = _mapped((node.args, node.kwargs, _sizes(node.meta.get("val"))), collect)
+            kinds = [(value.dtype, value.device) for value in _tensors(node.meta.get("val"))]
+            digest.update(repr((node.op, node.name, _target_text(gm, node), rest, kinds)).encode())
+    return StepNumbers(structure=digest.hexdigest(), numbers=numbers, inputs=_input_sizes(inputs))
+
+
+def step_between(
+    step: CapturedStep, module: nn.Module, inputs: Any, low: StepNumbers, high: StepNumbers
+) -> CapturedStep | None:
+    """``step`` with the numbers that ``module`` with ``inputs`` has between ``low`` and ``high``.
+
+    Args:
+        step: one of the two captures; it stays as it is.
+        module, inputs: what the result is for.
+        low, high: the numbers of both captures.
+
+    Returns:
+        The step, without texts and records, or None where it has to be captured.
+    """
+    share = _share(low.inputs, high.inputs, _input_sizes(inputs))
+    if share is None or low.structure != high.structure or not _is_same_model(step, module):
+        return None
+    between = array("q")
+    for first, last in zip(low.numbers, high.numbers, strict=True):
+        number = first if first == last else first + share * (last - first)
+        if number != int(number):
+            return None
+        between.append(int(number))
+    numbers = iter(between)
+    with lazy_graph_modules():
+        joint, forward, backward = (_with_numbers(gm, numbers) for gm in _graphs(step))
+    return replace(step, joint=joint, forward=forward, backward=backward, text="", records=())
+
+
+def _graphs(step: CapturedStep) -> tuple[fx.GraphModule, fx.GraphModule, fx.GraphModule]:
+    return step.joint, step.forward, step.backward
+
+
+def _parameters(module: nn.Module) -> list[Any]:
+    return [
+        (name, tuple(param.shape), param.dtype, param.requires_grad)
+        for name, param in module.named_parameters()
+    ]
+
+
+def _is_same_model(step: CapturedStep, module: nn.Module) -> bool:
+    shapes = {name: shape for name, shape, _, _ in _parameters(module)}
+    return all(shapes.get(binding.name) == tuple(binding.shape) for binding in step.context.parameters)
+
+
+def _input_sizes(inputs: Any) -> tuple[int, ...]:
+    return tuple(size for value in tree_leaves(inputs) if isinstance(value, Tensor) for size in value.shape)
+
+
+def _share(low: Sequence[int], high: Sequence[int], sizes: Sequence[int]) -> Fraction | None:
+    """Where sizes lie on the way from low ones to high ones; None if they are not on it."""
+    if not len(low) == len(high) == len(sizes):
+        return None
+    shares = {
+        Fraction(size - first, last - first)
+        for first, last, size in zip(low, high, sizes, strict=True)
+        if first != last
+    }
+    is_same = all(size == first for first, last, size in zip(low, high, sizes, strict=True) if first == last)
+    if not is_same or len(shares) != 1:
+        return None
+    (share,) = shares
+    return share if 0 <= share <= 1 else None
+
+
+def _target_text(gm: fx.GraphModule, node: fx.Node) -> str:
+    """An op by its name; a graph inside the graph by an address, which no other capture has."""
+    if node.op == "get_attr" and isinstance(inner := getattr(gm, str(node.target), None), fx.GraphModule):
+        return str(id(inner))
+    return (
+        str(node.target)
+        if node.op != "call_function"
+        else getattr(node.target, "__name__", "") + str(getattr(node.target, "_overloadname", ""))
+    )
+
+
+def _mapped(value: Any, number: Callable[[int], int]) -> Any:
+    """Nested arguments with each whole number replaced."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return number(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(part, number) for part in value)
+    if isinstance(value, dict):
+        return {name: _mapped(part, number) for name, part in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_mapped(part, number) for part in (value.start, value.stop, value.step)))
+    return value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [
+        part for part in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(part, Tensor)
+    ]
+
+
+def _sizes(value: Any) -> Any:
+    """Shapes and strides; a number stands for itself."""
+    if isinstance(value, Tensor):
+        return (tuple(value.shape), tuple(value.stride()))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_sizes, value))
+    return value
+
+
+def _with_numbers(gm: fx.GraphModule, numbers: Iterator[int]) -> fx.GraphModule:
+    gm = copy_graph(gm)
+
+    def next_number(_: int) -> int:
+        return next(numbers)
+
+    for node in gm.graph.nodes:
+        value = node.meta.get("val")
+        args, kwargs, sizes = _mapped((node.args, node.kwargs, _sizes(value)), next_number)
+        node.args, node.kwargs = args, kwargs
+        if "val" in node.meta:
+            node.meta["val"] = _resized(value, sizes)
+    return gm
+
+
+def _resized(value: Any, sizes: Any) -> Any:
+    if isinstance(value, Tensor):
+        if _sizes(value) == sizes:
+            return value
+        return fake_result(torch.ops.aten.new_empty_strided.default, (value, *sizes), {})
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_resized, value, sizes))
+    return sizes
