@@ -41,7 +41,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--batch", default="1..8", metavar="NUMBERS", help="batch sizes of a rank (default 1..8, doubling)")
     add(
-        "--processes", type=int, metavar="N", help="batch sizes are shared out among so many (default: cores)"
+        "--processes", type=int, metavar="N", help="captures are shared out among so many (default: cores)"
     )
     add("--csv", type=Path, metavar="FILE", help="the table as comma-separated values")
     add("--json", type=Path, metavar="FILE", help="the table as data")
