@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ._compat import lazy_graph_modules
 from .backend import half_pipeline
 from .capture import CapturedStep, capture_step
 from .context import PassContext
@@ -137,7 +138,7 @@ def inspect(
     )
     stages = Stages(progress)
     stages.begin("capture")
-    with no_garbage_collection(), remembered_results():
+    with lazy_graph_modules(), no_garbage_collection(), remembered_results():
         captured = capture_step(
             module, args, kwargs, rules=settings.rules, loss=loss, checkpoint=settings.checkpoint,
             needs_loss=True, device_type=settings.card.device_type,

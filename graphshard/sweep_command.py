@@ -24,6 +24,7 @@ from .inspect_command import (
     read_inputs,
     refuse_missing_folders,
 )
+from .processes import start_early
 
 _OUTPUTS = ("csv", "json", "plot")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)(?::(\d+))?")
@@ -40,9 +41,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
         help="sizes of each axis: 8..1024 (doubling), 8..64:8 (steps of 8) or 8,24 (default shard=8..1024)",
     )
     add("--batch", default="1..8", metavar="NUMBERS", help="batch sizes of a rank (default 1..8, doubling)")
-    add(
-        "--processes", type=int, metavar="N", help="captures are shared out among so many (default: cores)"
-    )
+    add("--processes", type=int, metavar="N", help="captures are shared out among so many (default: cores)")
     add("--csv", type=Path, metavar="FILE", help="the table as comma-separated values")
     add("--json", type=Path, metavar="FILE", help="the table as data")
     add("--plot", type=Path, metavar="FILE", help="throughput, memory and exposed share against devices")
@@ -59,6 +58,8 @@ def run_sweep(options: argparse.Namespace) -> int:
     if find_loss is not None:
         find_loss()
     make = batched(options.factory)
+    if num_processes > 1:
+        start_early()
     # What follows loads Inductor, which takes seconds: mistakes above are told at once.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

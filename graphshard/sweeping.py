@@ -9,7 +9,6 @@ numbers of ranks in it, through the passes (:mod:`graphshard.resharding`), and g
 
 from __future__ import annotations
 
-import multiprocessing
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from .capture import CapturedStep, ShardingRules, capture_step
 from .errors import CaptureError, OptionError
 from .inspection import Inspection
 from .inspection_settings import Settings, count_tokens, plain_inputs, read_settings, refuse_sharded
+from .processes import process_context
 from .report.sweep_data import Sweep, SweepPoint, sweep_point
 from .resharding import can_reshard, reshard_step
 from .resizing import StepNumbers, numbers_of, step_between
@@ -216,7 +216,7 @@ def _run(
         for work in works:
             work.do_others()
         return [work.result for work in works]
-    context = multiprocessing.get_context("spawn")
+    context = process_context()
     with context.Manager() as manager:
         told, numbers = manager.Queue(), manager.dict()
         with ProcessPoolExecutor(len(jobs), mp_context=context) as pool:
@@ -356,11 +356,11 @@ class _Work:
         kwargs: Mapping[str, Any],
     ) -> None:
         tokens = count_tokens(args, kwargs)
-        with spared_by_garbage_collection():
+        with spared_by_garbage_collection(), remembered_results():
             for index in indices:
                 settings = self._job.settings[index]
                 began = time.perf_counter()
-                with no_garbage_collection(), remembered_results():
+                with no_garbage_collection():
                     point = _point(self.result.model, module, captured, settings, batch, tokens)
                 self.result.points[batch, index] = point
                 self.result.point_seconds += time.perf_counter() - began

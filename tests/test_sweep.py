@@ -20,6 +20,7 @@ from graphshard.capture import ShardingRules, capture_step
 from graphshard.cli import main
 from graphshard.errors import CaptureError, OptionError, ShardingError, UsageError
 from graphshard.graph_text import graph_text
+from graphshard.processes import process_context, start_early
 from graphshard.report import CATEGORIES
 from graphshard.resharding import can_reshard, reshard_step
 from graphshard.resizing import numbers_of, step_between
@@ -453,3 +454,15 @@ def test_points_without_tokens_count_samples(tmp_path):
     assert [column.header for column in sweep_table(found).columns][6] == "samples/s"
     sweep_plot(replace(found, points=(point, replace(point, fits=False))), tmp_path / "out.svg")
     assert "<svg" in (tmp_path / "out.svg").read_text()
+
+
+def test_processes_start_from_one_that_has_imported(monkeypatch):
+    started = []
+    monkeypatch.setattr("multiprocessing.forkserver.ensure_running", lambda: started.append(True))
+    assert process_context().get_start_method() == "forkserver"
+    start_early()
+    assert started == [True]
+    monkeypatch.setattr("multiprocessing.get_all_start_methods", lambda: ["spawn"])
+    assert process_context().get_start_method() == "spawn"
+    start_early()
+    assert started == [True]
