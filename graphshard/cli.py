@@ -7,11 +7,13 @@ One function per subcommand, registered in :data:`SUBCOMMANDS`. A mistake of the
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -51,6 +53,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"graphshard {options.subcommand}: {error}", file=sys.stderr)
         return 2
+
+
+def entry() -> NoReturn:
+    """The console script: what is left when a process ends need not be looked through for garbage."""
+    status = main()
+    gc.freeze()
+    sys.exit(status)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -85,6 +85,7 @@ def run_inspect(options: argparse.Namespace) -> int:
     from .report.summary import print_summary
     from .report.text import report_text
     from .report.trace import write_trace
+    from .rewrite import no_garbage_collection
 
     progress = _Progress()
     progress("import the model")
@@ -96,25 +97,18 @@ def run_inspect(options: argparse.Namespace) -> int:
         return _print_formulas(
             options, (model, args, kwargs), dynamic=dynamic, mesh=mesh, loss=loss, progress=progress, **given
         )
-    report = inspect(
-        model,
-        args,
-        kwargs,
-        mesh=mesh,
-        loss=loss,
-        progress=progress,
-        **given,
-    )
-    progress("done")
-    print_summary(report, Console(width=None if sys.stdout.isatty() else 160))
-    if options.html is not None:
-        write_html(report, options.html)
-    if options.text is not None:
-        options.text.write_text(report_text(report))
-    if options.trace is not None:
-        write_trace(report, options.trace)
-    if options.json is not None:
-        report.to_json(options.json)
+    with no_garbage_collection():
+        report = inspect(model, args, kwargs, mesh=mesh, loss=loss, progress=progress, **given)
+        progress("done")
+        print_summary(report, Console(width=None if sys.stdout.isatty() else 160))
+        if options.html is not None:
+            write_html(report, options.html)
+        if options.text is not None:
+            options.text.write_text(report_text(report))
+        if options.trace is not None:
+            write_trace(report, options.trace)
+        if options.json is not None:
+            report.to_json(options.json)
     for name in _OUTPUTS:
         if getattr(options, name) is not None:
             print(f"wrote {getattr(options, name)}")

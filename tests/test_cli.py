@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from graphshard.cli import SUBCOMMANDS, format_table, main
+from graphshard.cli import SUBCOMMANDS, entry, format_table, main
 from graphshard.cost import known_cards, load_card
 from graphshard.errors import CardError
 
@@ -31,6 +31,16 @@ def test_a_mistake_is_one_line_and_status_2(capsys):
     assert printed.out == ""
     assert printed.err.startswith("graphshard cards: no hardware card 'h1000'")
     assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("arguments", "status"), [(["cards"], 0), (["cards", "h1000"], 2)])
+def test_the_script_ends_with_the_status_and_without_a_last_collection(arguments, status, capsys, monkeypatch):
+    frozen = []
+    monkeypatch.setattr("sys.argv", ["graphshard", *arguments])
+    monkeypatch.setattr("gc.freeze", lambda: frozen.append(True))
+    with pytest.raises(SystemExit) as stop:
+        entry()
+    assert stop.value.code == status and frozen == [True]
 
 
 def test_debug_shows_the_traceback():
