@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch._dynamo.exc import TorchDynamoException  # checked: 2.13
-from torch._dynamo.functional_export import dynamo_graph_capture_for_export  # checked: 2.13
+from torch._dynamo.functional_export import _dynamo_graph_capture_for_export  # checked: 2.13
 from torch._functorch._aot_autograd.descriptors import ParamAOTInput  # checked: 2.13
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # checked: 2.13
 from torch._guards import detect_fake_mode  # checked: 2.13
@@ -148,8 +148,12 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 def capture_with_dynamo(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> fx.GraphModule:
-    """One graph of a forward; its parameters are the module's own, tied ones under each name (checked: 2.13)."""
-    return dynamo_graph_capture_for_export(module)(*args, **kwargs)
+    """One graph of a forward; its parameters are the module's own (checked: 2.13).
+
+    The newer ``dynamo_graph_capture_for_export`` builds no guards, but makes inputs of parameters and buffers
+    that nothing reads, once for each of their names, and lets numbers become symbols.
+    """
+    return _dynamo_graph_capture_for_export(module)(*args, **kwargs)
 
 
 def export_joint(

@@ -203,7 +203,6 @@ def capture_step(
                 "nothing is trained: what the model returns does not depend on a parameter in a way that has a gradient"
             )
         num_results = len(output_values(joint.graph)) - len(primals)
-        primals = _without_other_names(joint, primals, traced)
         if needs_loss:
             _refuse_other_results(output_values(joint.graph)[:num_results])
         plain = []
@@ -332,31 +331,6 @@ def _export(
     for node in joint.graph.find_nodes(op="placeholder"):
         node.meta.setdefault("val", None)  # a number among the inputs, which the graph holds as a constant
     return joint
-
-
-def _without_other_names(
-    joint: fx.GraphModule, primals: Sequence[fx.Node], traced: fx.GraphModule
-) -> list[fx.Node]:
-    """A tied parameter enters once: its other names are inputs that nothing reads, with no gradient."""
-    values = output_values(joint.graph)
-    results, gradients = values[: -len(primals)], values[-len(primals) :]
-    named: dict[int, list[fx.Node]] = {}
-    for node in primals:
-        if (param := parameter_of_input(node, traced)) is not None:
-            named.setdefault(id(param), []).append(node)
-    kept = dict(zip(primals, gradients, strict=True))
-    for nodes in named.values():
-        _, *others = sorted(nodes, key=lambda node: not node.users)
-        for node in others:
-            assert kept.pop(node) is None and not node.users, "torch reads a tied parameter by one name"
-    output = joint.graph.output_node()
-    output.args = ((*results, *kept.values()),)
-    described = output.meta["desc"]
-    of_input = zip(primals, described[len(results) :], strict=True)
-    output.meta["desc"] = [*described[: len(results)], *(one for node, one in of_input if node in kept)]
-    for node in set(primals) - set(kept):
-        joint.graph.erase_node(node)
-    return list(kept)
 
 
 def _fake_copy(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:

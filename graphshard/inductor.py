@@ -23,7 +23,7 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
-from ._compat import RNG_WRAPPERS, call_of, run_and_save_rng_state, run_with_rng_state
+from ._compat import RNG_WRAPPERS, call_of, detect_fake_mode, run_and_save_rng_state, run_with_rng_state
 from .collectives import is_collective, is_wait, short_name
 from .errors import OptionError
 from .rewrite import fake_result
@@ -133,7 +133,8 @@ def partition_as_inductor(
     """
     inputs = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
     patches = config_patches({}) | {_JOINT_PASS: _JointPass(joint_pass)}
-    with inductor_config.patch(patches):
+    # Inductor's replacement of random ops asks for the mode of the values, as its compiler sets it.
+    with inductor_config.patch(patches), V.set_fake_mode(detect_fake_mode(inputs)):
         return partition_fn(
             joint,
             inputs,

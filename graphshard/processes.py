@@ -1,4 +1,4 @@
-"""How processes that capture are started: from one that has imported what they need."""
+"""How processes that capture are started."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ _METHOD = "forkserver"
 
 def process_context() -> BaseContext:
     """Starts processes without the state of this one; "spawn" where there is no fork server."""
-    if _METHOD not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context(_METHOD)
-    context.set_forkserver_preload(["graphshard.sweeping"])
-    return context
+    is_known = _METHOD in multiprocessing.get_all_start_methods()
+    return multiprocessing.get_context(_METHOD if is_known else "spawn")
 
 
 def start_early() -> None:
-    """Lets the fork server import while the caller does: both take seconds."""
-    if process_context().get_start_method() == _METHOD:
+    """For commands: a fork server imports what captures need while the caller does, which takes seconds."""
+    context = process_context()
+    if context.get_start_method() == _METHOD:
+        context.set_forkserver_preload(["graphshard.sweeping"])
         multiprocessing.forkserver.ensure_running()

@@ -1,15 +1,15 @@
 """A captured step for other sizes of its inputs, between two that were captured.
 
 Two captures of a model at two batch sizes are most often one graph with other numbers in it: sizes, strides
-and the arguments made of them. A size in between has the numbers in between, as far as they are whole. That the
-graph is the same there too is taken from its being the same on both sides; what cannot be told this way
-(another structure, a number that is no size) has to be captured.
+and the arguments made of them. A size in between has the numbers in between, as far as they are whole, and as far
+as each op gives for its inputs what the graph then says it gives. Anything else (another structure, numbers that
+grow with the square of the batch) has to be captured. What stays unseen is a number that shapes do not contradict and
+that is not linear in the batch, such as padding to a multiple, or another graph for a size strictly between.
 """
 
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ._compat import lazy_graph_modules, tree_leaves
+from ._compat import call_of, lazy_graph_modules, tree_leaves
 from .capture import CapturedStep
 from .rewrite import copy_graph, fake_result
 
@@ -31,16 +31,18 @@ class StepNumbers:
         structure: of nodes, ops, dtypes and whatever else is no whole number; of the model's parameters.
         numbers: of the three graphs, in their order.
         inputs: sizes of the tensors that the step was captured with.
+        other_inputs: what else is said of them, and inputs that are no tensors.
     """
 
     structure: str
-    numbers: array[int]
+    numbers: tuple[int, ...]
     inputs: tuple[int, ...]
+    other_inputs: str
 
 
-def numbers_of(step: CapturedStep, module: nn.Module, inputs: Any) -> StepNumbers:
-    """What a capture of ``module`` with ``inputs`` (any nesting of tensors) has of numbers."""
-    numbers = array("q")
+def numbers_of(step: CapturedStep, module: nn.Module, inputs: Any) -> StepNumbers | None:
+    """What a capture of ``module`` with ``inputs`` (any nesting) has of numbers; None for graphs inside of graphs."""
+    numbers: list[int] = []
     digest = hashlib.sha256(repr(_parameters(module)).encode())
 
     def collect(number: int) -> int:
@@ -48,30 +50,46 @@ def numbers_of(step: CapturedStep, module: nn.Module, inputs: Any) -> StepNumber
         return 0
 
     for gm in _graphs(step):
+        if any(isinstance(inner, fx.GraphModule) for inner in gm.children()):
+            return None
         for node in gm.graph.nodes:
             rest = _mapped((node.args, node.kwargs, _sizes(node.meta.get("val"))), collect)
             kinds = [(value.dtype, value.device) for value in _tensors(node.meta.get("val"))]
-            digest.update(repr((node.op, node.name, _target_text(gm, node), rest, kinds)).encode())
-    return StepNumbers(structure=digest.hexdigest(), numbers=numbers, inputs=_input_sizes(inputs))
+            digest.update(repr((node.op, node.name, _op_text(node.target), rest, kinds)).encode())
+    return StepNumbers(
+        structure=digest.hexdigest(),
+        numbers=tuple(numbers),
+        inputs=_input_sizes(inputs),
+        other_inputs=_other_inputs(inputs),
+    )
 
 
 def step_between(
-    step: CapturedStep, module: nn.Module, inputs: Any, low: StepNumbers, high: StepNumbers
+    step: CapturedStep,
+    own: StepNumbers,
+    module: nn.Module,
+    inputs: Any,
+    low: StepNumbers,
+    high: StepNumbers,
 ) -> CapturedStep | None:
     """``step`` with the numbers that ``module`` with ``inputs`` has between ``low`` and ``high``.
 
     Args:
-        step: one of the two captures; it stays as it is.
+        step, own: a capture of the same structure, and its numbers; it stays as it is.
         module, inputs: what the result is for.
-        low, high: the numbers of both captures.
+        low, high: the numbers of two captures.
 
     Returns:
         The step, without texts and records, or None where it has to be captured.
     """
     share = _share(low.inputs, high.inputs, _input_sizes(inputs))
-    if share is None or low.structure != high.structure or not _is_same_model(step, module):
+    if share is None or not own.structure == low.structure == high.structure:
         return None
-    between = array("q")
+    if not own.other_inputs == low.other_inputs == high.other_inputs == _other_inputs(inputs):
+        return None
+    if not _is_same_model(step, module):
+        return None
+    between = []
     for first, last in zip(low.numbers, high.numbers, strict=True):
         number = first if first == last else first + share * (last - first)
         if number != int(number):
@@ -80,6 +98,8 @@ def step_between(
     numbers = iter(between)
     with lazy_graph_modules():
         joint, forward, backward = (_with_numbers(gm, numbers) for gm in _graphs(step))
+    if not all(map(_is_consistent, (forward, backward))):
+        return None
     return replace(step, joint=joint, forward=forward, backward=backward, text="", records=())
 
 
@@ -119,15 +139,19 @@ def _share(low: Sequence[int], high: Sequence[int], sizes: Sequence[int]) -> Fra
     return share if 0 <= share <= 1 else None
 
 
-def _target_text(gm: fx.GraphModule, node: fx.Node) -> str:
-    """An op by its name; a graph inside the graph by an address, which no other capture has."""
-    if node.op == "get_attr" and isinstance(inner := getattr(gm, str(node.target), None), fx.GraphModule):
-        return str(id(inner))
+def _op_text(target: Any) -> str:
+    """An op by its name: a function's own text has an address in it."""
     return (
-        str(node.target)
-        if node.op != "call_function"
-        else getattr(node.target, "__name__", "") + str(getattr(node.target, "_overloadname", ""))
+        str(target)
+        if isinstance(target, (str, torch._ops.OpOverload))
+        else str(getattr(target, "__name__", target))
     )
+
+
+def _other_inputs(inputs: Any) -> str:
+    """Of tensors what is no size, and everything that is no tensor."""
+    leaves = tree_leaves(inputs)
+    return repr([(leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
 def _mapped(value: Any, number: Callable[[int], int]) -> Any:
@@ -160,6 +184,11 @@ def _sizes(value: Any) -> Any:
     return value
 
 
+def _shapes(value: Any) -> Any:
+    """Strides aside: those that are written may be what Inductor makes of them."""
+    return [tuple(part.shape) for part in _tensors(value)]
+
+
 def _with_numbers(gm: fx.GraphModule, numbers: Iterator[int]) -> fx.GraphModule:
     gm = copy_graph(gm)
 
@@ -183,3 +212,17 @@ def _resized(value: Any, sizes: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(map(_resized, value, sizes))
     return sizes
+
+
+def _is_consistent(gm: fx.GraphModule) -> bool:
+    """Whether each op gives, for the values of its inputs, the shapes that are written at it."""
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        try:
+            value = fake_result(*call_of(node))
+        except (RuntimeError, TypeError, ValueError, IndexError):  # a shape that the op refuses
+            return False
+        if _shapes(value) != _shapes(node.meta["val"]):
+            return False
+    return True

@@ -42,6 +42,12 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--batch", default="1..8", metavar="NUMBERS", help="batch sizes of a rank (default 1..8, doubling)")
     add("--processes", type=int, metavar="N", help="captures are shared out among so many (default: cores)")
+    add(
+        "--captures",
+        choices=("ends", "all"),
+        default="ends",
+        help="batches to capture: the smallest and the largest, and others where graphs differ; or all",
+    )
     add("--csv", type=Path, metavar="FILE", help="the table as comma-separated values")
     add("--json", type=Path, metavar="FILE", help="the table as data")
     add("--plot", type=Path, metavar="FILE", help="throughput, memory and exposed share against devices")
@@ -81,6 +87,7 @@ def run_sweep(options: argparse.Namespace) -> int:
             batches=batches,
             loss=None if find_loss is None else Later(find_loss),
             num_processes=num_processes,
+            captures=options.captures,
             progress=progress,
             **given,
         )
@@ -92,6 +99,11 @@ def run_sweep(options: argparse.Namespace) -> int:
         f"a capture {found.capture_seconds / found.num_captures:.1f} s, "
         f"a point {found.point_seconds / len(found.points):.2f} s"
     )
+    if found.between:
+        print(
+            f"batch {', '.join(map(str, found.between))}: in between those captured, with equal graphs "
+            "(--captures all captures each)"
+        )
     if options.csv is not None:
         found.to_csv(options.csv)
     if options.json is not None:

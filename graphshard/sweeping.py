@@ -2,17 +2,18 @@
 
 The model is captured with the smallest and the largest batch, and in each further process with one more; a
 batch size in between takes its numbers from those two captures where their graphs are the same
-(:mod:`graphshard.resizing`), and is captured where not. Every mesh takes a copy of a capture, with other
-numbers of ranks in it, through the passes (:mod:`graphshard.resharding`), and gives exactly the numbers of
-:func:`graphshard.inspect`.
+(:mod:`graphshard.resizing`, which also says what that can miss), and is captured where not. Every mesh takes
+a copy of a capture, with other numbers of ranks in it, through the passes (:mod:`graphshard.resharding`), and
+gives exactly the numbers of :func:`graphshard.inspect`.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,6 +32,9 @@ from .resizing import StepNumbers, numbers_of, step_between
 from .rewrite import no_garbage_collection, remembered_results, spared_by_garbage_collection
 from .stages import Stages
 
+#: What of ``sweep(captures=...)`` there is.
+CAPTURES = ("ends", "all")
+
 #: Model, positional and keyword inputs for a batch size.
 Inputs = tuple[nn.Module | torch.export.ExportedProgram, Sequence[Any], Mapping[str, Any]]
 
@@ -42,6 +46,7 @@ def sweep(
     batches: Sequence[int],
     loss: Callable[[Any], torch.Tensor] | Later | None = None,
     num_processes: int = 1,
+    captures: str = "ends",
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
 ) -> Sweep:
@@ -54,25 +59,38 @@ def sweep(
         loss: as in :func:`graphshard.inspect`, or how to find it.
         num_processes: captures are shared out among so many; with more than one, ``make`` and
             ``loss`` must be functions that can be pickled, or a :class:`Later`.
+        captures: "ends" for the smallest and the largest batch, and those in between only where their graphs
+            differ (:mod:`graphshard.resizing` says what that may miss); "all" for each.
         progress: is told what is being done, how many points are done, and how many there are.
         options: others of :func:`graphshard.inspect`: hardware, tables, units, mp_policy,
             reshard_after_forward, optimizer, micro_batches, plan, checkpoint. ``memory_budget`` is what
             a point must keep to fit; nothing is refused for exceeding it.
 
     Raises:
-        OptionError: no meshes or no batch sizes, or ones that are no whole numbers; an unknown option.
+        OptionError: no meshes or no batch sizes, or ones that are no whole numbers; an unknown option, or
+            ``captures``.
         CaptureError: a batch size cannot be captured, or a process died.
         GraphShardError: as :func:`graphshard.inspect`.
     """
     _refuse_no_numbers("batches", batches)
     _refuse_no_numbers("num_processes", [num_processes])
+    if captures not in CAPTURES:
+        raise OptionError(f"captures={captures!r}: write {' or '.join(map(repr, CAPTURES))}")
     if not meshes:
         raise OptionError("meshes: there must be one at least")
     batches, meshes = list(dict.fromkeys(batches)), _distinct(meshes)
     each = [_read_options(options, mesh) for mesh in meshes]
-    captured, others = _shared_out(sorted(batches), num_processes)
+    captured, others = _shared_out(sorted(batches), len(batches) if captures == "all" else num_processes)
     jobs = [
-        _Job(make=make, loss=loss, batch=batch, others=rest, ends=(min(batches), max(batches)), settings=each)
+        _Job(
+            make=make,
+            loss=loss,
+            batch=batch,
+            others=rest,
+            has_others=any(others),
+            ends=(min(batches), max(batches)),
+            settings=each,
+        )
         for batch, rest in zip(captured, others, strict=True)
     ]
     results = _run(jobs, num_processes, len(batches), progress)
@@ -86,6 +104,7 @@ def sweep(
         settings=settings.as_dict(),
         limit_bytes=limit,
         points=tuple(found),
+        between=tuple(sorted({batch for result in results for batch in result.between})),
         num_captures=sum(result.num_captures for result in results),
         capture_seconds=sum(result.capture_seconds for result in results),
         point_seconds=sum(result.point_seconds for result in results),
@@ -145,6 +164,7 @@ class _Job:
 
     Attributes:
         others: batch sizes between ``ends``, whose numbers are put into this capture.
+        has_others: whether any job has such.
         ends: the smallest and the largest batch size of all.
     """
 
@@ -152,6 +172,7 @@ class _Job:
     loss: Callable[[Any], torch.Tensor] | Later | None
     batch: int
     others: tuple[int, ...]
+    has_others: bool
     ends: tuple[int, int]
     settings: list[Settings]
 
@@ -161,6 +182,7 @@ class _Result:
     """Points by batch size and index of the mesh."""
 
     model: str = ""
+    between: list[int] = field(default_factory=list)
     points: dict[tuple[int, int], SweepPoint] = field(default_factory=dict)
     num_captures: int = 0
     capture_seconds: float = 0.0
@@ -219,11 +241,16 @@ def _run(
     context = process_context()
     with context.Manager() as manager:
         told, numbers = manager.Queue(), manager.dict()
-        with ProcessPoolExecutor(len(jobs), mp_context=context) as pool:
-            futures = [pool.submit(_work_elsewhere, job, told, numbers) for job in jobs]
+        with ProcessPoolExecutor(min(num_processes, len(jobs)), mp_context=context) as pool:
+            environment = dict(os.environ)
+            futures = [pool.submit(_work_elsewhere, job, environment, told, numbers) for job in jobs]
             for message in _messages(told, futures):
                 tell(*message)
             try:
+                wait(futures)
+                errors = [future.exception() for future in futures]
+                for error in sorted(filter(None, errors), key=lambda error: isinstance(error, _StoppedError)):
+                    raise error
                 return [future.result() for future in futures]
             except BrokenProcessPool as error:
                 raise CaptureError(
@@ -246,32 +273,45 @@ def _messages(told: Any, futures: list[Future[_Result]]) -> Iterator[tuple[str, 
                 return
 
 
-def _work_elsewhere(job: _Job, told: Any, numbers: Any) -> _Result:
+class _StoppedError(CaptureError):
+    """Another process of the sweep failed, and its error is the one to show."""
+
+
+#: In place of batch size and class of meshes, once a process has failed.
+_FAILED = (-1, -1)
+
+
+def _work_elsewhere(job: _Job, environment: Mapping[str, str], told: Any, numbers: Any) -> _Result:
     torch.set_num_threads(1)
+    os.environ.clear()  # a fork server has that of its own start
+    os.environ.update(environment)
+
+    def stop_with_others() -> None:
+        if _FAILED in numbers:
+            raise _StoppedError("another process of the sweep failed")
+
+    def tell(what: str, is_point: bool) -> None:
+        stop_with_others()
+        told.put((what, is_point))
 
     def put(key: tuple[int, int], value: StepNumbers | None) -> None:
         numbers[key] = value
 
     def get(key: tuple[int, int]) -> StepNumbers | None:
         while key not in numbers:
-            if (key[0], _FAILED) in numbers:
-                return None
+            stop_with_others()
             time.sleep(0.1)
         found: StepNumbers | None = numbers[key]
         return found
 
     try:
-        work = _Work(job, lambda what, is_point: told.put((what, is_point)), put, get)
+        work = _Work(job, tell, put, get)
         work.capture()
         work.do_others()
     except BaseException:
-        numbers[job.batch, _FAILED] = None
+        put(_FAILED, None)
         raise
     return work.result
-
-
-#: In place of the number of a capture, when there will be none.
-_FAILED = -1
 
 
 class _Work:
@@ -294,7 +334,7 @@ class _Work:
         self._job, self._tell, self._put, self._get = job, tell, put, get
         self._loss = job.loss.load() if isinstance(job.loss, Later) else job.loss
         self._classes = _classes_of_meshes(job.settings)
-        self._captured: list[CapturedStep] = []
+        self._captured: list[tuple[CapturedStep, StepNumbers | None]] = []
 
     def capture(self) -> None:
         """The job's own batch size."""
@@ -302,9 +342,9 @@ class _Work:
         self.result.model = name
         for number, indices in enumerate(self._classes):
             captured = self._capture(self._job.batch, self._job.settings[indices[0]], module, args, kwargs)
-            self._captured.append(captured)
-            if self._job.batch in self._job.ends:
-                self._put((self._job.batch, number), numbers_of(captured, module, (args, kwargs)))
+            found = numbers_of(captured, module, (args, kwargs)) if self._needs_numbers() else None
+            self._captured.append((captured, found))
+            self._put((self._job.batch, number), found)
             self._points(self._job.batch, indices, captured, module, args, kwargs)
 
     def do_others(self) -> None:
@@ -312,15 +352,21 @@ class _Work:
         for batch in self._job.others:
             name, module, args, kwargs = self._inputs(batch)
             for number, indices in enumerate(self._classes):
-                self._tell(f"batch {batch} between those captured", False)
+                self._tell(f"wait for the captures of batches {', '.join(map(str, self._job.ends))}", False)
                 low, high = (self._get((end, number)) for end in self._job.ends)
+                captured, own = self._captured[number]
                 step = None
-                if low is not None and high is not None and name == self.result.model:
+                if own is not None and low is not None and high is not None and name == self.result.model:
                     with no_garbage_collection(), remembered_results():
-                        step = step_between(self._captured[number], module, (args, kwargs), low, high)
+                        step = step_between(captured, own, module, (args, kwargs), low, high)
                 if step is None:
                     step = self._capture(batch, self._job.settings[indices[0]], module, args, kwargs)
+                else:
+                    self.result.between.append(batch)
                 self._points(batch, indices, step, module, args, kwargs)
+
+    def _needs_numbers(self) -> bool:
+        return self._job.has_others
 
     def _inputs(self, batch: int) -> tuple[str, nn.Module, Sequence[Any], Mapping[str, Any]]:
         name, module, args, kwargs, sharded = plain_inputs(*self._job.make(batch))

@@ -125,6 +125,35 @@ def test_a_brief_capture_has_the_same_graphs_and_no_texts():
         assert texts[0] == texts[1]
 
 
+class _WithIdleParts(nn.Module):
+    """A parameter and a buffer that nothing reads, one buffer under two names, dropout, a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.idle = nn.Linear(4, 4), nn.Linear(1000, 1000)
+        self.register_buffer("unread", torch.ones(7000))
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("again", self.scale)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x, factor):
+        return (self.dropout(self.linear(x)) * self.scale * self.again * factor).square().mean()
+
+
+def test_what_nothing_reads_is_no_input_and_numbers_are_constants():
+    for factor in (0.5, 0.25):
+        captured = capture_step(
+            _WithIdleParts(), [torch.ones(8, 4), factor], rules=ShardingRules(mesh={"shard": 4})
+        )
+        shapes = [
+            tuple(node.meta["val"].shape)
+            for node in captured.forward.graph.find_nodes(op="placeholder")
+            if isinstance(node.meta.get("val"), Tensor) and captured.context.binding(node.name) is None
+        ]
+        assert shapes.count((4,)) <= 1 and (7000,) not in shapes and (1000, 1000) not in shapes
+        assert f", {factor})" in graph_text(captured.joint)
+
+
 def test_model_and_inputs_are_left_alone():
     model = MODELS["two_linears"]()
     before = copy.deepcopy(model.state_dict())

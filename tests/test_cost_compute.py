@@ -174,6 +174,26 @@ def test_symbolic_sizes_count_with_their_hints():
     assert totals[0] == totals[1] > 0
 
 
+def test_symbols_among_the_arguments_of_attention_count_with_their_hints():
+    """CUDA's flash attention gives its longest sequences, which its backward takes."""
+    build = GraphBuilder()
+    q = build.input("q", 2, 4, 16, 8)
+    node = build(aten._scaled_dot_product_flash_attention_for_cpu.default, q, q, q)
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    size = mode.from_tensor(torch.empty(7, 4), static_shapes=False).shape[0]
+    assert isinstance(size, torch.SymInt)
+    flops = model_flops(node)
+    node.meta["val"] = (*node.meta["val"], size)
+    assert model_flops(node) == flops == 4 * 2 * 4 * 16 * 16 * 8
+
+
+def test_arguments_that_cannot_be_remembered_count():
+    build = GraphBuilder()
+    node = build(MM, build.input("a", 2, 3), build.input("b", 3, 4))
+    node.meta["val"] = {"not": "hashable"}
+    assert model_flops(node) == 2 * 2 * 3 * 4
+
+
 # fusion ------------------------------------------------------------------------------------------
 
 

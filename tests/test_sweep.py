@@ -1,9 +1,10 @@
 """``graphshard sweep``: every point is what inspect says, with two captures for all batch sizes."""
 
 import csv
+import gc
 import json
+import os
 import sys
-from array import array
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,7 @@ from graphshard.processes import process_context, start_early
 from graphshard.report import CATEGORIES
 from graphshard.resharding import can_reshard, reshard_step
 from graphshard.resizing import numbers_of, step_between
+from graphshard.rewrite import spared_by_garbage_collection
 from graphshard.sweep_command import parse_meshes, parse_numbers
 from graphshard.sweeping import resized
 
@@ -128,7 +130,7 @@ def test_batches_between_the_ends_are_not_captured():
     found = sweeping.sweep(
         make, meshes=meshes, batches=[2, 1, 4], progress=lambda *what: told.append(what), **OPTIONS
     )
-    assert found.num_captures == 4  # two batch sizes, with and without shards
+    assert found.num_captures == 4 and found.between == (2,)  # two batch sizes, with and without shards
     assert [(point.batch, point.mesh) for point in found.points] == [
         (batch, mesh) for mesh in meshes for batch in (2, 1, 4)
     ]
@@ -157,7 +159,7 @@ def test_a_batch_between_ends_that_differ_is_captured():
         return _Branches(3), (torch.ones(batch, 4),), {}
 
     found = sweeping.sweep(make, meshes=[{"shard": 2}], batches=[1, 2, 4], hardware=ROUND_CARD)
-    assert found.num_captures == 3
+    assert found.num_captures == 3 and found.between == ()
     report = graphshard.inspect(*make(2), mesh={"shard": 2}, hardware=ROUND_CARD)
     assert found.points[1].step_seconds == report.step_seconds
 
@@ -180,7 +182,7 @@ def test_a_step_between_two_is_the_captured_one(end, ends):
     (_, low), (_, high) = ends
     model, *inputs = make(2)
     before = [graph_text(gm) for gm in (ends[end][0].joint, ends[end][0].forward, ends[end][0].backward)]
-    between = step_between(ends[end][0], model, inputs, low, high)
+    between = step_between(ends[end][0], ends[end][1], model, inputs, low, high)
     captured, _ = _numbered(2)
     for half in ("joint", "forward", "backward"):
         assert graph_text(getattr(between, half)) == graph_text(getattr(captured, half))
@@ -192,30 +194,76 @@ def test_a_step_between_two_is_the_captured_one(end, ends):
 def test_a_step_outside_of_the_two_is_none(batch, ends):
     (step, low), (_, high) = ends
     model, *inputs = make(batch)
-    assert step_between(step, model, inputs, low, high) is None
+    assert step_between(step, low, model, inputs, low, high) is None
 
 
 def test_numbers_that_are_not_whole_are_none(ends):
     (step, low), (_, high) = ends
     model, *inputs = make(2)
-    odd = replace(high, numbers=array("q", [high.numbers[0], *(number + 1 for number in high.numbers[1:])]))
-    assert step_between(step, model, inputs, low, odd) is None
+    odd = replace(high, numbers=tuple(number + 1 for number in high.numbers))
+    assert step_between(step, low, model, inputs, low, odd) is None
 
 
 def test_another_model_is_none(ends):
     (step, low), (_, high) = ends
     wider = replace(CONFIG, hidden=101)
     model, *inputs = llama_model.on_meta(wider, 2, 16)
-    assert step_between(step, model, inputs, low, high) is None
+    assert step_between(step, low, model, inputs, low, high) is None
     model, *_ = make(2)
     _, *others = llama_model.on_meta(CONFIG, 2, 17)
-    assert step_between(step, model, others, low, high) is None
+    assert step_between(step, low, model, others, low, high) is None
 
 
 def test_other_structures_are_none(ends):
     (step, low), (_, high) = ends
     model, *inputs = make(2)
-    assert step_between(step, model, inputs, low, replace(high, structure="another")) is None
+    assert step_between(step, low, model, inputs, low, replace(high, structure="another")) is None
+    own = replace(low, structure="another")
+    assert step_between(step, own, model, inputs, low, high) is None
+
+
+def test_other_kinds_of_inputs_are_none(ends):
+    (step, low), (_, high) = ends
+    model, args, kwargs = make(2)
+    longer = [value.int() for value in args]
+    assert step_between(step, low, model, (longer, kwargs), low, high) is None
+
+
+class _Squares(torch.nn.Module):
+    """Samples against samples, the first score left out: numbers that are no linear function of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        n, features = x.shape[0], self.linear(x)
+        scores = (features @ features.T).flatten()[1:].view(n - 1, n + 1)
+        return scores[:, :-1].square().mean()
+
+
+def test_numbers_that_shapes_contradict_are_captured():
+    def make(batch):
+        return _Squares(), (torch.ones(2 * batch, 4),), {}
+
+    found = sweeping.sweep(make, meshes=[{"shard": 2}], batches=[2, 3, 4, 5], hardware=ROUND_CARD)
+    assert found.between == () and found.num_captures == 4
+    report = graphshard.inspect(*make(3), mesh={"shard": 2}, hardware=ROUND_CARD)
+    assert found.points[1].peak_bytes == report.memory.peak_bytes
+
+
+def test_all_batches_are_captured_if_asked_for():
+    meshes = [{"shard": 2}]
+    small = {"hardware": ROUND_CARD, "loss": _mean_square}
+    found = sweeping.sweep(_two_linears, meshes=meshes, batches=[2, 3, 4], captures="all", **small)
+    assert found.num_captures == 3 and found.between == ()
+
+
+def test_batches_are_shared_out():
+    assert sweeping._shared_out([1], 4) == ([1], [()])
+    assert sweeping._shared_out([1, 2], 1) == ([1, 2], [(), ()])
+    assert sweeping._shared_out([1, 2, 3, 4, 5], 1) == ([1, 5], [(2, 4), (3,)])
+    assert sweeping._shared_out([1, 2, 3, 4, 5], 3) == ([1, 4, 5], [(2,), (3,), ()])
 
 
 def test_a_budget_says_what_fits():
@@ -269,6 +317,7 @@ def test_inputs_that_cannot_be_resized(args, shapes):
         ({"batches": []}, OptionError, "batches: nothing must be"),
         ({"batches": [0, 2, 1.5]}, OptionError, "batches: 0, 1.5 must be a whole number"),
         ({"meshes": []}, OptionError, "meshes: there must be one at least"),
+        ({"captures": "some"}, OptionError, "captures='some': write 'ends' or 'all'"),
         ({"num_processes": 0}, OptionError, "num_processes: 0 must be"),
         ({"progres": None}, OptionError, "sweep has no option progres; known: hardware, tables"),
         ({"meshes": [{"shard": 8}, {"shard": 12}]}, ShardingError, "12 ranks do not divide into nodes of 8"),
@@ -314,6 +363,11 @@ HERE = (
     MODULE
     + """
 def sized(batch):
+    return Model(), (torch.ones(batch, 4),)
+
+def fails_at_2(batch):
+    if batch == 2:
+        raise ValueError("no batch of 2")
     return Model(), (torch.ones(batch, 4),)
 
 def unlike():
@@ -428,6 +482,16 @@ def test_a_mistake_in_another_process(here, capsys):
     assert "the model cannot be captured as one graph" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", ["2", "3"])
+def test_a_mistake_in_one_process_ends_the_others(here, capsys, processes):
+    """They wait for its capture, and its error is the one that is shown."""
+    arguments = ["sweep", "swept_factories:fails_at_2", *GOOD, "--batch", "2..7:1", "--processes", processes]
+    assert main(arguments) == 2
+    printed = capsys.readouterr().err
+    assert "no batch of 2" in printed and "another process" not in printed
+
+
 def test_a_kind_of_picture_that_matplotlib_does_not_know(swept, tmp_path):
     from graphshard.report.sweep_views import sweep_plot
 
@@ -454,6 +518,36 @@ def test_points_without_tokens_count_samples(tmp_path):
     assert [column.header for column in sweep_table(found).columns][6] == "samples/s"
     sweep_plot(replace(found, points=(point, replace(point, fits=False))), tmp_path / "out.svg")
     assert "<svg" in (tmp_path / "out.svg").read_text()
+
+
+def test_processes_get_the_environment_of_now(here, monkeypatch):
+    """A fork server has that of its own start."""
+    kept = dict(os.environ)
+    monkeypatch.setenv("SWEPT_SIZE", "3")
+    job = sweeping._Job(make=_fails, loss=None, batch=1, others=(), has_others=False, ends=(1, 1), settings=[])
+    numbers = {}
+    try:
+        with pytest.raises(KeyError, match="large"):
+            sweeping._work_elsewhere(job, {**kept, "SWEPT_SIZE": "large"}, None, numbers)
+    finally:
+        os.environ.update(kept)
+    assert numbers == {sweeping._FAILED: None}
+
+
+def _fails(batch):
+    raise KeyError(os.environ["SWEPT_SIZE"])
+
+
+def test_what_lives_on_is_spared_by_garbage_collection():
+    gc.collect()
+    assert gc.get_freeze_count() == 0
+    with spared_by_garbage_collection():
+        assert gc.get_freeze_count() > 0
+        frozen = gc.get_freeze_count()
+        with spared_by_garbage_collection():
+            assert gc.get_freeze_count() == frozen
+        assert gc.get_freeze_count() == frozen
+    assert gc.get_freeze_count() == 0
 
 
 def test_processes_start_from_one_that_has_imported(monkeypatch):

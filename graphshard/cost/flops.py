@@ -72,9 +72,11 @@ def model_flops(node: fx.Node) -> int:
     result = node.meta.get("val")
     if node.target is run_and_save_rng_state:
         _, result = result
-    return _count(
-        formula, _shapes_of(args), tuple(kwargs), _shapes_of(tuple(kwargs.values())), _shapes_of(result)
-    )
+    call = (formula, _shapes_of(args), tuple(kwargs), _shapes_of(tuple(kwargs.values())), _shapes_of(result))
+    try:
+        return _count(*call)
+    except TypeError:  # an argument that is not hashable, or what a user's formula raises again
+        return _count.__wrapped__(*call)
 
 
 def executed_flops(node: fx.Node) -> float:
@@ -136,11 +138,13 @@ class _Shape:
 
 
 def _shapes_of(value: Any) -> Any:
-    """Nodes become what they stand for, tensors their hinted shapes, lists tuples: hashable."""
+    """Nodes become what they stand for, tensors their hinted shapes, symbols their hints, lists tuples."""
     if isinstance(value, fx.Node):
         value = value.meta.get("val")
     if isinstance(value, torch.Tensor):
         return _Shape(hinted_shape(value))
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return value.node.hint or 0
     return tuple(map(_shapes_of, value)) if isinstance(value, (tuple, list)) else value
 
 

@@ -84,6 +84,7 @@ class Sweep:
         settings: what was asked for, mesh and batch apart.
         limit_bytes: what a rank may hold: the budget, or the capacity of the card.
         points: mesh by mesh, in each batch by batch.
+        between: batch sizes that were not captured but taken from the captures of the smallest and the largest.
         num_captures: how often the model was captured.
         capture_seconds, point_seconds: of all captures, and of everything behind them, processes added.
     """
@@ -93,6 +94,7 @@ class Sweep:
     settings: Mapping[str, Any]
     limit_bytes: int
     points: tuple[SweepPoint, ...]
+    between: tuple[int, ...]
     num_captures: int
     capture_seconds: float
     point_seconds: float
