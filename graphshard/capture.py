@@ -222,7 +222,7 @@ def capture_step(
                 PLAIN_PIPELINE.run_unchecked(gm, context)
             else:
                 text = graph_text(gm)
-                records = PLAIN_PIPELINE.run(gm, context)
+                records = PLAIN_PIPELINE.run(gm, context, before=text)
             known = replace(context_from_shard_ops(gm), pieces=pieces_of(gm), device_type=device_type)
             found.append((copy_graph(gm), known, text, records))
 

@@ -276,7 +276,7 @@ class Inspection:
         before = "" if self.is_brief else graph_text(gm, mesh=ctx.mesh, parameters=ctx.parameters)
         steps = half_pipeline(BackendOptions())
         lower = Pipeline(*steps.passes[:1], given=steps.given)
-        records = self._run(lower, gm, ctx)
+        records = self._run(lower, gm, ctx, before)
         kept = kept_bytes_by_category(gm, ctx)
         outside = [total - inside for total, inside in zip(_row(always), kept, strict=True)]
         bounds: Bounds | None
@@ -284,7 +284,7 @@ class Inspection:
         if settings.plan == "unit" and self.is_brief:
             bounds, solver = None, "none"
             rest = steps.passes[1:-1] if name in self.orders else steps.passes[1:]
-            self._run(Pipeline(*rest, given=lower.facts_at_end), gm, ctx)
+            self._run(Pipeline(*rest, given=lower.facts_at_end), gm, ctx, "")
             if name in self.orders:
                 by_name = {node.name: node for node in gm.graph.nodes}
                 apply_order(gm.graph, [by_name[node] for node in self.orders[name]])
@@ -294,7 +294,8 @@ class Inspection:
             bounds, solver = lower_bounds(found.problem), "none"
             notes = found.notes
             self.stages.begin(f"{name}: schedule")
-            records += Pipeline(*steps.passes[1:], given=lower.facts_at_end).run(gm, ctx)
+            rest_of_passes = Pipeline(*steps.passes[1:], given=lower.facts_at_end)
+            records += rest_of_passes.run(gm, ctx, before=records[-1].text)
         else:
             self.stages.begin(f"{name}: plan")
             bounds, solver, record = self._planned(name, gm, ctx, prices, sum(outside), lower.facts_at_end)
@@ -317,9 +318,9 @@ class Inspection:
         )  # fmt: skip
         return half, memory, outside
 
-    def _run(self, pipeline: Pipeline, gm: fx.GraphModule, ctx: PassContext) -> list[PassRecord]:
+    def _run(self, pipeline: Pipeline, gm: fx.GraphModule, ctx: PassContext, before: str) -> list[PassRecord]:
         if not self.is_brief:
-            return pipeline.run(gm, ctx)
+            return pipeline.run(gm, ctx, before=before)
         pipeline.run_unchecked(gm, ctx)
         return []
 

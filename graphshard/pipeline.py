@@ -141,14 +141,20 @@ class Pipeline:
         sources = {inspect.getsource(type(step)) for step in self.passes}
         return text_fingerprint("\n".join([str(self), torch.__version__, *sorted(sources)]))
 
-    def run(self, gm: fx.GraphModule, ctx: PassContext) -> list[PassRecord]:
+    def run(self, gm: fx.GraphModule, ctx: PassContext, *, before: str | None = None) -> list[PassRecord]:
         """Runs every pass on ``gm`` in place.
+
+        Args:
+            gm: the graph.
+            ctx: what passes know.
+            before: the graph's text, where the caller has it.
 
         Raises:
             PassError: a pass broke a fact, the graph's signature, or its own report.
         """
         records = []
-        before = graph_text(gm, mesh=ctx.mesh, parameters=ctx.parameters)
+        if before is None:
+            before = graph_text(gm, mesh=ctx.mesh, parameters=ctx.parameters)
         signature = _signature(gm)
         for step, held in zip(self.passes, self._held_after, strict=True):
             started = time.perf_counter()

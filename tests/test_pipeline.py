@@ -14,6 +14,7 @@ from graphshard.collectives import ALL_GATHER
 from graphshard.context import PassContext
 from graphshard.errors import GraphShardError, PassError, PipelineError
 from graphshard.facts import Fact
+from graphshard.graph_text import graph_text
 from graphshard.options import BackendOptions
 from graphshard.passes import (
     KNOWN,
@@ -159,6 +160,14 @@ def test_claiming_a_change_that_did_not_happen():
         PassError, match="scripted reported changed=True, but it did not change the graph text"
     ):
         Pipeline(Scripted(changed=True)).run(_small_graph(), CTX)
+
+
+def test_a_text_that_the_caller_has_is_not_made_again():
+    gm = _small_graph()
+    idle = Pipeline(Scripted(changed=False))
+    assert idle.run(gm, CTX, before=graph_text(gm))[0].text == graph_text(gm)
+    with pytest.raises(PassError, match="reported changed=False, but it changed"):
+        idle.run(gm, CTX, before="of another graph")
 
 
 def test_hiding_a_change():
