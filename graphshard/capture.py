@@ -46,6 +46,9 @@ from .rewrite import copy_graph, no_garbage_collection, output_values
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+?)(?:, code: |\n)\s*([^\n]*)')
 _NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
+#: What fake tensors say of a real one.
+_REAL_TENSOR = re.compile(r"convert all Tensors to FakeTensors first.*(size=\([^)]*\))", re.DOTALL)
+
 #: The joint passes of training, behind the one that a plain graph needs.
 PLAIN_PIPELINE = Pipeline(InsertShards(), MergeUnshards(), SpreadParameters(), TagRecompute())
 
@@ -176,13 +179,15 @@ def capture_step(
 
     Raises:
         CaptureError: the inputs do not fit; the model has a graph break, or a shape or a branch that
-            depends on data (with the line); nothing is trained; or the result is no loss.
+            depends on data (with the line), or reads a tensor that is no parameter, buffer or input;
+            nothing is trained; the result is no loss, or the loss has parameters.
         ShardingError: patterns of ``rules.units`` or ``checkpoint`` match no module (all are listed).
     """
     if type(rules) is ShardingRules:
         _refuse_patterns_without_modules(model, "units", rules.units)
     _refuse_patterns_without_modules(model, "checkpoint", checkpoint)
     _refuse_other_inputs(model, args, kwargs or {})
+    _refuse_parameters_of_loss(loss)
     mode = FakeTensorMode()
     fake = _fake_copy(model, mode, rules.mp_policy.param_dtype)
     _checkpoint(fake, checkpoint)
@@ -364,6 +369,22 @@ def _trace(step: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx
         return capture_with_dynamo(step, args, kwargs)
     except (TorchDynamoException, *DATA_DEPENDENT) as error:
         raise CaptureError(_complaint(error)) from error
+    except AssertionError as error:  # fake tensors refuse real ones with no type of their own
+        if (found := _REAL_TENSOR.search(str(error))) is None:
+            raise
+        raise CaptureError(
+            "the model or its loss reads a tensor that is no parameter, no buffer and no input: "
+            f"{found[1]}; register it as a buffer, or give it as an input"
+        ) from error
+
+
+def _refuse_parameters_of_loss(loss: Callable[[Any], Tensor] | None) -> None:
+    names = [name for name, _ in loss.named_parameters()] if isinstance(loss, nn.Module) else []
+    if names:
+        raise CaptureError(
+            f"the loss has parameters of its own ({', '.join(names[:5])}), which nothing would shard or count: make "
+            "it a part of the model"
+        )
 
 
 def _complaint(error: Exception) -> str:

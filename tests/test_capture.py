@@ -313,6 +313,36 @@ def test_graph_break_shows_the_line(model):
     assert "test_capture.py" in str(caught.value) and "in forward" in str(caught.value)
 
 
+class _HoldsATensor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.scale = torch.ones(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale
+
+
+_TARGET = torch.ones(2, 3)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # on Dynamo's way to its error
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [(_HoldsATensor(), torch.sum), (nn.Linear(3, 3), lambda output: (output - _TARGET).sum())],
+    ids=["model", "loss"],
+)
+def test_a_tensor_from_elsewhere_is_refused(model, loss):
+    with pytest.raises(CaptureError, match=r"no parameter, no buffer and no input: size=\(2, 3\); register it"):
+        capture_step(model, [torch.ones(2, 3)], rules=ShardingRules(mesh={"shard": 2}), loss=loss)
+
+
+def test_a_loss_with_parameters_is_refused():
+    loss = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
+    with pytest.raises(CaptureError, match=r"parameters of its own \(0\.weight, 0\.bias\), which .* part of the model"):
+        capture_step(nn.Linear(3, 3), [torch.ones(2, 3)], rules=ShardingRules(mesh={"shard": 2}), loss=loss)
+
+
 def test_a_number_of_ranks_for_reshard_after_forward_is_refused():
     with pytest.raises(ShardingError, match="reshard_after_forward=4 must be True, False or None"):
         ShardingRules(mesh={"shard": 8}, reshard_after_forward=4)
