@@ -162,7 +162,7 @@ def copied_bytes(collective: fx.Node, device_type: str | None = None) -> int:
             that was captured on fake CPU tensors for another device.
     """
     output = collective.meta["val"]
-    device = device_type or _tensors(output)[0].device.type
+    device = device_type or tensors_of(output)[0].device.type
     of_input, of_output = BACKEND_COPIES.get(device, {}).get(collective.target, (0, 0))
     input_bytes = sum(tensor_bytes(arg.meta["val"]) for arg in collective.all_input_nodes)
     return of_input * input_bytes + of_output * tensor_bytes(output)
@@ -272,7 +272,7 @@ class MemoryModel:
         if is_alias(node) or self._is_inlined(node):
             yield from self._read(node)
             return
-        for index, value in enumerate(_tensors(node.meta.get("val"))):
+        for index, value in enumerate(tensors_of(node.meta.get("val"))):
             is_tuple = isinstance(node.meta["val"], (tuple, list))
             buffer = Buffer(node, f"[{index}]" if is_tuple else "", tensor_bytes(value))
             self._made.append(buffer)
@@ -383,7 +383,8 @@ def _readers_through_aliases(node: fx.Node, *, through_waits: bool = True) -> It
             yield user
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors of a node's value: itself, or the items of a tuple that are tensors."""
     if isinstance(value, torch.Tensor):
         return [value]
     return (
@@ -393,7 +394,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def tensor_bytes(value: Any) -> int:
     """Bytes of a tensor or a tuple of tensors."""
-    return sum(_hint(tensor.numel()) * tensor.element_size() for tensor in _tensors(value))
+    return sum(_hint(tensor.numel()) * tensor.element_size() for tensor in tensors_of(value))
 
 
 def _hint(size: int | torch.SymInt) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 
 from ._compat import call_of, lazy_graph_modules, tree_leaves
 from .capture import CapturedStep
+from .memory import tensors_of
 from .rewrite import copy_graph, fake_result
 
 
@@ -28,22 +29,22 @@ class StepNumbers:
     """The whole numbers of a captured step, and a fingerprint of all else; small, and can be pickled.
 
     Attributes:
-        structure: of nodes, ops, dtypes and whatever else is no whole number; of the model's parameters.
+        structure: of nodes, ops, dtypes and whatever else of a node is no whole number.
         numbers: of the three graphs, in their order.
         inputs: sizes of the tensors that the step was captured with.
-        other_inputs: what else is said of them, and inputs that are no tensors.
+        given: fingerprint of parameters, of what else is said of the inputs, and of those that are no tensors.
     """
 
     structure: str
     numbers: tuple[int, ...]
     inputs: tuple[int, ...]
-    other_inputs: str
+    given: str
 
 
 def numbers_of(step: CapturedStep, module: nn.Module, inputs: Any) -> StepNumbers | None:
     """What a capture of ``module`` with ``inputs`` (any nesting) has of numbers; None for graphs inside of graphs."""
     numbers: list[int] = []
-    digest = hashlib.sha256(repr(_parameters(module)).encode())
+    digest = hashlib.sha256()
 
     def collect(number: int) -> int:
         numbers.append(number)
@@ -54,13 +55,13 @@ def numbers_of(step: CapturedStep, module: nn.Module, inputs: Any) -> StepNumber
             return None
         for node in gm.graph.nodes:
             rest = _mapped((node.args, node.kwargs, _sizes(node.meta.get("val"))), collect)
-            kinds = [(value.dtype, value.device) for value in _tensors(node.meta.get("val"))]
+            kinds = [(value.dtype, value.device) for value in tensors_of(node.meta.get("val"))]
             digest.update(repr((node.op, node.name, _op_text(node.target), rest, kinds)).encode())
     return StepNumbers(
         structure=digest.hexdigest(),
         numbers=tuple(numbers),
         inputs=_input_sizes(inputs),
-        other_inputs=_other_inputs(inputs),
+        given=_given(module, inputs),
     )
 
 
@@ -85,9 +86,7 @@ def step_between(
     share = _share(low.inputs, high.inputs, _input_sizes(inputs))
     if share is None or not own.structure == low.structure == high.structure:
         return None
-    if not own.other_inputs == low.other_inputs == high.other_inputs == _other_inputs(inputs):
-        return None
-    if not _is_same_model(step, module):
+    if not own.given == low.given == high.given == _given(module, inputs):
         return None
     between = []
     for first, last in zip(low.numbers, high.numbers, strict=True):
@@ -105,18 +104,6 @@ def step_between(
 
 def _graphs(step: CapturedStep) -> tuple[fx.GraphModule, fx.GraphModule, fx.GraphModule]:
     return step.joint, step.forward, step.backward
-
-
-def _parameters(module: nn.Module) -> list[Any]:
-    return [
-        (name, tuple(param.shape), param.dtype, param.requires_grad)
-        for name, param in module.named_parameters()
-    ]
-
-
-def _is_same_model(step: CapturedStep, module: nn.Module) -> bool:
-    shapes = {name: shape for name, shape, _, _ in _parameters(module)}
-    return all(shapes.get(binding.name) == tuple(binding.shape) for binding in step.context.parameters)
 
 
 def _input_sizes(inputs: Any) -> tuple[int, ...]:
@@ -148,10 +135,14 @@ def _op_text(target: Any) -> str:
     )
 
 
-def _other_inputs(inputs: Any) -> str:
-    """Of tensors what is no size, and everything that is no tensor."""
+def _given(module: nn.Module, inputs: Any) -> str:
+    """Parameters, of input tensors what is no size, and inputs that are no tensors."""
+    params = [
+        (name, param.shape, param.dtype, param.requires_grad) for name, param in module.named_parameters()
+    ]
     leaves = tree_leaves(inputs)
-    return repr([(leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    kinds = [(leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return hashlib.sha256(repr((params, kinds)).encode()).hexdigest()
 
 
 def _mapped(value: Any, number: Callable[[int], int]) -> Any:
@@ -169,12 +160,6 @@ def _mapped(value: Any, number: Callable[[int], int]) -> Any:
     return value
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    return [
-        part for part in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(part, Tensor)
-    ]
-
-
 def _sizes(value: Any) -> Any:
     """Shapes and strides; a number stands for itself."""
     if isinstance(value, Tensor):
@@ -186,7 +171,7 @@ def _sizes(value: Any) -> Any:
 
 def _shapes(value: Any) -> Any:
     """Strides aside: those that are written may be what Inductor makes of them."""
-    return [tuple(part.shape) for part in _tensors(value)]
+    return [tuple(part.shape) for part in tensors_of(value)]
 
 
 def _with_numbers(gm: fx.GraphModule, numbers: Iterator[int]) -> fx.GraphModule:

@@ -342,7 +342,7 @@ class _Work:
         self.result.model = name
         for number, indices in enumerate(self._classes):
             captured = self._capture(self._job.batch, self._job.settings[indices[0]], module, args, kwargs)
-            found = numbers_of(captured, module, (args, kwargs)) if self._needs_numbers() else None
+            found = numbers_of(captured, module, (args, kwargs)) if self._job.has_others else None
             self._captured.append((captured, found))
             self._put((self._job.batch, number), found)
             self._points(self._job.batch, indices, captured, module, args, kwargs)
@@ -364,9 +364,6 @@ class _Work:
                 else:
                     self.result.between.append(batch)
                 self._points(batch, indices, step, module, args, kwargs)
-
-    def _needs_numbers(self) -> bool:
-        return self._job.has_others
 
     def _inputs(self, batch: int) -> tuple[str, nn.Module, Sequence[Any], Mapping[str, Any]]:
         name, module, args, kwargs, sharded = plain_inputs(*self._job.make(batch))
