@@ -23,7 +23,14 @@ from torch._inductor.fx_passes.control_dependencies import preserve_node_orderin
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
-from ._compat import RNG_WRAPPERS, call_of, detect_fake_mode, run_and_save_rng_state, run_with_rng_state
+from ._compat import (
+    RNG_WRAPPERS,
+    call_of,
+    detect_fake_mode,
+    make_graph_module,
+    run_and_save_rng_state,
+    run_with_rng_state,
+)
 from .collectives import is_collective, is_wait, short_name
 from .errors import OptionError
 from .rewrite import fake_result
@@ -135,12 +142,13 @@ def partition_as_inductor(
     patches = config_patches({}) | {_JOINT_PASS: _JointPass(joint_pass)}
     # Inductor's replacement of random ops asks for the mode of the values, as its compiler sets it.
     with inductor_config.patch(patches), V.set_fake_mode(detect_fake_mode(inputs)):
-        return partition_fn(
+        forward, backward = partition_fn(
             joint,
             inputs,
             num_fwd_outputs=num_results,
             static_lifetime_input_indices=list(parameters),
         )
+    return make_graph_module(forward, forward.graph), make_graph_module(backward, backward.graph)
 
 
 def drop_rng_states(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
