@@ -63,6 +63,7 @@ __all__ = [
     "strided_shard",
     "tree_leaves",
     "tree_map",
+    "uses_gloo",
 ]
 
 
@@ -112,6 +113,11 @@ def group_by_name(name: str) -> dist.ProcessGroup:
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(name)
+
+
+def uses_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether gloo communicates the group's tensors on the CPU (checked: 2.13)."""
+    return "cpu:gloo" in dist.get_backend_config(group).split(",")
 
 
 def group_timeout_seconds(group: dist.ProcessGroup) -> float:

@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import fx
 
 from . import passes
+from ._compat import group_by_name, uses_gloo
 from .agreement import agree_on_group
 from .boundary import cross_boundary
-from .collectives import group_name, is_collective
+from .collectives import group_name, is_collective, operands
 from .context import PassContext, context_from_shard_ops, pieces_of
 from .errors import ScheduleOrderError
 from .graph_text import collective_text, graph_text, group_labels, node_names, text_fingerprint
@@ -195,6 +196,8 @@ class _Compilation:
             self._dump_plan(records[-1], dumped_as, group_labels(gm, context.mesh))
             if self.options.verify != "off":
                 variant.collectives = self._agree(gm, context, half)
+            hand_over = Pipeline(passes.ExchangeReductions(groups=_gloo_groups(gm)), given=place.facts_at_end)
+            self._dump_records(dumped_as, hand_over.run(gm, context))
         if half == "forward":
             kept = [value for value in output_values(gm.graph) if isinstance(value, fx.Node)]
             bindings = [context.binding(value.name) for value in kept if value.op == "placeholder"]
@@ -268,6 +271,13 @@ class _Compilation:
     def _dump(self, stage: str, step: str, text: str) -> None:
         if self.options.dump is not None:
             (self.options.dump / f"graph{self.index}.{stage}.{step}.txt").write_text(text)
+
+
+def _gloo_groups(gm: fx.GraphModule) -> tuple[str, ...]:
+    """Names of the process groups of the collectives that gloo runs."""
+    collectives = [node for node in gm.graph.nodes if is_collective(node)]
+    names = {group_name(node) for node in collectives if operands(node)[0].meta["val"].device.type == "cpu"}
+    return tuple(sorted(name for name in names if uses_gloo(group_by_name(name))))
 
 
 def _communicates(gm: fx.GraphModule) -> bool:

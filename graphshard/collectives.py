@@ -194,6 +194,20 @@ def emit_reduce_scatter(emit: Emitter, value: Any, op: str, call: ReduceGradCall
     return emit(WAIT, emit(REDUCE_SCATTER, value, op, call.group_size, call.group_name))
 
 
+def emit_exchange(emit: Emitter, value: Any, num_ranks: int, group: str) -> Any:
+    """Starts to send each rank its piece of a value that has the pieces of the ranks one after the other."""
+    splits = [emit.tensor(value).shape[0] // num_ranks] * num_ranks
+    return emit(ALL_TO_ALL, value, splits, splits, group)
+
+
+def emit_sum_of_exchange(emit: Emitter, received: Any, op: str, num_ranks: int) -> Any:
+    """What a reduce-scatter gives, from what :func:`emit_exchange` gave and was waited for: ``op`` "sum" or "avg"."""
+    rows, *rest = emit.tensor(received).shape
+    pieces = emit(aten.view.default, received, [num_ranks, rows // num_ranks, *rest])
+    total = emit(aten.sum.dim_IntList, pieces, [0])
+    return emit_scale(emit, total, 1 / num_ranks if op == "avg" else 1.0)
+
+
 def emit_all_reduce(emit: Emitter, value: Any, op: str, call: ReduceGradCall) -> Any:
     """The sum over the copies, if there are any, and the user's hook, if there is one."""
     if call.replicate_size > 1:

@@ -7,6 +7,7 @@ if __name__ != "graphshard.passes":
     raise ImportError("import this package as graphshard.passes, not as " + repr(__name__))
 
 from .bucket_collectives import BucketCollectives
+from .exchange_reductions import ExchangeReductions
 from .insert_shards import InsertShards
 from .keep_gathered import KeepGathered
 from .lower_shards import LowerShards
@@ -28,12 +29,14 @@ KNOWN = {
         BucketCollectives,
         ScheduleCollectives,
         PlanCollectives,
+        ExchangeReductions,
     )
 }
 
 __all__ = [
     "KNOWN",
     "BucketCollectives",
+    "ExchangeReductions",
     "InsertShards",
     "KeepGathered",
     "LowerShards",

@@ -13,19 +13,33 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ..collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WAIT, c10d
+from .._compat import uses_gloo
+from ..collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    WAIT,
+    EagerEmitter,
+    c10d,
+    emit_exchange,
+    emit_sum_of_exchange,
+)
 from ..errors import CalibrationError
 from .cards import HardwareCard, LinkClass, MeasuredCollective, load_card
 from .probes import ComputeProbe, ProbeSizes, probe_compute, say_nothing, typical
 
 #: Environment that torchrun gives its ranks.
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+_EMIT = EagerEmitter()
 
 Report = Callable[[str], None]
 
@@ -150,7 +164,7 @@ def measure_group(job: CalibrationJob, local_ranks: int, report: Report = say_no
 def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report = say_nothing) -> CommProbe:
     """Measures the default process group; every rank calls it and gets the same numbers.
 
-    A time is the lower quartile over calls of the slowest rank. Latency and bandwidth of the link come from the
+    A time is the typical one over calls of the slowest rank. Latency and bandwidth of the link come from the
     gathers: the smallest is all latency, and the two largest differ by bandwidth.
     """
     num_ranks = dist.get_world_size()
@@ -187,19 +201,34 @@ def _whole(num_bytes: int) -> int:
 
 
 def _call(op: str, num_bytes: int, device: torch.device) -> Callable[[], torch.Tensor]:
-    """Starts a functional collective, as graphs do, whose larger tensor has ``num_bytes``."""
+    """Starts a functional collective, as compiled graphs do, whose larger tensor has ``num_bytes``."""
     num_ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
     whole = torch.ones(num_bytes // 4, device=device)
     part = torch.ones(whole.numel() // num_ranks, device=device)
     splits = [part.numel()] * num_ranks
     calls: dict[str, Callable[[], torch.Tensor]] = {
         "all_gather": lambda: ALL_GATHER(part, num_ranks, group),
-        "reduce_scatter": lambda: REDUCE_SCATTER(whole, "sum", num_ranks, group),
+        "reduce_scatter": lambda: (
+            emit_exchange(_EMIT, whole, num_ranks, group)
+            if _is_exchange(device)
+            else REDUCE_SCATTER(whole, "sum", num_ranks, group)
+        ),
         "all_reduce": lambda: ALL_REDUCE(whole, "sum", group),
         "all_to_all": lambda: ALL_TO_ALL(whole, splits, splits, group),
         "broadcast": lambda: c10d.broadcast.default(whole, 0, group),
     }
     return calls[op]
+
+
+def _is_exchange(device: torch.device) -> bool:
+    """Whether graphs here reduce and scatter by exchange (the pass ``exchange_reductions``)."""
+    return device.type == "cpu" and uses_gloo(dist.group.WORLD)
+
+
+def _finish(op: str, started: torch.Tensor, device: torch.device) -> None:
+    received = WAIT(started)
+    if op == "reduce_scatter" and _is_exchange(device):
+        emit_sum_of_exchange(_EMIT, received, "sum", dist.get_world_size())
 
 
 def _collective_seconds(op: str, num_bytes: int, device: torch.device, num_samples: int) -> float:
@@ -210,7 +239,7 @@ def _collective_seconds(op: str, num_bytes: int, device: torch.device, num_sampl
         dist.barrier()
         synchronize()
         start = time.perf_counter()
-        WAIT(call())
+        _finish(op, call(), device)
         synchronize()
         times.append(time.perf_counter() - start)
     slowest = torch.tensor(times[1:], device=device, dtype=torch.float64)
@@ -222,7 +251,8 @@ def _host_costs(small: int, large: int, device: torch.device, num_samples: int) 
     """What a gather costs the host before its bytes move, and per byte.
 
     On the CPU that is time of the core that computes, gloo's threads included: all of a gather of ``small`` bytes, and
-    per byte what one of ``large`` bytes takes more. Elsewhere it is the time until the start returns, and nothing.
+    per byte what one of ``large`` bytes takes more (medians: some count a thread of gloo that is not at rest yet).
+    Elsewhere it is the time until the start returns, and nothing.
     """
     starts, spent = [], []
     for num_bytes in (small, large):
@@ -234,10 +264,10 @@ def _host_costs(small: int, large: int, device: torch.device, num_samples: int) 
             starts.append(time.perf_counter() - before)
             WAIT(started)
             spent.append(time.process_time() - core_before)
-    of_small, of_large = typical(spent[:num_samples]), typical(spent[num_samples:])
+    of_small, of_large = median(spent[:num_samples]), median(spent[num_samples:])
     own = (of_small, max(of_large - of_small, 0.0) / (large - small))
     if device.type != "cpu":
-        own = (typical(starts[num_samples:]), 0.0)
+        own = (median(starts[num_samples:]), 0.0)
     slowest = torch.tensor(own, device=device, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest[0]), float(slowest[1])

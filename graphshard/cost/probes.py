@@ -32,7 +32,7 @@ class ProbeSizes:
         attention: sequence lengths.
         memory_bytes: bytes moved by streaming kernels.
         collective_bytes: bytes of the larger tensor of a collective.
-        num_samples: timings of which the lower quartile counts.
+        num_samples: timings of which the :func:`typical` counts.
         sample_seconds: the least length of one timing.
     """
 
@@ -148,8 +148,12 @@ def device_bytes(device: torch.device) -> int:
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """The lower quartile: other work on a machine only ever slows a probe down."""
-    return sorted(seconds)[len(seconds) // 4]
+    """The mean without the slowest eighth, at least one of four or more.
+
+    A step is the sum of many calls, slow ones included; one that something else on the machine held up is not typical.
+    """
+    kept = sorted(seconds)[: len(seconds) - max(len(seconds) // 8, len(seconds) > 3)]
+    return sum(kept) / len(kept)
 
 
 class _Timer:

@@ -13,6 +13,7 @@ _KINDS = {
     "c10d::allreduce_": "all-reduces",
     "_c10d_functional::all_gather_into_tensor": "gathers",
     "_c10d_functional::reduce_scatter_tensor": "reductions",
+    "_c10d_functional::all_to_all_single": "reductions",
     "_c10d_functional::all_reduce": "all-reduces",
     "_c10d_functional::all_gather_into_tensor_out": "gathers",
     "_c10d_functional::all_reduce_": "all-reduces",

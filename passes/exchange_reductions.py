@@ -1,0 +1,101 @@
+"""exchange_reductions: reduce-scatters as an exchange of pieces and a sum, where a backend has no better.
+
+Gloo runs a reduce-scatter as an all-reduce of a copy, of which every rank keeps its piece: each sends
+``2 (n - 1) / n`` of the bytes, twice what has to move. Here each rank sends every other rank the piece
+that this one keeps (an all-to-all), and adds what it receives, in the order of the ranks. The exchange
+starts and is waited for where the reduce-scatter was; the sum is compute, which generated kernels take in.
+
+Before::
+
+    %reduce_scatter_tensor_0: f32[4, 8] = reduce_scatter_tensor(%g, 'sum', 2, 'shard')
+    %wait_tensor_0: f32[4, 8] = wait_tensor(%reduce_scatter_tensor_0)
+
+After::
+
+    %all_to_all_single_0: f32[8, 8] = all_to_all_single(%g, [4, 4], [4, 4], 'shard')
+    %wait_tensor_0: f32[8, 8] = wait_tensor(%all_to_all_single_0)
+    %view_0: f32[2, 4, 8] = view(%wait_tensor_0, [2, 4, 8])
+    %sum_0: f32[4, 8] = sum(%view_0, [0])
+
+Numerics: the same sum of the same operands. With two ranks that is bitwise what gloo gives; with more the order
+of the additions is that of the ranks, and 16-bit floats are added in 32 bits and rounded once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from graphshard.collectives import (
+    REDUCE_SCATTER,
+    WAIT,
+    emit_exchange,
+    emit_sum_of_exchange,
+    group_name,
+    is_wait,
+    setting,
+)
+from graphshard.context import PassContext
+from graphshard.facts import Fact
+from graphshard.pipeline import PassReport
+from graphshard.rewrite import GraphEmitter
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeReductions:
+    """See the module docstring.
+
+    Attributes:
+        groups: names of the process groups whose reduce-scatters are to be exchanges.
+    """
+
+    name: ClassVar[str] = "exchange_reductions"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.TYPED, Fact.WAITED})
+    provides: ClassVar[frozenset[Fact]] = frozenset()
+    breaks: ClassVar[frozenset[Fact]] = frozenset({Fact.REDUCED, Fact.BUCKETED, Fact.SCHEDULED})
+
+    groups: tuple[str, ...] = ()
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
+        """Counts reduce-scatters "exchanged"; others in these groups are skipped."""
+        num_exchanged, skipped = 0, []
+        for node in gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER):
+            if group_name(node) not in self.groups:
+                continue
+            if why := _obstacle(node):
+                skipped.append(f"{node.name} stays a reduce-scatter: {why}")
+                continue
+            _exchange(gm.graph, node)
+            num_exchanged += 1
+        return PassReport(
+            changed=num_exchanged > 0, counts={"exchanged": num_exchanged}, skipped=tuple(skipped)
+        )
+
+
+def _obstacle(node: fx.Node) -> str:
+    value = node.args[0].meta["val"]
+    if setting(node) not in ("sum", "avg"):
+        return f"{setting(node)} is no sum"
+    if not value.dtype.is_floating_point:
+        return f"{value.dtype} is no floating-point dtype"
+    if not isinstance(value.shape[0], int):
+        return "its size is a symbol"
+    if len(node.users) != 1 or not all(map(is_wait, node.users)):
+        return "something other than one wait reads it"
+    return ""
+
+
+def _exchange(graph: fx.Graph, node: fx.Node) -> None:
+    value, operation, num_ranks, group = node.args
+    (wait,) = node.users
+    emit = GraphEmitter(graph, origin=node)
+    with graph.inserting_before(node):
+        exchanged = emit_exchange(emit, value, num_ranks, group)
+    with graph.inserting_before(wait):
+        received = emit(WAIT, exchanged)
+        result = emit_sum_of_exchange(emit, received, operation, num_ranks)
+    wait.replace_all_uses_with(result)
+    graph.erase_node(wait)
+    graph.erase_node(node)
