@@ -197,7 +197,7 @@ class _Compilation:
             if self.options.verify != "off":
                 variant.collectives = self._agree(gm, context, half)
             hand_over = Pipeline(passes.ExchangeReductions(groups=_gloo_groups(gm)), given=place.facts_at_end)
-            self._dump_records(dumped_as, hand_over.run(gm, context))
+            self._dump_records(dumped_as, hand_over.run(gm, context), first=len(records) + 1)
         if half == "forward":
             kept = [value for value in output_values(gm.graph) if isinstance(value, fx.Node)]
             bindings = [context.binding(value.name) for value in kept if value.op == "placeholder"]
@@ -255,8 +255,8 @@ class _Compilation:
             return ""
         return graph_text(gm, mesh=context.mesh, parameters=context.parameters)
 
-    def _dump_records(self, stage: str, records: list[PassRecord]) -> None:
-        for step, record in enumerate(records, start=1):
+    def _dump_records(self, stage: str, records: list[PassRecord], first: int = 1) -> None:
+        for step, record in enumerate(records, start=first):
             self._dump(stage, f"{step}-{record.name}", record.text)
 
     def _dump_memory(self, gm: fx.GraphModule, stage: str) -> None:

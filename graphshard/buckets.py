@@ -1,7 +1,7 @@
-"""Copies into and out of a bucket, as two ops of their own.
+"""Copies into and out of a bucket, and the sum of its rows, as ops of their own.
 
 A bucket is rank-major: for each rank a row that holds every member's piece for that rank, one after
-the other. Writing the copies as ops keeps them visible in the graph (no hidden ones), keeps Inductor
+the other. Writing them as ops keeps them visible in the graph (no hidden ones), keeps Inductor
 from fusing them with compute that waits for another bucket, and needs no kernel to be generated.
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor
 # where the Python layers of torch.library.custom_op cost more than the copies of small units.
 torch.library.define("graphshard::pack", "(Tensor[] pieces, SymInt num_rows) -> Tensor")
 torch.library.define("graphshard::unpack", "(Tensor bucket, SymInt num_rows, SymInt[] sizes) -> Tensor[]")
+torch.library.define("graphshard::add_rows", "(Tensor bucket, SymInt num_rows, bool is_mean) -> Tensor")
 
 
 @torch.library.impl("graphshard::pack", "CompositeExplicitAutograd")
@@ -49,6 +50,22 @@ def unpack(bucket: Tensor, num_rows: int, sizes: Sequence[int]) -> list[Tensor]:
     return [piece.view(-1) for piece in pieces]
 
 
+@torch.library.impl("graphshard::add_rows", "CompositeExplicitAutograd")
+def add_rows(bucket: Tensor, num_rows: int, is_mean: bool) -> Tensor:
+    """The sum or the mean of the rows, added in their order; 16-bit floats are added in 32 bits.
+
+    Args:
+        bucket: ``num_rows`` equal rows one after the other along dim 0, floating-point.
+        num_rows: what a reduction got from as many ranks.
+        is_mean: divide by ``num_rows``.
+
+    Returns:
+        A tensor like one row.
+    """
+    rows = bucket.unflatten(0, (num_rows, -1))
+    return rows.mean(0) if is_mean else rows.sum(0)
+
+
 @torch.library.register_fake("graphshard::pack")
 def _(pieces: Sequence[Tensor], num_rows: int) -> Tensor:
     return pieces[0].new_empty(sum(piece.numel() for piece in pieces))
@@ -59,5 +76,11 @@ def _(bucket: Tensor, num_rows: int, sizes: Sequence[int]) -> list[Tensor]:
     return [bucket.new_empty(num_rows * size) for size in sizes]
 
 
+@torch.library.register_fake("graphshard::add_rows")
+def _(bucket: Tensor, num_rows: int, is_mean: bool) -> Tensor:
+    return bucket.new_empty(bucket.shape[0] // num_rows, *bucket.shape[1:])
+
+
 PACK = torch.ops.graphshard.pack.default
 UNPACK = torch.ops.graphshard.unpack.default
+ADD_ROWS = torch.ops.graphshard.add_rows.default

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from .buckets import ADD_ROWS
 from .params import ReduceGradCall, Scaling, UnshardCall, gradient_scaling, padded_rows, padded_shape
 from .user_comms import ALL_REDUCE_HOOK, CUSTOM_ALL_GATHER, CUSTOM_REDUCE_SCATTER
 
@@ -202,10 +203,7 @@ def emit_exchange(emit: Emitter, value: Any, num_ranks: int, group: str) -> Any:
 
 def emit_sum_of_exchange(emit: Emitter, received: Any, op: str, num_ranks: int) -> Any:
     """What a reduce-scatter gives, from what :func:`emit_exchange` gave and was waited for: ``op`` "sum" or "avg"."""
-    rows, *rest = emit.tensor(received).shape
-    pieces = emit(aten.view.default, received, [num_ranks, rows // num_ranks, *rest])
-    total = emit(aten.sum.dim_IntList, pieces, [0])
-    return emit_scale(emit, total, 1 / num_ranks if op == "avg" else 1.0)
+    return emit(ADD_ROWS, received, num_ranks, op == "avg")
 
 
 def emit_all_reduce(emit: Emitter, value: Any, op: str, call: ReduceGradCall) -> Any:

@@ -3,7 +3,7 @@
 Gloo runs a reduce-scatter as an all-reduce of a copy, of which every rank keeps its piece: each sends
 ``2 (n - 1) / n`` of the bytes, twice what has to move. Here each rank sends every other rank the piece
 that this one keeps (an all-to-all), and adds what it receives, in the order of the ranks. The exchange
-starts and is waited for where the reduce-scatter was; the sum is compute, which generated kernels take in.
+starts and is waited for where the reduce-scatter was, and the sum follows the wait.
 
 Before::
 
@@ -14,8 +14,7 @@ After::
 
     %all_to_all_single_0: f32[8, 8] = all_to_all_single(%g, [4, 4], [4, 4], 'shard')
     %wait_tensor_0: f32[8, 8] = wait_tensor(%all_to_all_single_0)
-    %view_0: f32[2, 4, 8] = view(%wait_tensor_0, [2, 4, 8])
-    %sum_0: f32[4, 8] = sum(%view_0, [0])
+    %add_rows_0: f32[4, 8] = add_rows(%wait_tensor_0, 2, False)
 
 Numerics: the same sum of the same operands. With two ranks that is bitwise what gloo gives; with more the order
 of the additions is that of the ranks, and 16-bit floats are added in 32 bits and rounded once.

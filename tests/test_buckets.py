@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphshard.buckets import PACK, UNPACK
+from graphshard.buckets import ADD_ROWS, PACK, UNPACK
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
@@ -45,3 +45,14 @@ def test_an_empty_member(num_rows):
     """A parameter without elements has an empty shard on every rank."""
     pieces = [torch.randn(num_rows, 3), torch.empty(0, 4)]
     torch.library.opcheck(UNPACK, (PACK(pieces, num_rows), num_rows, [3, 0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_mean", [False, True])
+@pytest.mark.parametrize("shape", [(6,), (6, 4)], ids=str)
+def test_rows_are_added(shape, is_mean, dtype):
+    bucket = torch.randn(shape).to(dtype)
+    torch.library.opcheck(ADD_ROWS, (bucket, 3, is_mean))
+    first, second, third = bucket.double().chunk(3)
+    exact = (first + second + third) / (3 if is_mean else 1)
+    torch.testing.assert_close(ADD_ROWS(bucket, 3, is_mean), exact.to(dtype))

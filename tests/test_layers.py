@@ -29,10 +29,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.processes",
     ),
     # ops, collectives, typed edits
-    ("graphshard.user_comms", "graphshard.lockstep"),
+    ("graphshard.buckets", "graphshard.user_comms", "graphshard.lockstep"),
     (
         "graphshard.collectives",
-        "graphshard.buckets",
         "graphshard.rewrite",
         "graphshard.casts",
         "graphshard.spread",
@@ -79,6 +78,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("graphshard.pipeline",),
     (
         "graphshard.passes.bucket_collectives",
+        "graphshard.passes.exchange_reductions",
         "graphshard.passes.insert_shards",
         "graphshard.passes.keep_gathered",
         "graphshard.passes.lower_shards",

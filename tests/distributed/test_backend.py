@@ -1,11 +1,16 @@
 """The torch.compile backend's own options and warnings."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
+
+from graphshard.cost.calibrate import probe_collectives
+from graphshard.cost.probes import ProbeSizes
 
 from .implementations import compile_if_asked, shard_units
 from .parity import start_lockstep
@@ -60,6 +65,27 @@ def train_with_options(options: dict[str, object]) -> None:
     lockstep.train(3)
 
 
+def _functional_collectives(step: Callable[[], object]) -> set[str]:
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        step()
+    return {event.name.removeprefix("_c10d_functional::") for event in trace.events() if "_functional::" in event.name}
+
+
+def train_compiled_on_gloo() -> None:
+    """Gradients are exchanged."""
+    model = compile_if_asked("compiled", shard_units("compiled", build_mlp((4, 6), (6, 3)), []))
+    model(torch.ones(2, 4)).sum().backward()  # compiles, which runs the collectives on fake tensors
+    ran = _functional_collectives(lambda: model(torch.ones(2, 4)).sum().backward())
+    assert "all_to_all_single" in ran and "reduce_scatter_tensor" not in ran, ran
+
+
+def calibrate_on_gloo() -> None:
+    """A card's reduce-scatters are measured as they run."""
+    sizes = ProbeSizes.for_device("cpu", quick=True)
+    ran = _functional_collectives(lambda: probe_collectives(torch.device("cpu"), sizes))
+    assert "all_to_all_single" in ran and "reduce_scatter_tensor" not in ran, ran
+
+
 def test_unknown_option_lists_the_known_ones(run_on_gloo_ranks):
     (message,) = run_on_gloo_ranks(1, compile_with_options, {"buckets": "unit"})
     assert "buckets" in message
@@ -86,6 +112,8 @@ def test_dump_holds_the_graphs_of_forward_and_backward(run_on_gloo_ranks, tmp_pa
     texts = {path.name: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
     assert any("all_gather" in text for text in texts.values()), sorted(texts)
     assert any("reduce_scatter" in text for text in texts.values()), sorted(texts)
+    last = texts["graph0.backward.4-exchange_reductions.txt"]
+    assert "all_to_all_single(" in last and "reduce_scatter" not in last
 
 
 def test_a_half_for_another_state_is_dumped_beside_the_first(run_on_gloo_ranks, tmp_path: Path):
@@ -111,3 +139,11 @@ def test_a_half_for_another_state_is_dumped_beside_the_first(run_on_gloo_ranks, 
 )
 def test_parity_holds_under_each_option(run_on_gloo_ranks, options):
     run_on_gloo_ranks(2, train_with_options, options)
+
+
+def test_reductions_on_gloo_are_exchanges(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, train_compiled_on_gloo)
+
+
+def test_reductions_on_gloo_are_measured_as_exchanges(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, calibrate_on_gloo)
