@@ -34,7 +34,7 @@ from ..collectives import (
 )
 from ..errors import CalibrationError
 from .cards import HardwareCard, LinkClass, MeasuredCollective, load_card
-from .probes import ComputeProbe, ProbeSizes, probe_compute, say_nothing, typical
+from .probes import ComputeProbe, ProbeSizes, probe_compute, say_nothing
 
 #: Environment that torchrun gives its ranks.
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -164,7 +164,7 @@ def measure_group(job: CalibrationJob, local_ranks: int, report: Report = say_no
 def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report = say_nothing) -> CommProbe:
     """Measures the default process group; every rank calls it and gets the same numbers.
 
-    A time is the typical one over calls of the slowest rank. Latency and bandwidth of the link come from the
+    A time is the median over calls of the slowest rank. Latency and bandwidth of the link come from the
     gathers: the smallest is all latency, and the two largest differ by bandwidth.
     """
     num_ranks = dist.get_world_size()
@@ -244,7 +244,7 @@ def _collective_seconds(op: str, num_bytes: int, device: torch.device, num_sampl
         times.append(time.perf_counter() - start)
     slowest = torch.tensor(times[1:], device=device, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return typical(slowest.tolist())
+    return median(slowest.tolist())
 
 
 def _host_costs(small: int, large: int, device: torch.device, num_samples: int) -> tuple[float, float]:
