@@ -134,7 +134,7 @@ def test_text_shows_options_that_are_not_default():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("fuse_everything", "unknown pass 'fuse_everything'; known: bucket_collectives, exchange_reductions, insert_shards"),
+        ("fuse_everything", "unknown pass 'fuse_everything'; known: bucket_collectives, exchange_reductions"),
         ("schedule_collectives(prefetch=2", "cannot read 'schedule_collectives.prefetch=2'"),
         ("schedule_collectives(prefetch=open)", "cannot read"),
         ("schedule_collectives(depth=2)", "cannot read .*unexpected keyword argument 'depth'"),
