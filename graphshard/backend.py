@@ -196,8 +196,9 @@ class _Compilation:
             self._dump_plan(records[-1], dumped_as, group_labels(gm, context.mesh))
             if self.options.verify != "off":
                 variant.collectives = self._agree(gm, context, half)
-            hand_over = Pipeline(passes.ExchangeReductions(groups=_gloo_groups(gm)), given=place.facts_at_end)
-            self._dump_records(dumped_as, hand_over.run(gm, context), first=len(records) + 1)
+            if groups := _gloo_groups(gm):
+                hand_over = Pipeline(passes.ExchangeReductions(groups=groups), given=place.facts_at_end)
+                self._dump_records(dumped_as, hand_over.run(gm, context), first=len(records) + 1)
         if half == "forward":
             kept = [value for value in output_values(gm.graph) if isinstance(value, fx.Node)]
             bindings = [context.binding(value.name) for value in kept if value.op == "placeholder"]

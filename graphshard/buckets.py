@@ -52,7 +52,7 @@ def unpack(bucket: Tensor, num_rows: int, sizes: Sequence[int]) -> list[Tensor]:
 
 @torch.library.impl("graphshard::add_rows", "CompositeExplicitAutograd")
 def add_rows(bucket: Tensor, num_rows: int, is_mean: bool) -> Tensor:
-    """The sum or the mean of the rows, added in their order; 16-bit floats are added in 32 bits.
+    """The sum or the mean of the rows, added in their order; three 16-bit floats or more are added in 32 bits.
 
     Args:
         bucket: ``num_rows`` equal rows one after the other along dim 0, floating-point.
@@ -62,8 +62,16 @@ def add_rows(bucket: Tensor, num_rows: int, is_mean: bool) -> Tensor:
     Returns:
         A tensor like one row.
     """
-    rows = bucket.unflatten(0, (num_rows, -1))
-    return rows.mean(0) if is_mean else rows.sum(0)
+    rows = bucket.view(num_rows, bucket.shape[0] // num_rows, *bucket.shape[1:])
+    if num_rows > 2 and bucket.dtype.itemsize < 4:
+        total = rows.sum(0)
+    else:
+        total = rows[0] + rows[1] if num_rows > 1 else rows[0].clone()
+        for row in rows[2:]:
+            total += row
+    return (
+        total.div_(num_rows) if is_mean else total
+    )  # a mean of 16-bit rows would hold all of them in 32 bits
 
 
 @torch.library.register_fake("graphshard::pack")

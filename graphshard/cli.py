@@ -43,9 +43,13 @@ class Subcommand:
     run: Callable[[argparse.Namespace], int]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one subcommand; the exit status is 2 after a mistake of the user."""
+def main(arguments: Sequence[str] | None = None, *, ends_process: bool = False) -> int:
+    """Runs one subcommand; the exit status is 2 after a mistake of the user.
+
+    With ``ends_process`` what it makes need not be looked through for garbage, since the process ends anyway.
+    """
     options = _parser().parse_args(arguments)
+    options.ends_process = ends_process
     try:
         return SUBCOMMANDS[options.subcommand].run(options)
     except GraphShardError as error:
@@ -56,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """The console script: what is left when a process ends need not be looked through for garbage."""
-    status = main()
+    """The console script."""
+    status = main(ends_process=True)
     gc.freeze()
     sys.exit(status)
 

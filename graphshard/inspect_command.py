@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import os
@@ -109,6 +110,8 @@ def run_inspect(options: argparse.Namespace) -> int:
             write_trace(report, options.trace)
         if options.json is not None:
             report.to_json(options.json)
+        if options.ends_process:
+            gc.freeze()
     for name in _OUTPUTS:
         if getattr(options, name) is not None:
             print(f"wrote {getattr(options, name)}")

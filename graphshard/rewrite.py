@@ -131,9 +131,6 @@ def no_garbage_collection() -> Iterator[None]:
         yield
     finally:
         if was_on:
-            if not gc.get_freeze_count():
-                gc.freeze()  # and thawed, what was made is old: the next collection need not look at it
-                gc.unfreeze()
             gc.enable()
 
 

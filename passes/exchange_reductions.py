@@ -16,8 +16,10 @@ After::
     %wait_tensor_0: f32[8, 8] = wait_tensor(%all_to_all_single_0)
     %add_rows_0: f32[4, 8] = add_rows(%wait_tensor_0, 2, False)
 
+Other reduce-scatters than those of gradients stay: the ranks have agreed on the gradients' alone.
+
 Numerics: the same sum of the same operands. With two ranks that is bitwise what gloo gives; with more the order
-of the additions is that of the ranks, and 16-bit floats are added in 32 bits and rounded once.
+of the additions is that of the ranks, and 16-bit floats are added in 32 bits.
 """
 
 from __future__ import annotations
@@ -33,12 +35,12 @@ from graphshard.collectives import (
     emit_exchange,
     emit_sum_of_exchange,
     group_name,
-    is_wait,
     setting,
 )
 from graphshard.context import PassContext
 from graphshard.facts import Fact
 from graphshard.pipeline import PassReport
+from graphshard.provenance import reduced_parameters
 from graphshard.rewrite import GraphEmitter
 
 
@@ -58,12 +60,13 @@ class ExchangeReductions:
     groups: tuple[str, ...] = ()
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
-        """Counts reduce-scatters "exchanged"; others in these groups are skipped."""
+        """Counts reduce-scatters "exchanged"; others on the CPU in these groups are skipped."""
         num_exchanged, skipped = 0, []
+        served = reduced_parameters(gm, ctx)
         for node in gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER):
-            if group_name(node) not in self.groups:
+            if group_name(node) not in self.groups or node.meta["val"].device.type != "cpu":
                 continue
-            if why := _obstacle(node):
+            if why := _obstacle(node, node in served):
                 skipped.append(f"{node.name} stays a reduce-scatter: {why}")
                 continue
             _exchange(gm.graph, node)
@@ -73,16 +76,12 @@ class ExchangeReductions:
         )
 
 
-def _obstacle(node: fx.Node) -> str:
-    value = node.args[0].meta["val"]
+def _obstacle(node: fx.Node, is_gradient: bool) -> str:
+    """Why not; the ranks must come to the same answer, so it depends on nothing that may differ between them."""
     if setting(node) not in ("sum", "avg"):
         return f"{setting(node)} is no sum"
-    if not value.dtype.is_floating_point:
-        return f"{value.dtype} is no floating-point dtype"
-    if not isinstance(value.shape[0], int):
-        return "its size is a symbol"
-    if len(node.users) != 1 or not all(map(is_wait, node.users)):
-        return "something other than one wait reads it"
+    if not is_gradient:
+        return "it reduces no gradient of a sharded parameter"
     return ""
 
 

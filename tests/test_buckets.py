@@ -56,3 +56,16 @@ def test_rows_are_added(shape, is_mean, dtype):
     first, second, third = bucket.double().chunk(3)
     exact = (first + second + third) / (3 if is_mean else 1)
     torch.testing.assert_close(ADD_ROWS(bucket, 3, is_mean), exact.to(dtype))
+    assert torch.equal(ADD_ROWS(bucket, 1, is_mean), bucket)
+
+
+def test_rows_are_added_in_their_order():
+    """Whatever the position in the bucket: a parameter's gradient does not depend on what it was merged with."""
+    bucket = torch.randn(7, 1003)
+    total = bucket[0].clone()
+    for row in bucket[1:]:
+        total += row
+    assert torch.equal(ADD_ROWS(bucket.view(-1), 7, False), total)
+    zeros = torch.full((4,), -0.0)
+    assert torch.signbit(ADD_ROWS(zeros, 2, False)).all()
+    assert ADD_ROWS(torch.empty(0, 4), 2, True).shape == (0, 4)
