@@ -24,7 +24,7 @@ from . import passes
 from ._compat import group_by_name, uses_gloo
 from .agreement import agree_on_group
 from .boundary import cross_boundary
-from .collectives import group_name, is_collective, operands
+from .collectives import REDUCE_SCATTER, group_name, is_collective
 from .context import PassContext, context_from_shard_ops, pieces_of
 from .errors import ScheduleOrderError
 from .graph_text import collective_text, graph_text, group_labels, node_names, text_fingerprint
@@ -275,9 +275,9 @@ class _Compilation:
 
 
 def _gloo_groups(gm: fx.GraphModule) -> tuple[str, ...]:
-    """Names of the process groups of the collectives that gloo runs."""
-    collectives = [node for node in gm.graph.nodes if is_collective(node)]
-    names = {group_name(node) for node in collectives if operands(node)[0].meta["val"].device.type == "cpu"}
+    """Names of the process groups of the reduce-scatters that gloo runs."""
+    reductions = gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER)
+    names = {group_name(node) for node in reductions if node.meta["val"].device.type == "cpu"}
     return tuple(sorted(name for name in names if uses_gloo(group_by_name(name))))
 
 
