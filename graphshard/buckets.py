@@ -69,9 +69,8 @@ def add_rows(bucket: Tensor, num_rows: int, is_mean: bool) -> Tensor:
         total = rows[0] + rows[1] if num_rows > 1 else rows[0].clone()
         for row in rows[2:]:
             total += row
-    return (
-        total.div_(num_rows) if is_mean else total
-    )  # a mean of 16-bit rows would hold all of them in 32 bits
+    # Not rows.mean(): of 16-bit rows it holds a copy in 32 bits.
+    return total.div_(num_rows) if is_mean else total
 
 
 @torch.library.register_fake("graphshard::pack")

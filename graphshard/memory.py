@@ -26,9 +26,9 @@ from torch import fx
 from .collectives import ALL_GATHER, REDUCE_SCATTER, aten, is_collective, is_wait
 
 #: Copies a collective holds while it runs, per device type: multiples of its input and of its output.
-#: Gloo (cpu) gathers into a flat buffer of its own, and reduces a clone of the input, or, in graphs that
-#: exchange_reductions went over, receives as many bytes as it sends;
-#: NCCL (cuda) works in place. Measured by tests/distributed/test_memory_model.py.
+#: Gloo (cpu) gathers into a flat buffer of its own and reduces a clone of the input; an exchange, which
+#: compiled graphs have in its place, receives as much. NCCL (cuda) works in place. Measured by
+#: tests/distributed/test_memory_model.py.
 BACKEND_COPIES: dict[str, dict[Any, tuple[int, int]]] = {
     "cpu": {ALL_GATHER: (0, 1), REDUCE_SCATTER: (1, 0)},
     "cuda": {},

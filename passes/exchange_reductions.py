@@ -16,7 +16,8 @@ After::
     %wait_tensor_0: f32[8, 8] = wait_tensor(%all_to_all_single_0)
     %add_rows_0: f32[4, 8] = add_rows(%wait_tensor_0, 2, False)
 
-Other reduce-scatters than those of gradients stay: the ranks have agreed on the gradients' alone.
+Other reduce-scatters than those of gradients stay. What a user's own looks like may differ between the ranks (one may
+leave its graph before the wait), and all must do the same.
 
 Numerics: the same sum of the same operands. With two ranks that is bitwise what gloo gives; with more the order
 of the additions is that of the ranks, and 16-bit floats are added in 32 bits.

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 import graphshard.cost.calibrate as calibrate_module
 from graphshard.cost import CostModel, GroupTopology, load_card
@@ -120,6 +121,19 @@ def test_collectives_are_probed_at_each_size(gloo_alone, monkeypatch):
     assert [line.partition(":")[0] for line in lines] == list(COLLECTIVE_KINDS)
     assert probe.link.bandwidth > 0
     assert probe.link.latency_seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "is_exchange"), [("cpu:gloo,cuda:nccl", True), ("cpu:fake,cuda:gloo", False)], ids=["gloo", "other"]
+)
+def test_reductions_are_exchanges_where_gloo_has_the_cpu(gloo_alone, monkeypatch, config, is_exchange):
+    gloo_alone(monkeypatch)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        probe_collectives(CPU, QUICK)
+    ran = {event.name for event in trace.events()}
+    assert ("graphshard::add_rows" in ran) == is_exchange
+    assert ("_c10d_functional::reduce_scatter_tensor" in ran) != is_exchange
 
 
 class _CoreClock:

@@ -103,6 +103,14 @@ def test_everything_is_written(here, capsys):
     assert json.loads((here / "trace.json").read_text())["traceEvents"]
 
 
+@pytest.mark.parametrize("ends_process", [False, True])
+def test_only_a_process_that_ends_keeps_its_garbage(here, monkeypatch, ends_process):
+    frozen = []
+    monkeypatch.setattr("gc.freeze", lambda: frozen.append(True))
+    assert main(GOOD, ends_process=ends_process) == 0
+    assert frozen == [True] * ends_process
+
+
 def test_policies_reach_the_capture(here, capsys):
     dtypes = ["--param-dtype", "bfloat16", "--reduce-dtype", "float32"]
     rest = ["--optimizer", "sgd", "--reshard-after-forward", "false", "--plan", "auto", "--checkpoint", "first"]

@@ -201,34 +201,28 @@ def _whole(num_bytes: int) -> int:
 
 
 def _call(op: str, num_bytes: int, device: torch.device) -> Callable[[], torch.Tensor]:
-    """Starts a functional collective, as compiled graphs do, whose larger tensor has ``num_bytes``."""
+    """Runs a functional collective to its end, as compiled graphs do; its larger tensor has ``num_bytes``."""
     num_ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
     whole = torch.ones(num_bytes // 4, device=device)
     part = torch.ones(whole.numel() // num_ranks, device=device)
     splits = [part.numel()] * num_ranks
+
+    def exchange_and_add() -> torch.Tensor:
+        received = WAIT(emit_exchange(_EMIT, whole, num_ranks, group))
+        return emit_sum_of_exchange(_EMIT, received, "sum", num_ranks)
+
+    # What the pass exchange_reductions makes of it.
+    is_exchange = device.type == "cpu" and uses_gloo(dist.group.WORLD)
     calls: dict[str, Callable[[], torch.Tensor]] = {
-        "all_gather": lambda: ALL_GATHER(part, num_ranks, group),
-        "reduce_scatter": lambda: (
-            emit_exchange(_EMIT, whole, num_ranks, group)
-            if _is_exchange(device)
-            else REDUCE_SCATTER(whole, "sum", num_ranks, group)
+        "all_gather": lambda: WAIT(ALL_GATHER(part, num_ranks, group)),
+        "reduce_scatter": (
+            exchange_and_add if is_exchange else lambda: WAIT(REDUCE_SCATTER(whole, "sum", num_ranks, group))
         ),
-        "all_reduce": lambda: ALL_REDUCE(whole, "sum", group),
-        "all_to_all": lambda: ALL_TO_ALL(whole, splits, splits, group),
-        "broadcast": lambda: c10d.broadcast.default(whole, 0, group),
+        "all_reduce": lambda: WAIT(ALL_REDUCE(whole, "sum", group)),
+        "all_to_all": lambda: WAIT(ALL_TO_ALL(whole, splits, splits, group)),
+        "broadcast": lambda: WAIT(c10d.broadcast.default(whole, 0, group)),
     }
     return calls[op]
-
-
-def _is_exchange(device: torch.device) -> bool:
-    """Whether graphs here reduce and scatter by exchange (the pass ``exchange_reductions``)."""
-    return device.type == "cpu" and uses_gloo(dist.group.WORLD)
-
-
-def _finish(op: str, started: torch.Tensor, device: torch.device) -> None:
-    received = WAIT(started)
-    if op == "reduce_scatter" and _is_exchange(device):
-        emit_sum_of_exchange(_EMIT, received, "sum", dist.get_world_size())
 
 
 def _collective_seconds(op: str, num_bytes: int, device: torch.device, num_samples: int) -> float:
@@ -239,7 +233,7 @@ def _collective_seconds(op: str, num_bytes: int, device: torch.device, num_sampl
         dist.barrier()
         synchronize()
         start = time.perf_counter()
-        _finish(op, call(), device)
+        call()
         synchronize()
         times.append(time.perf_counter() - start)
     slowest = torch.tensor(times[1:], device=device, dtype=torch.float64)
@@ -254,13 +248,14 @@ def _host_costs(small: int, large: int, device: torch.device, num_samples: int) 
     per byte what one of ``large`` bytes takes more (medians: some count a thread of gloo that is not at rest yet).
     Elsewhere it is the time until the start returns, and nothing.
     """
+    num_ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
     starts, spent = [], []
     for num_bytes in (small, large):
-        call = _call("all_gather", num_bytes, device)
+        part = torch.ones(num_bytes // 4 // num_ranks, device=device)
         for _ in range(num_samples):
             dist.barrier()
             core_before, before = time.process_time(), time.perf_counter()
-            started = call()
+            started = ALL_GATHER(part, num_ranks, group)
             starts.append(time.perf_counter() - before)
             WAIT(started)
             spent.append(time.process_time() - core_before)
