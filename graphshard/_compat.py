@@ -60,6 +60,7 @@ __all__ = [
     "make_graph_module",
     "parameter_of_input",
     "queue_after_backward",
+    "storage_id",
     "strided_shard",
     "tree_leaves",
     "tree_map",
@@ -181,6 +182,11 @@ def parameter_of_input(node: fx.Node, traced: fx.GraphModule) -> nn.Parameter | 
     """The parameter of ``traced`` that enters through an input of its joint graph, if one does."""
     described = node.meta.get("desc")
     return traced.get_parameter(described.target) if isinstance(described, ParamAOTInput) else None
+
+
+def storage_id(value: torch.Tensor) -> int:
+    """A number that tensors share if they share their memory, fake ones too (checked: 2.13)."""
+    return value.untyped_storage()._cdata
 
 
 #: What the partitioner wraps around recomputed ops that may draw random numbers (checked: 2.13).

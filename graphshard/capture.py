@@ -27,7 +27,6 @@ from ._compat import (
     FakeTensorMode,
     TorchDynamoException,
     capture_with_dynamo,
-    export_joint,
     lazy_graph_modules,
     parameter_of_input,
     tree_map,
@@ -40,6 +39,7 @@ from .inductor import drop_rng_states, functorch_patch, inductor_decompositions,
 from .params import PlainParameter, UnshardCall
 from .passes import InsertShards, MergeUnshards, SpreadParameters, TagRecompute
 from .pipeline import PassRecord, Pipeline
+from .repeat_export import export_joint_of_blocks
 from .rewrite import copy_graph, no_garbage_collection, output_values
 
 #: A frame of a traceback, and the folders whose frames are not the user's.
@@ -330,7 +330,7 @@ def _export(
     if not any(param.requires_grad for param in traced.parameters()):
         raise CaptureError("nothing is trained: no parameter that the model reads requires a gradient")
     try:
-        joint = export_joint(stack, traced, args, kwargs, inductor_decompositions())
+        joint = export_joint_of_blocks(stack, traced, args, kwargs, inductor_decompositions())
     except (RuntimeError, *DATA_DEPENDENT) as error:  # AOTAutograd has no type of its own
         raise CaptureError(_complaint(error)) from error
     for node in joint.graph.find_nodes(op="placeholder"):

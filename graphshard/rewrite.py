@@ -88,12 +88,17 @@ def _type_of(value: Any) -> Any:
     if isinstance(value, fx.Node):
         return _type_of(value.meta["val"])
     if isinstance(value, torch.Tensor):
-        return (value.shape, value.stride(), value.dtype, value.device, value.storage_offset())
+        return type_key(value)
     if isinstance(value, (list, tuple)):
         return (type(value), *map(_type_of, value))
     if isinstance(value, dict):
         return tuple((name, _type_of(part)) for name, part in value.items())
     return (type(value), value)
+
+
+def type_key(value: torch.Tensor) -> tuple[Any, ...]:
+    """Something hashable that is equal for tensors of one type, which lie alike in their storage."""
+    return (value.shape, value.stride(), value.dtype, value.device, value.storage_offset())
 
 
 def _run_on_fakes(target: Any, args: Any, kwargs: Any) -> Any:
