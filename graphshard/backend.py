@@ -60,7 +60,8 @@ def half_pipeline(options: BackendOptions) -> Pipeline:
         steps.append(passes.BucketCollectives())
     if options.hardware is not None:
         is_free = options.bucket == "auto"
-        steps.append(passes.PlanCollectives(merge=is_free, memory_budget=options.memory_budget))
+        budget = "default" if options.memory_budget is None else options.memory_budget
+        steps.append(passes.PlanCollectives(merge=is_free, memory_budget=budget))
     elif options.overlap is False:
         steps.append(passes.ScheduleCollectives(prefetch=0, reductions_in_flight=1))
     else:

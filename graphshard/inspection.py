@@ -335,7 +335,7 @@ class Inspection:
     ) -> tuple[Bounds, str, PassRecord]:
         """Merges and orders a half's collectives by cost, within what the budget leaves."""
         budget = self.settings.budget_bytes
-        left = None if budget is None else max(budget - outside_bytes, 1)
+        left: int | str = "default" if budget is None else max(budget - outside_bytes, 1)
         ctx = replace(ctx, prices=prices)
         try:
             (record,) = Pipeline(PlanCollectives(memory_budget=left), given=given).run(gm, ctx)

@@ -25,6 +25,7 @@ from .planner.apply import planned_graph
 from .planner.follow import ways_to_follow
 from .planner.from_graph import GraphProblem, problem_of_graph
 from .planner.plan import InfeasibleBudgetError, Plan, make_plan
+from .planner.problem import Problem
 from .planner.simulate import simulate
 from .planner.solve import is_possible, plan, smallest_budget
 from .planner.wishes import NO_WISHES, Wishes
@@ -214,7 +215,7 @@ def _followed(
     peaks = []
     for steps in ways_to_follow(found.problem, known):
         planned = planned_graph(gm, found, steps)
-        peaks.append(_measured_peak(planned, device_type))
+        peaks.append(measured_peak(planned, device_type))
         if budget is None or peaks[-1] <= budget:
             result = make_plan(
                 found.problem, steps, solver="followed", unplanned_seconds=before, notes=found.notes
@@ -227,23 +228,22 @@ def _followed(
 def _within_budget(
     gm: fx.GraphModule, found: GraphProblem, budget: int | None, device_type: str | None
 ) -> tuple[fx.GraphModule, Plan]:
-    before = _measured_peak(gm, device_type)
+    before = measured_peak(gm, device_type)
     fits = (budget is None or before <= budget) and is_possible(
         replace(found.problem, budget_bytes=None), found.unplanned
     )
-    allowed = budget
+    problem = replace(found.problem, budget_bytes=budget)
     for _ in range(_ATTEMPTS):
-        problem = replace(found.problem, budget_bytes=allowed)
         try:
             result = plan(problem, unplanned=found.unplanned, notes=found.notes)
         except InfeasibleBudgetError:
             break
         planned = planned_graph(gm, found, result.steps)
-        peak = _measured_peak(planned, device_type)
+        live = measured_live(planned, device_type)
+        peak = max(live.values(), default=0)
         if budget is None or peak <= budget:
             return planned, replace(result, peak_bytes=peak, budget_bytes=budget)
-        assert allowed is not None
-        allowed = min(allowed, result.peak_bytes) - max(1, peak - budget)
+        problem = _with_excess(problem, result, live, budget)
     assert budget is not None
     if fits:  # the graph as it came keeps the budget, whatever the model of the problem says
         result = make_plan(found.problem, found.unplanned, solver="none", notes=found.notes)
@@ -252,18 +252,47 @@ def _within_budget(
     raise InfeasibleBudgetError(budget, _feasible_budget(gm, found, device_type), is_smallest=False)
 
 
+def _with_excess(problem: Problem, result: Plan, live: Mapping[str, int], budget: int) -> Problem:
+    """The problem with more memory in the tasks that took more than planned, and than the budget.
+
+    Where none did, it was a copy or a collective: the problem with a budget smaller by the excess.
+    """
+    planned = simulate(problem, result.steps).live_bytes
+    taken = [live[name] for name in problem.position_names]
+    if not any(most > budget for most in taken):
+        assert problem.budget_bytes is not None
+        excess = max(live.values()) - budget
+        return replace(problem, budget_bytes=min(problem.budget_bytes, result.peak_bytes) - excess)
+    more = [
+        max(0, most - expected) if most > budget else 0 for most, expected in zip(taken, planned, strict=True)
+    ]
+    tasks = [
+        replace(task, live_bytes=task.live_bytes + excess)
+        for task, excess in zip(problem.tasks, more, strict=True)
+    ]
+    return replace(problem, tasks=tasks)
+
+
 def _feasible_budget(gm: fx.GraphModule, found: GraphProblem, device_type: str | None) -> int:
     """A budget that a plan of this graph keeps, by the memory model: the smallest found."""
     smallest, _ = smallest_budget(found.problem)
     result = plan(replace(found.problem, budget_bytes=smallest), notes=found.notes)
-    return max(_measured_peak(planned_graph(gm, found, result.steps), device_type), smallest)
+    return max(measured_peak(planned_graph(gm, found, result.steps), device_type), smallest)
 
 
-def _measured_peak(gm: fx.GraphModule, device_type: str | None) -> int:
-    """Bytes live at the peak, by the memory model, inputs that the caller keeps included."""
+def measured_live(gm: fx.GraphModule, device_type: str | None) -> dict[str, int]:
+    """Bytes live at each node, by the memory model, inputs that the caller keeps included."""
     model = MemoryModel(gm, kept=kept_inputs(gm), device_type=device_type)
-    timeline = model.timeline(list(gm.graph.nodes))
-    return timeline.peak_bytes + timeline.kept_bytes
+    nodes = list(gm.graph.nodes)
+    timeline = model.timeline(nodes)
+    return {
+        node.name: live + timeline.kept_bytes for node, live in zip(nodes, timeline.live_bytes, strict=True)
+    }
+
+
+def measured_peak(gm: fx.GraphModule, device_type: str | None) -> int:
+    """The most of :func:`measured_live`."""
+    return max(measured_live(gm, device_type).values(), default=0)
 
 
 def parse_bytes(value: int | str) -> int:

@@ -42,9 +42,17 @@ from graphshard.errors import PassError
 from graphshard.facts import Fact
 from graphshard.pipeline import PassReport
 from graphshard.placement import Movable
+from graphshard.planner.plan import InfeasibleBudgetError
 from graphshard.planner.wishes import Wishes
 from graphshard.provenance import shards_behind
-from graphshard.schedule import parse_bytes, plan_graph
+from graphshard.rewrite import copy_graph
+from graphshard.schedule import PlannedGraph, measured_peak, parse_bytes, plan_graph
+
+from .bucket_collectives import BucketCollectives
+from .schedule_collectives import ScheduleCollectives
+
+#: A memory budget: that of the passes without a cost model.
+DEFAULT = "default"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +62,9 @@ class PlanCollectives:
     Attributes:
         merge: whether collectives may be merged; where not, they are only placed.
         memory_budget: the most that may be live while the graph runs, inputs that its caller keeps
-            included: bytes, or a text like "60GiB". None for no limit.
+            included: bytes, or a text like "60GiB". None for no limit. "default" for what
+            ``bucket_collectives`` and ``schedule_collectives`` would make of the graph, or the least
+            that the planner finds above it.
     """
 
     name: ClassVar[str] = "plan_collectives"
@@ -66,7 +76,7 @@ class PlanCollectives:
     memory_budget: int | str | None = None
 
     def __post_init__(self) -> None:
-        if self.memory_budget is not None:
+        if self.memory_budget not in (None, DEFAULT):
             parse_bytes(self.memory_budget)
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
@@ -79,14 +89,27 @@ class PlanCollectives:
         """
         if ctx.prices is None:
             raise PassError("plan_collectives: the context has no prices (PassContext.prices, a CostModel)")
-        planned = plan_graph(
-            gm,
-            ctx.prices,
-            memory_budget=self.memory_budget,
-            wishes=_wishes(gm, ctx, self.merge),
-            known=ctx.known_plan,
-            device_type=ctx.device_type,
-        )
+        prices, wishes = ctx.prices, _wishes(gm, ctx, self.merge)
+
+        def plan(memory_budget: int | str | None) -> PlannedGraph:
+            return plan_graph(
+                gm,
+                prices,
+                memory_budget=memory_budget,
+                wishes=wishes,
+                known=ctx.known_plan,
+                device_type=ctx.device_type,
+            )
+
+        if self.memory_budget != DEFAULT:
+            planned = plan(self.memory_budget)
+        elif ctx.known_plan is not None:
+            planned = plan(None)  # the rank that planned has seen to it
+        else:
+            try:
+                planned = plan(_default_peak(gm, ctx))
+            except InfeasibleBudgetError as error:
+                planned = plan(error.smallest_bytes)
         changed = _names(planned.gm) != _names(gm)
         if changed:
             gm.graph = planned.gm.graph
@@ -97,6 +120,14 @@ class PlanCollectives:
             skipped=planned.plan.notes,
             planned=planned,
         )
+
+
+def _default_peak(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """Bytes live at the peak of the graph that the passes without a cost model make."""
+    default = copy_graph(gm)
+    BucketCollectives().run(default, ctx)
+    ScheduleCollectives().run(default, ctx)
+    return measured_peak(default, ctx.device_type)
 
 
 def _wishes(gm: fx.GraphModule, ctx: PassContext, merge: bool) -> Wishes:

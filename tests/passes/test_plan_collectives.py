@@ -12,7 +12,7 @@ from graphshard.context import KnownPlan, PassContext
 from graphshard.errors import OptionError, OptionTypeError, PassError
 from graphshard.facts import Fact
 from graphshard.memory import kept_inputs, memory_timeline
-from graphshard.passes import PlanCollectives
+from graphshard.passes import BucketCollectives, PlanCollectives, ScheduleCollectives
 from graphshard.pipeline import Pipeline
 from graphshard.planner.plan import InfeasibleBudgetError
 from graphshard.planner.simulate import PlanError
@@ -116,6 +116,35 @@ def test_the_budget_is_kept_or_refused(captured, half):
         tight = copy_graph(gm)
         report = run_pass(PlanCollectives(memory_budget=budget), tight, ctx, *HELD).report
         assert _peak(tight) == report.planned.plan.peak_bytes <= budget
+
+
+@pytest.mark.parametrize("prices", [DEAR, CHEAP], ids=["dear", "cheap"])
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_the_default_budget_is_what_the_passes_without_a_cost_model_take(captured, half, prices):
+    gm, ctx = _half(captured, "blocks_3", half, prices)
+    passes, default = copy_graph(gm), copy_graph(gm)
+    for step in (BucketCollectives(), ScheduleCollectives()):
+        run_pass(step, passes, ctx, *HELD)
+    plan = run_pass(PlanCollectives(memory_budget="default"), default, ctx, *HELD).report.planned.plan
+    assert _peak(default) == plan.peak_bytes <= plan.budget_bytes == _peak(passes)
+    assert plan.solver != "none"
+
+
+def test_a_rank_that_follows_leaves_the_default_budget_to_the_one_that_planned(captured):
+    gm, ctx = _half(captured, "blocks_3", "backward", CHEAP)
+    free = copy_graph(gm)
+    known = run_pass(PlanCollectives(), free, ctx, *HELD).report.planned.known
+    run_pass(PlanCollectives(memory_budget="default"), gm, replace(ctx, known_plan=known), *HELD)
+    assert text_of(gm, ctx) == text_of(free, ctx)
+
+
+def test_where_no_plan_keeps_the_default_budget_the_leanest_is_taken(captured, monkeypatch):
+    gm, ctx = _half(captured, "blocks_3", "backward", CHEAP)
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        run_pass(PlanCollectives(memory_budget=1), copy_graph(gm), ctx, *HELD)
+    monkeypatch.setattr("graphshard.passes.plan_collectives._default_peak", lambda gm, ctx: 1)
+    report = run_pass(PlanCollectives(memory_budget="default"), gm, ctx, *HELD).report
+    assert _peak(gm) <= report.planned.plan.budget_bytes == refused.value.smallest_bytes
 
 
 def test_a_users_limit_of_reductions_is_kept(captured):
