@@ -51,6 +51,7 @@ __all__ = [
     "detect_fake_mode",
     "export_joint",
     "flatten_mesh",
+    "gather_single",
     "group_by_name",
     "group_store",
     "group_timeout_seconds",
@@ -60,6 +61,7 @@ __all__ = [
     "make_graph_module",
     "parameter_of_input",
     "queue_after_backward",
+    "reduce_scatter_single",
     "storage_id",
     "strided_shard",
     "tree_leaves",
@@ -182,6 +184,11 @@ def parameter_of_input(node: fx.Node, traced: fx.GraphModule) -> nn.Parameter | 
     """The parameter of ``traced`` that enters through an input of its joint graph, if one does."""
     described = node.meta.get("desc")
     return traced.get_parameter(described.target) if isinstance(described, ParamAOTInput) else None
+
+
+#: Gathers and reduce-scatters of one tensor, by the names of torch 2.13 or the older ones (checked: 2.13).
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def storage_id(value: torch.Tensor) -> int:

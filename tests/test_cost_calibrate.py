@@ -1,7 +1,6 @@
 """Calibration at tiny sizes: real probes, a real group, a card that reads back."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -133,32 +132,64 @@ def test_reductions_are_exchanges_where_gloo_has_the_cpu(gloo_alone, monkeypatch
         probe_collectives(CPU, QUICK)
     ran = {event.name for event in trace.events()}
     assert ("graphshard::add_rows" in ran) == is_exchange
-    assert ("_c10d_functional::reduce_scatter_tensor" in ran) != is_exchange
-
-
-class _CoreClock:
-    """Small gathers take 1 s of the core, as many large ones behind them 3 s."""
-
-    perf_counter = staticmethod(time.perf_counter)
-
-    def __init__(self, num_samples: int) -> None:
-        self._num_calls, self._num_small, self._now = 0, 2 * num_samples, 0.0
-
-    def process_time(self) -> float:
-        if self._num_calls % 2:
-            self._now += 1.0 if self._num_calls < self._num_small else 3.0
-        self._num_calls += 1
-        return self._now
+    assert ("c10d::_reduce_scatter_base_" in ran) != is_exchange
 
 
 def test_what_a_gather_takes_of_the_core_is_probed(gloo_alone, monkeypatch):
     gloo_alone(monkeypatch)
-    monkeypatch.setattr(calibrate_module, "time", _CoreClock(QUICK.num_samples))
-    monkeypatch.setattr(calibrate_module, "_collective_seconds", lambda op, num_bytes, *_: num_bytes / 1e9)
+
+    def seconds(op, num_bytes, *_):
+        return num_bytes / 1e9, 0.5 + num_bytes / 1e6 if op == "all_gather" else 9.0
+
+    monkeypatch.setattr(calibrate_module, "_collective_seconds", seconds)
     probe = probe_collectives(CPU, QUICK)
-    small, large = QUICK.collective_bytes[0], QUICK.collective_bytes[max(len(QUICK.collective_bytes) - 2, 1)]
-    assert probe.collective_start_seconds == 1.0
-    assert probe.comm_compute_seconds_per_byte == pytest.approx(2.0 / (large - small))
+    assert probe.collective_start_seconds == 0.5 + QUICK.collective_bytes[0] / 1e6
+    assert probe.comm_compute_seconds_per_byte == pytest.approx(1e-6)
+
+
+class _Clock:
+    """A second for each block of compute that runs alone, two for one beside a collective."""
+
+    def __init__(self) -> None:
+        self.now, self.is_busy = 0.0, False
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def block(self) -> None:
+        self.now += 2.0 if self.is_busy else 1.0
+
+
+class _Work:
+    """Done after three blocks."""
+
+    def __init__(self, clock: _Clock) -> None:
+        self._clock, self._began = clock, clock.now
+        clock.is_busy = True
+
+    def get_future(self) -> "_Work":
+        return self
+
+    def done(self) -> bool:
+        return self._clock.now >= self._began + 6.0
+
+    def wait(self) -> None:
+        self._clock.is_busy = False
+
+
+@pytest.mark.parametrize(("is_gloo", "expected"), [(True, (6.25, 3.0)), (False, (0.25, 0.0))], ids=["gloo", "other"])
+def test_a_rank_computes_beside_a_collective_of_gloo(gloo_alone, monkeypatch, is_gloo, expected):
+    gloo_alone(monkeypatch)
+    monkeypatch.setattr(calibrate_module, "uses_gloo", lambda group: is_gloo)
+    clock = _Clock()
+    monkeypatch.setattr(calibrate_module, "time", clock)
+    monkeypatch.setattr(calibrate_module.torch, "mm", lambda *_, **__: clock.block())
+
+    def finish() -> None:
+        clock.now += 0.25
+
+    collective = calibrate_module._Collective(lambda: _Work(clock), finish)
+    assert calibrate_module._Beside(CPU).seconds(collective) == expected
 
 
 def test_compute_is_probed_with_progress_and_in_step_with_the_other_ranks():

@@ -12,24 +12,17 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from .._compat import uses_gloo
+from .._compat import gather_single, reduce_scatter_single, uses_gloo
 from ..collectives import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    REDUCE_SCATTER,
-    WAIT,
     EagerEmitter,
-    c10d,
-    emit_exchange,
     emit_sum_of_exchange,
 )
 from ..errors import CalibrationError
@@ -164,16 +157,18 @@ def measure_group(job: CalibrationJob, local_ranks: int, report: Report = say_no
 def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report = say_nothing) -> CommProbe:
     """Measures the default process group; every rank calls it and gets the same numbers.
 
-    A time is the median over calls of the slowest rank. Latency and bandwidth of the link come from the
-    gathers: the smallest is all latency, and the two largest differ by bandwidth.
+    A time is the median over calls of the slowest rank; on a CPU each rank computes meanwhile, as it does in training.
+    Latency and bandwidth of the link come from the gathers: the smallest is all latency, and the two largest
+    differ by bandwidth. So does what one takes of the core that computes: in all, and for each byte more.
     """
     num_ranks = dist.get_world_size()
-    rows = []
+    rows, lost = [], {}
     for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"):
-        times = {
-            _whole(num_bytes): _collective_seconds(op, _whole(num_bytes), device, sizes.num_samples)
-            for num_bytes in sizes.collective_bytes
-        }
+        times = {}
+        for num_bytes in map(_whole, sizes.collective_bytes):
+            times[num_bytes], lost[op, num_bytes] = _collective_seconds(
+                op, num_bytes, device, sizes.num_samples
+            )
         rows += [
             MeasuredCollective(op=op, num_ranks=num_ranks, num_bytes=size, seconds=seconds)
             for size, seconds in times.items()
@@ -183,7 +178,9 @@ def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report
     (less, soon), (more, late) = gathers[-2:]
     usual = max(len(sizes.collective_bytes) - 2, 1)  # the largest is larger than buckets are
     small, large = _whole(sizes.collective_bytes[0]), _whole(sizes.collective_bytes[usual])
-    start, core_seconds = _host_costs(small, large, device, sizes.num_samples)
+    start = lost["all_gather", small]
+    of_bytes = lost["all_gather", large] - start if device.type == "cpu" else 0.0
+    core_seconds = max(of_bytes, 0.0) / (large - small)
     moved = (num_ranks - 1) / num_ranks
     bandwidth = moved * (more - less) / (late - soon) if late > soon else moved * more / late
     latency = max(gathers[0][1] - start, 1e-7) / (num_ranks - 1)
@@ -200,72 +197,84 @@ def _whole(num_bytes: int) -> int:
     return max(num_bytes // each, 1) * each
 
 
-def _call(op: str, num_bytes: int, device: torch.device) -> Callable[[], torch.Tensor]:
-    """Runs a functional collective to its end, as compiled graphs do; its larger tensor has ``num_bytes``."""
-    num_ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
+@dataclass(frozen=True, slots=True)
+class _Collective:
+    """A collective as compiled graphs run it.
+
+    Attributes:
+        start: issues it.
+        finish: computes what follows its end at once.
+    """
+
+    start: Callable[[], dist.Work]
+    finish: Callable[[], object] = lambda: None
+
+
+def _collective(op: str, num_bytes: int, device: torch.device) -> _Collective:
+    """One whose larger tensor has ``num_bytes``."""
+    num_ranks = dist.get_world_size()
     whole = torch.ones(num_bytes // 4, device=device)
     part = torch.ones(whole.numel() // num_ranks, device=device)
-    splits = [part.numel()] * num_ranks
-
-    def exchange_and_add() -> torch.Tensor:
-        received = WAIT(emit_exchange(_EMIT, whole, num_ranks, group))
-        return emit_sum_of_exchange(_EMIT, received, "sum", num_ranks)
-
-    # What the pass exchange_reductions makes of it.
-    is_exchange = device.type == "cpu" and uses_gloo(dist.group.WORLD)
-    calls: dict[str, Callable[[], torch.Tensor]] = {
-        "all_gather": lambda: WAIT(ALL_GATHER(part, num_ranks, group)),
-        "reduce_scatter": (
-            exchange_and_add if is_exchange else lambda: WAIT(REDUCE_SCATTER(whole, "sum", num_ranks, group))
-        ),
-        "all_reduce": lambda: WAIT(ALL_REDUCE(whole, "sum", group)),
-        "all_to_all": lambda: WAIT(ALL_TO_ALL(whole, splits, splits, group)),
-        "broadcast": lambda: WAIT(c10d.broadcast.default(whole, 0, group)),
+    received = torch.empty_like(whole)
+    exchange = partial(dist.all_to_all_single, received, whole, async_op=True)
+    if op == "reduce_scatter" and device.type == "cpu" and uses_gloo(dist.group.WORLD):
+        # What the pass exchange_reductions makes of it.
+        return _Collective(exchange, partial(emit_sum_of_exchange, _EMIT, received, "sum", num_ranks))
+    starts = {
+        "all_gather": partial(gather_single, whole, part, async_op=True),
+        "reduce_scatter": partial(reduce_scatter_single, part, whole, async_op=True),
+        "all_reduce": partial(dist.all_reduce, whole, async_op=True),
+        "all_to_all": exchange,
+        "broadcast": partial(dist.broadcast, whole, 0, async_op=True),
     }
-    return calls[op]
+    return _Collective(starts[op])
 
 
-def _collective_seconds(op: str, num_bytes: int, device: torch.device, num_samples: int) -> float:
-    call = _call(op, num_bytes, device)
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    times = []
-    for _ in range(num_samples + 1):
+class _Beside:
+    """Compute to run beside a collective of gloo, whose threads and packets share the core with it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_beside = device.type == "cpu" and uses_gloo(dist.group.WORLD)
+        self._synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        left, right = torch.ones(64, 256), torch.ones(256, 512)
+        self._block = partial(torch.mm, left, right, out=torch.empty(64, 512))
+
+    def seconds(self, collective: _Collective) -> tuple[float, float]:
+        """From the start of a collective to its end, and what compute lost in between."""
+        alone = self._block_seconds() if self._is_beside else 0.0
         dist.barrier()
-        synchronize()
-        start = time.perf_counter()
-        call()
-        synchronize()
-        times.append(time.perf_counter() - start)
+        self._synchronize()
+        begin = time.perf_counter()
+        work = collective.start()
+        lost = time.perf_counter() - begin
+        if self._is_beside:
+            ended, blocks = work.get_future(), 0
+            while not ended.done():
+                self._block()
+                blocks += 1
+            lost = time.perf_counter() - begin - blocks * alone
+        work.wait()
+        collective.finish()
+        self._synchronize()
+        return time.perf_counter() - begin, max(lost, 0.0)
+
+    def _block_seconds(self, blocks: int = 16) -> float:
+        begin = time.perf_counter()
+        for _ in range(blocks):
+            self._block()
+        return (time.perf_counter() - begin) / blocks
+
+
+def _collective_seconds(
+    op: str, num_bytes: int, device: torch.device, num_samples: int
+) -> tuple[float, float]:
+    """Medians of what :meth:`_Beside.seconds` measures, of the slowest rank each."""
+    collective, beside = _collective(op, num_bytes, device), _Beside(device)
+    times = [beside.seconds(collective) for _ in range(num_samples + 1)]
     slowest = torch.tensor(times[1:], device=device, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return median(slowest.tolist())
-
-
-def _host_costs(small: int, large: int, device: torch.device, num_samples: int) -> tuple[float, float]:
-    """What a gather costs the host before its bytes move, and per byte.
-
-    On the CPU that is time of the core that computes, gloo's threads included: all of a gather of ``small`` bytes, and
-    per byte what one of ``large`` bytes takes more (medians: some count a thread of gloo that is not at rest yet).
-    Elsewhere it is the time until the start returns, and nothing.
-    """
-    num_ranks, group = dist.get_world_size(), dist.group.WORLD.group_name
-    starts, spent = [], []
-    for num_bytes in (small, large):
-        part = torch.ones(num_bytes // 4 // num_ranks, device=device)
-        for _ in range(num_samples):
-            dist.barrier()
-            core_before, before = time.process_time(), time.perf_counter()
-            started = ALL_GATHER(part, num_ranks, group)
-            starts.append(time.perf_counter() - before)
-            WAIT(started)
-            spent.append(time.process_time() - core_before)
-    of_small, of_large = median(spent[:num_samples]), median(spent[num_samples:])
-    own = (of_small, max(of_large - of_small, 0.0) / (large - small))
-    if device.type != "cpu":
-        own = (median(starts[num_samples:]), 0.0)
-    slowest = torch.tensor(own, device=device, dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest[0]), float(slowest[1])
+    seconds, lost = slowest.median(dim=0).values.tolist()
+    return seconds, lost
 
 
 def _card(job: CalibrationJob, compute: ComputeProbe, comm: CommProbe, local_ranks: int) -> HardwareCard:
