@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ._compat import DATA_DEPENDENT, export_joint, storage_id, tree_map
+from ._compat import export_joint, storage_id, tree_map
+from .memory import tensors_of
 from .repeats import Block, find_blocks, is_function
 from .rewrite import output_values, type_key
 
@@ -62,22 +63,23 @@ def export_joint_of_blocks(
 
     Must run inside the fake mode of ``args``. Errors are those of a plain export.
     """
-    if not (blocks := find_blocks(traced)):
-        return export_joint(stack, traced, args, kwargs, decompositions)
     plain = traced.graph
     try:
-        with ExitStack() as attempt:
-            exported = _export_block(traced, blocks[0], decompositions)
-            traced.graph = _with_opaque_blocks(plain, blocks)
-            token = _EXPORTED.set(exported)
-            attempt.callback(_EXPORTED.reset, token)
-            joint = export_joint(attempt, traced, args, kwargs, decompositions)
-            stack.enter_context(attempt.pop_all())
-    except _NotRepeatableError:
+        if blocks := find_blocks(traced):
+            with ExitStack() as attempt:
+                exported = _export_block(traced, blocks[0], decompositions)
+                traced.graph = _with_opaque_blocks(plain, blocks)
+                token = _EXPORTED.set(exported)
+                attempt.callback(_EXPORTED.reset, token)
+                joint = export_joint(attempt, traced, args, kwargs, decompositions)
+                _put_blocks(joint, exported, traced, blocks)
+                stack.enter_context(attempt.pop_all())
+            return joint
+    except (
+        Exception
+    ):  # whatever it is: if it is the model's, the plain export meets it again, and says it better
         traced.graph = plain
-        return export_joint(stack, traced, args, kwargs, decompositions)
-    _put_blocks(joint, exported, traced, blocks)
-    return joint
+    return export_joint(stack, traced, args, kwargs, decompositions)
 
 
 def _export_block(traced: fx.GraphModule, block: Block, decompositions: Mapping[Any, Any]) -> _Exported:
@@ -99,10 +101,7 @@ def _export_block(traced: fx.GraphModule, block: Block, decompositions: Mapping[
     values = [node.meta["example_value"] for node in block.inputs]
     fakes = [_Values().like(value).requires_grad_(value.requires_grad) for value in values]
     with ExitStack() as stack:
-        try:
-            joint = export_joint(stack, fx.GraphModule(traced, graph), tuple(fakes), {}, decompositions)
-        except (RuntimeError, *DATA_DEPENDENT) as error:
-            raise _NotRepeatableError("the export of the whole may say more") from error
+        joint = export_joint(stack, fx.GraphModule(traced, graph), tuple(fakes), {}, decompositions)
     return _parts(joint, block)
 
 
@@ -116,7 +115,12 @@ def _parts(joint: fx.GraphModule, block: Block) -> _Exported:
     calls = [node for node in joint.graph.nodes if node.op not in ("placeholder", "output")]
     if any(node.op != "call_function" for node in calls):
         raise _NotRepeatableError("its graph holds constants")
-    is_backward = [node.meta.get("partitioner_tag") == "is_backward" for node in calls]
+    tags = [node.meta.get("partitioner_tag") for node in calls]
+    if not set(tags) <= {"is_forward", "is_backward"}:
+        raise _NotRepeatableError("some of its calls belong to one half")
+    if any(value.is_neg() for node in calls for value in tensors_of(node.meta["val"])):
+        raise _NotRepeatableError("some of its values are negated views")
+    is_backward = [tag == "is_backward" for tag in tags]
     return _Exported(
         inputs=tuple(placeholders[:num_inputs]),
         tangents=tuple(placeholders[num_inputs:]),
@@ -176,10 +180,13 @@ class _OpaqueBlock(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, index: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        exported = _EXPORTED.get()
+        _refuse_other_types(inputs, exported.inputs)
         ctx.index = index
         ctx.set_materialize_grads(False)
         results = _opaque_block(index, list(inputs))
-        flows = _EXPORTED.get().differentiable
+        flows = exported.differentiable
+        ctx.save_for_backward(*inputs, *results)
         ctx.mark_non_differentiable(*(one for one, has in zip(results, flows, strict=True) if not has))
         return tuple(results)
 
@@ -188,11 +195,16 @@ class _OpaqueBlock(torch.autograd.Function):
         exported = _EXPORTED.get()
         flowing = zip(gradients, exported.differentiable, strict=True)
         tangents = [gradient for gradient, has in flowing if has]
-        for given, traced in zip(tangents, exported.tangents, strict=True):
-            if given is None or type_key(given) != type_key(traced.meta["val"]):
-                raise _NotRepeatableError("its gradients come in other types")
+        _refuse_other_types(tangents, exported.tangents)
+        _ = ctx.saved_tensors  # an error if somebody wrote on them since
         found = iter(_opaque_block_backward(ctx.index, tangents))
         return None, *(None if node is None else next(found) for node in exported.gradients)
+
+
+def _refuse_other_types(given: Sequence[Tensor | None], exported: Sequence[fx.Node]) -> None:
+    for value, node in zip(given, exported, strict=True):
+        if value is None or type_key(value) != type_key(node.meta["val"]):
+            raise _NotRepeatableError("its values come in other types")
 
 
 def _put_blocks(
@@ -289,20 +301,28 @@ class _Values:
         self._memory: dict[int, Tensor] = {}
 
     def know(self, value: Any, ours: Any) -> None:
-        """``ours`` stands for ``value``."""
+        """``ours`` stands for ``value``, unless another does already."""
         if isinstance(value, Tensor):
-            self._memory[storage_id(value)] = ours
+            self._memory.setdefault(storage_id(value), ours)
 
     def copy(self, value: Any) -> Any:
         """A value like this one, in the memory that stands for its memory."""
         if not isinstance(value, Tensor):
             return value
         memory = self._memory.get(storage_id(value))
-        if memory is None or memory.dtype != value.dtype:
+        if memory is None:
             memory = self._memory[storage_id(value)] = self.like(value)
             return memory
         with torch.no_grad():
+            found = self._view(memory, value)
+            return found.conj() if value.is_conj() else found
+
+    @staticmethod
+    def _view(memory: Tensor, value: Tensor) -> Tensor:
+        if memory.dtype == value.dtype:
             return memory.as_strided(value.shape, value.stride(), value.storage_offset())
+        viewed = torch.empty(0, dtype=value.dtype, device=value.device)
+        return viewed.set_(memory.untyped_storage(), value.storage_offset(), value.shape, value.stride())
 
     @staticmethod
     def like(value: Tensor) -> Tensor:

@@ -75,6 +75,7 @@ def _word(gm: fx.GraphModule, node: fx.Node) -> Any:
         _argument_word(gm, node.args),
         _argument_word(gm, node.kwargs),
         _type(node),
+        repr(node.meta.get("custom")),  # what the user wrote at the node, a memory budget for instance
     )
 
 
@@ -95,18 +96,30 @@ def _attribute_word(gm: fx.GraphModule, node: fx.Node) -> Any:
     value = operator.attrgetter(str(node.target))(gm)
     if not isinstance(value, fx.GraphModule):
         return _type(node) if isinstance(value, torch.Tensor) else (type(value), id(value))
+    if (
+        "_checkpoint_context_fn" in value.meta
+    ):  # the user chooses what is saved, perhaps otherwise in each block
+        return (fx.GraphModule, id(value))
     positions = {inner: index for index, inner in enumerate(value.graph.nodes)}
     return tuple(
         (
             inner.op,
             inner.target if inner.op.startswith("call") else None,
-            tuple(positions[source] for source in inner.all_input_nodes),
+            tuple(positions[source] for source in _operands(inner)),
             _argument_word(value, inner.args),
             _argument_word(value, inner.kwargs),
             _attribute_word(value, inner) if inner.op == "get_attr" else _type(inner),
+            repr(inner.meta.get("custom")),
         )
         for inner in value.graph.nodes
     )
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """Nodes that a call reads, as often as it does."""
+    operands: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), operands.append)
+    return operands
 
 
 def _type(node: fx.Node) -> Any:
@@ -174,8 +187,8 @@ class _Values:
         return self._reads[node.target] if node.op == "get_attr" else [node]
 
     def sources(self, node: fx.Node) -> list[fx.Node]:
-        """Tensors that a call reads, each as the first node with its value."""
-        inputs = [self.same(source)[0] for source in node.all_input_nodes]
+        """Tensors that a call reads, as often as it does, each as the first node with its value."""
+        inputs = [self.same(source)[0] for source in _operands(node)]
         return [source for source in inputs if not is_function(self._gm, source)]
 
 
@@ -222,7 +235,9 @@ def _is_separate(block: Block, values: _Values) -> bool:
     crossing = [node.meta.get("example_value") for node in (*block.inputs, *block.outputs)]
     if not all(isinstance(value, torch.Tensor) for value in crossing):
         return False
-    if not any(map(_needs_gradient, block.outputs)):
+    if not any(map(_needs_gradient, block.outputs)) or any(
+        value.is_conj() or value.is_neg() for value in crossing
+    ):
         return False
     memory = list(map(storage_id, crossing))
     read, written = memory[: len(block.inputs)], memory[len(block.inputs) :]

@@ -2,7 +2,7 @@
 
 The planner's model of memory is exact for the graph as it came and close elsewhere; the memory model
 itself has the last word. If it measures more than the budget on the planned graph, the graph is
-planned again for a budget that is smaller by the excess.
+planned again, with more memory where a task took more than planned, else for a smaller budget.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ far as the process group's algorithm does not depend on the size or the position
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar
@@ -54,6 +55,9 @@ from .schedule_collectives import ScheduleCollectives
 #: A memory budget: that of the passes without a cost model.
 DEFAULT = "default"
 
+#: Budgets to try for it, as shares of what those passes take, where no plan keeps the first.
+_SHARES = (1.0, 1.02, 1.05, 1.1, 1.25, 1.5)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCollectives:
@@ -63,8 +67,8 @@ class PlanCollectives:
         merge: whether collectives may be merged; where not, they are only placed.
         memory_budget: the most that may be live while the graph runs, inputs that its caller keeps
             included: bytes, or a text like "60GiB". None for no limit. "default" for what
-            ``bucket_collectives`` and ``schedule_collectives`` would make of the graph, or the least
-            that the planner finds above it.
+            ``bucket_collectives`` and ``schedule_collectives`` would make of the graph, or a little
+            more where no plan is found within it.
     """
 
     name: ClassVar[str] = "plan_collectives"
@@ -106,10 +110,7 @@ class PlanCollectives:
         elif ctx.known_plan is not None:
             planned = plan(None)  # the rank that planned has seen to it
         else:
-            try:
-                planned = plan(_default_peak(gm, ctx))
-            except InfeasibleBudgetError as error:
-                planned = plan(error.smallest_bytes)
+            planned = _leanest(plan, _default_peak(gm, ctx))
         changed = _names(planned.gm) != _names(gm)
         if changed:
             gm.graph = planned.gm.graph
@@ -120,6 +121,18 @@ class PlanCollectives:
             skipped=planned.plan.notes,
             planned=planned,
         )
+
+
+def _leanest(plan: Callable[[int | None], PlannedGraph], peak: int) -> PlannedGraph:
+    """The plan within ``peak`` bytes, or within the least of a few more in which there is one."""
+    for share in _SHARES:
+        try:
+            planned = plan(round(share * peak))
+        except InfeasibleBudgetError:
+            continue
+        if planned.plan.solver != "none" or not planned.plan.buckets:
+            return planned
+    return plan(None)
 
 
 def _default_peak(gm: fx.GraphModule, ctx: PassContext) -> int:

@@ -37,6 +37,7 @@ UNITS = {
     "called_thrice": ["layer"],
     "frozen_first": ["first", "second"],
     "blocks_2": ["blocks.*"],
+    "blocks_3": ["blocks.*"],  # enough of them to be exported once
 }
 
 
@@ -72,7 +73,7 @@ def _computation(text: str) -> list[str]:
     return sorted(digests)
 
 
-@pytest.mark.parametrize("name", ["two_linears", "tied_embedding", "blocks_2"])
+@pytest.mark.parametrize("name", ["two_linears", "tied_embedding", "blocks_2", "blocks_3"])
 def test_graphs_are_those_of_training(name, fake_group, tmp_path):
     captured = capture_step(MODELS[name](), [example_batch(name)], rules=_rules(name), loss=_mean_square)
     model = shard_units(MODELS[name](), fake_group(2))

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import torch
 from cost_cards import round_card
-from small_models import MODELS, example_batch, shard_units
+from small_models import MODELS, Blocks, example_batch, shard_units
 from test_capture import llama_model
 from torch import Tensor, fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -408,6 +408,21 @@ def test_a_graph_of_ones_own():
     assert sum(map(is_collective, gm.graph.nodes)) == 1
     with pytest.raises(BudgetError, match="the graph as it stands needs"):
         graphshard.inspect_graph(gm, hardware=CARD, memory_budget=100)
+
+
+@pytest.mark.parametrize("card", ["cpu-loopback", "cpu-ethernet-1g", "h100-sxm"])
+def test_a_plan_without_a_budget_is_faster_than_the_passes_and_holds_no_more(card):
+    def step(**options) -> Report:
+        return graphshard.inspect(
+            Blocks(4), [torch.zeros(3, 6)], mesh={"shard": 2}, hardware=card, units=["blocks.*"], loss=_mean_square,
+            **options,
+        )  # fmt: skip
+
+    passes, plan, free = step(), step(plan="auto"), step(plan="auto", memory_budget="1TiB")
+    assert free.step_seconds < plan.step_seconds < 0.9 * passes.step_seconds
+    assert plan.memory.peak_bytes <= passes.memory.peak_bytes < free.memory.peak_bytes
+    for half, of_passes in zip(plan.halves, passes.halves, strict=True):
+        assert half.seconds <= of_passes.seconds
 
 
 @pytest.mark.parametrize("plan", ["unit", "auto"])

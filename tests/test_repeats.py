@@ -2,12 +2,13 @@
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import graphshard.repeat_export as repeat_export
 from graphshard._compat import storage_id
@@ -177,6 +178,86 @@ class Transposed(Repeating):
         return (x.transpose(0, 1).reshape(-1) * torch.arange(float(x.numel()))).sum()
 
 
+class Rotated(Block):
+    """Turns pairs of numbers as complex ones."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(self.up(self.norm(x)).unflatten(-1, (-1, 2)))
+        turned = torch.view_as_real(pairs * torch.polar(table, table)).flatten(-2)
+        return x + self.down(turned)
+
+
+class Operands(Block):
+    """Every other block reads its values in another pattern."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_odd = bool(Operands.made % 2)
+        Operands.made += 1
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        y = self.down(self.up(self.norm(x)))
+        return torch.addcmul(x, y, x if self.is_odd else y)
+
+
+class Annotated(Block):
+    """The user writes something else on the nodes of each block."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.note = Annotated.made
+        Annotated.made += 1
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        with torch.fx.traceback.annotate({"note": self.note}):
+            return super().forward(x, table)
+
+
+class Tanh(Block):
+    """Its backward reads its result."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return torch.tanh(super().forward(x, table))
+
+
+class WrittenAfter(Repeating):
+    """What the backward of the last block reads is overwritten: torch refuses that."""
+
+    def __init__(self) -> None:
+        super().__init__(Tanh)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        table = torch.arange(WIDTH, dtype=torch.float32).cos()
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x, table)
+        x.mul_(2)
+        return self.head(x).sum()
+
+
+SAVES_PRODUCTS = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+SAVES_NOTHING = partial(create_selective_checkpoint_contexts, [])
+
+
+class Selective(Repeating):
+    """Two blocks save more than the others."""
+
+    def __init__(self) -> None:
+        super().__init__(run=_selectively)
+        for index, block in enumerate(self.blocks):
+            block.is_early = index < 2
+
+
+def _selectively(block: nn.Module, x: Tensor, table: Tensor) -> Tensor:
+    """The first two blocks save their products, the others nothing."""
+    context_fn = SAVES_PRODUCTS if block.is_early else SAVES_NOTHING
+    return checkpoint(block, x, table, use_reentrant=False, context_fn=context_fn)
+
+
 def _checkpointed(block: nn.Module, x: Tensor, table: Tensor) -> Tensor:
     return checkpoint(block, x, table, use_reentrant=False)
 
@@ -188,6 +269,7 @@ REPEATED = {
     "in_place": (lambda: Repeating(InPlace), 4),
     "two_layers": (lambda: Repeating(TwoLayers, 5), 5),
     "casts_and_idle": (lambda: Repeating(Half), 4),
+    "complex": (lambda: Repeating(Rotated), 4),
     "skips": (Skipping, 3),  # a block begins inside a layer: its output is read by nothing but the end
     "checkpointed": (lambda: Repeating(run=_checkpointed), 4),
     "checkpointed_dropout": (lambda: Repeating(Dropped, run=_checkpointed), 4),
@@ -200,12 +282,15 @@ NOT_FOUND = {
     "tied": Tied,
     "autocast": Autocast,
     "frozen": Frozen,
+    "writes_on_input": lambda: Repeating(Overwriting),
+    "other_operands": lambda: Repeating(Operands),
+    "annotated": lambda: Repeating(Annotated),
+    "selectively_checkpointed": Selective,
 }
 
 #: Blocks are found, and turn out to be more than their own graph says: a plain export follows.
 GIVEN_UP = {
     "buffer": lambda: Repeating(Counting),
-    "writes_on_input": lambda: Repeating(Overwriting),
     "other_strides": Transposed,
 }
 
@@ -265,7 +350,10 @@ def _tags(gm: fx.GraphModule) -> list[object]:
 @pytest.mark.parametrize("name", [*REPEATED, *GIVEN_UP])
 def test_the_graph_is_that_of_a_plain_export(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     make, count = REPEATED[name] if name in REPEATED else (GIVEN_UP[name], 0)
+    found = []
+    monkeypatch.setattr(repeat_export, "find_blocks", lambda traced: found.append(find_blocks(traced)) or found[-1])
     step, put = _captured(monkeypatch, make, plain=False)
+    assert len(found) == 1 and found[0]
     plain, none = _captured(monkeypatch, make, plain=True)
     assert (put, none) == ([count] if count else [], [])
     assert step.text == plain.text
@@ -314,6 +402,35 @@ class Broken(Block):
 
 
 @pytest.mark.parametrize("make", [lambda: Repeating(Broken), BrokenAtEnd])
-def test_an_error_of_a_block_or_of_the_rest_is_reported_as_ever(make: Callable[[], nn.Module]) -> None:
+def test_what_depends_on_data_is_reported_as_ever(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(CaptureError, match="depends on data"):
-        capture_step(make(), (torch.zeros(3, 5, dtype=torch.long),), rules=ShardingRules(mesh={"shard": 2}))
+        capture_step(
+            make(), (torch.zeros(3, 5, dtype=torch.long),), rules=ShardingRules(mesh={"shard": 2})
+        )
+
+
+def test_what_torch_refuses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = []
+    for plain in (False, True):
+        with pytest.raises(CaptureError, match="modified by an inplace operation") as caught:
+            _captured(monkeypatch, WrittenAfter, plain)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize("failing", [1, 2], ids=["the block's", "that of the whole"])
+def test_when_an_export_fails_a_plain_one_follows(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    calls = []
+
+    def export_joint(*args: object) -> fx.GraphModule:
+        calls.append(args)
+        if len(calls) == failing:
+            raise AssertionError("torch has no type for this")
+        return real(*args)
+
+    real = repeat_export.export_joint
+    plain, _ = _captured(monkeypatch, Repeating, plain=True)
+    monkeypatch.setattr(repeat_export, "export_joint", export_joint)
+    step, put = _captured(monkeypatch, Repeating, plain=False)
+    assert (len(calls), put) == (failing + 1, [])
+    assert step.text == plain.text and _plainly_named(step.backward) == _plainly_named(plain.backward)

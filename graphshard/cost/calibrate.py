@@ -236,8 +236,9 @@ class _Beside:
     def __init__(self, device: torch.device) -> None:
         self._is_beside = device.type == "cpu" and uses_gloo(dist.group.WORLD)
         self._synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-        left, right = torch.ones(64, 256), torch.ones(256, 512)
-        self._block = partial(torch.mm, left, right, out=torch.empty(64, 512))
+        # Short ones: a collective that ends within a block seems to take until its end.
+        square = torch.ones(96, 96)
+        self._block = partial(torch.mm, square, square, out=torch.empty(96, 96))
 
     def seconds(self, collective: _Collective) -> tuple[float, float]:
         """From the start of a collective to its end, and what compute lost in between."""
@@ -258,7 +259,7 @@ class _Beside:
         self._synchronize()
         return time.perf_counter() - begin, max(lost, 0.0)
 
-    def _block_seconds(self, blocks: int = 16) -> float:
+    def _block_seconds(self, blocks: int = 64) -> float:
         begin = time.perf_counter()
         for _ in range(blocks):
             self._block()

@@ -1,5 +1,6 @@
 """plan_collectives: the planner as a pass."""
 
+import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -18,6 +19,8 @@ from graphshard.planner.plan import InfeasibleBudgetError
 from graphshard.planner.simulate import PlanError
 from graphshard.provenance import shards_behind
 from graphshard.rewrite import copy_graph
+
+plan_collectives = sys.modules[PlanCollectives.__module__]
 
 HELD = (Fact.TYPED, Fact.WAITED, Fact.GATHERED, Fact.REDUCED, Fact.LOWERED)
 
@@ -138,13 +141,23 @@ def test_a_rank_that_follows_leaves_the_default_budget_to_the_one_that_planned(c
     assert text_of(gm, ctx) == text_of(free, ctx)
 
 
-def test_where_no_plan_keeps_the_default_budget_the_leanest_is_taken(captured, monkeypatch):
+@pytest.mark.parametrize(("needed", "within"), [(1.2, 1.25), (9.0, None)], ids=["a little more", "no limit"])
+def test_where_no_plan_keeps_the_default_budget_more_is_tried(captured, monkeypatch, needed, within):
     gm, ctx = _half(captured, "blocks_3", "backward", CHEAP)
-    with pytest.raises(InfeasibleBudgetError) as refused:
-        run_pass(PlanCollectives(memory_budget=1), copy_graph(gm), ctx, *HELD)
-    monkeypatch.setattr("graphshard.passes.plan_collectives._default_peak", lambda gm, ctx: 1)
+    free = copy_graph(gm)
+    peak = run_pass(PlanCollectives(), free, ctx, *HELD).report.planned.plan.peak_bytes
+    default = peak / needed
+    real = plan_collectives.plan_graph
+
+    def plan_graph(gm, prices, *, memory_budget, **options):
+        if memory_budget is not None and memory_budget < peak:
+            raise InfeasibleBudgetError(memory_budget, peak, is_smallest=False)
+        return real(gm, prices, memory_budget=memory_budget, **options)
+
+    monkeypatch.setattr(plan_collectives, "plan_graph", plan_graph)
+    monkeypatch.setattr(plan_collectives, "_default_peak", lambda gm, ctx: default)
     report = run_pass(PlanCollectives(memory_budget="default"), gm, ctx, *HELD).report
-    assert _peak(gm) <= report.planned.plan.budget_bytes == refused.value.smallest_bytes
+    assert report.planned.plan.budget_bytes == (None if within is None else round(within * default))
 
 
 def test_a_users_limit_of_reductions_is_kept(captured):
