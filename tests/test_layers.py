@@ -48,7 +48,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.provenance",
         "graphshard.facts",
         "graphshard.memory",
+        "graphshard.repeats",
     ),
+    ("graphshard.repeat_export",),
     # what a graph costs on a machine
     ("graphshard.cost.curves", "graphshard.cost.flops"),
     ("graphshard.cost.cards", "graphshard.cost.kernels"),
@@ -83,11 +85,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.passes.keep_gathered",
         "graphshard.passes.lower_shards",
         "graphshard.passes.merge_unshards",
-        "graphshard.passes.plan_collectives",
         "graphshard.passes.schedule_collectives",
         "graphshard.passes.spread_parameters",
         "graphshard.passes.tag_recompute",
     ),
+    ("graphshard.passes.plan_collectives",),  # asks what the other two would make of a graph
     ("graphshard.passes",),
     # what the backend is made of
     (
