@@ -33,6 +33,7 @@ class _Exported:
 
     Attributes:
         inputs, tangents: its inputs: those of the block, and gradients of the outputs that have one.
+        trained: whether each input of the block needs a gradient.
         forward, backward: its calls.
         results: outputs of the block.
         differentiable: whether gradients flow into each.
@@ -41,6 +42,7 @@ class _Exported:
 
     inputs: tuple[fx.Node, ...]
     tangents: tuple[fx.Node, ...]
+    trained: tuple[bool, ...]
     forward: tuple[fx.Node, ...]
     backward: tuple[fx.Node, ...]
     results: tuple[fx.Node, ...]
@@ -75,9 +77,8 @@ def export_joint_of_blocks(
                 _put_blocks(joint, exported, traced, blocks)
                 stack.enter_context(attempt.pop_all())
             return joint
-    except (
-        Exception
-    ):  # whatever it is: if it is the model's, the plain export meets it again, and says it better
+    # Whatever it is: if it is the model's, the plain export meets it again, and says it better.
+    except Exception:
         traced.graph = plain
     return export_joint(stack, traced, args, kwargs, decompositions)
 
@@ -124,6 +125,7 @@ def _parts(joint: fx.GraphModule, block: Block) -> _Exported:
     return _Exported(
         inputs=tuple(placeholders[:num_inputs]),
         tangents=tuple(placeholders[num_inputs:]),
+        trained=tuple(node.meta["example_value"].requires_grad for node in block.inputs),
         forward=tuple(node for node, late in zip(calls, is_backward, strict=True) if not late),
         backward=tuple(node for node, late in zip(calls, is_backward, strict=True) if late),
         results=tuple(outputs[:num_results]),
@@ -182,6 +184,8 @@ class _OpaqueBlock(torch.autograd.Function):
     def forward(ctx: Any, index: int, *inputs: Tensor) -> tuple[Tensor, ...]:
         exported = _EXPORTED.get()
         _refuse_other_types(inputs, exported.inputs)
+        if ctx.needs_input_grad[1:] != exported.trained:
+            raise _NotRepeatableError("other inputs need gradients")
         ctx.index = index
         ctx.set_materialize_grads(False)
         results = _opaque_block(index, list(inputs))

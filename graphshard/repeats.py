@@ -96,9 +96,8 @@ def _attribute_word(gm: fx.GraphModule, node: fx.Node) -> Any:
     value = operator.attrgetter(str(node.target))(gm)
     if not isinstance(value, fx.GraphModule):
         return _type(node) if isinstance(value, torch.Tensor) else (type(value), id(value))
-    if (
-        "_checkpoint_context_fn" in value.meta
-    ):  # the user chooses what is saved, perhaps otherwise in each block
+    # The user chooses what is saved, perhaps otherwise in each block.
+    if "_checkpoint_context_fn" in value.meta:
         return (fx.GraphModule, id(value))
     positions = {inner: index for index, inner in enumerate(value.graph.nodes)}
     return tuple(
@@ -173,8 +172,8 @@ def _needs_gradient(node: fx.Node) -> bool:
     return any(isinstance(part, torch.Tensor) and part.requires_grad for part in parts)
 
 
-class _Values:
-    """The values of a graph: an attribute that is read twice is one."""
+class _Reads:
+    """Which values calls read: an attribute that is read twice is one."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm = gm
@@ -201,7 +200,7 @@ def _equal_blocks(
     gm: fx.GraphModule, calls: Sequence[fx.Node], first: int, period: int, count: int
 ) -> tuple[Block, ...]:
     """The longest run of equal blocks among ``count`` of them."""
-    values = _Values(gm)
+    values = _Reads(gm)
     starts = range(first, first + count * period, period)
     blocks = [_block(calls[start : start + period], values) for start in starts]
     shapes = [_shape(block, values) if _is_separate(block, values) else None for block in blocks]
@@ -213,7 +212,7 @@ def _equal_blocks(
     return tuple(best)
 
 
-def _block(nodes: Sequence[fx.Node], values: _Values) -> Block:
+def _block(nodes: Sequence[fx.Node], values: _Reads) -> Block:
     inside = set(nodes)
     sources = dict.fromkeys(source for node in nodes for source in values.sources(node))
     return Block(
@@ -223,14 +222,14 @@ def _block(nodes: Sequence[fx.Node], values: _Values) -> Block:
     )
 
 
-def _shape(block: Block, values: _Values) -> Any:
+def _shape(block: Block, values: _Reads) -> Any:
     """Which value each call reads, and what leaves: equal for blocks that do the same."""
     numbers = {node: number for number, node in enumerate((*block.inputs, *block.nodes))}
     reads = tuple(tuple(map(numbers.__getitem__, values.sources(node))) for node in block.nodes)
     return reads, tuple(map(numbers.__getitem__, block.outputs))
 
 
-def _is_separate(block: Block, values: _Values) -> bool:
+def _is_separate(block: Block, values: _Reads) -> bool:
     """Tensors alone cross, each output in memory of its own, and what needs a gradient enters nothing else."""
     crossing = [node.meta.get("example_value") for node in (*block.inputs, *block.outputs)]
     if not all(isinstance(value, torch.Tensor) for value in crossing):

@@ -12,6 +12,7 @@ from small_graphs import GraphBuilder, ParameterSpec, aten, parameter_graph
 from graphshard.backend import JOINT_PIPELINE, half_pipeline
 from graphshard.collectives import ALL_GATHER
 from graphshard.context import PassContext
+from graphshard.cost import load_card
 from graphshard.errors import GraphShardError, PassError, PipelineError
 from graphshard.facts import Fact
 from graphshard.graph_text import graph_text
@@ -321,3 +322,14 @@ def test_uuid_changes_with_the_source_of_a_pass():
         another_line = True
 
     assert Pipeline(Plain()).uuid() != Pipeline(Longer()).uuid()
+
+
+def test_the_planner_gets_the_users_budget_or_the_default():
+    card = load_card("cpu-loopback")
+    texts = [
+        str(half_pipeline(BackendOptions(hardware=card, bucket="auto", memory_budget=budget)))
+        for budget in (None, 4096)
+    ]
+    assert texts == [
+        f"lower_shards > plan_collectives(memory_budget={budget!r})" for budget in ("default", 4096)
+    ]

@@ -21,10 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from .._compat import gather_single, reduce_scatter_single, uses_gloo
-from ..collectives import (
-    EagerEmitter,
-    emit_sum_of_exchange,
-)
+from ..collectives import EagerEmitter, emit_sum_of_exchange
 from ..errors import CalibrationError
 from .cards import HardwareCard, LinkClass, MeasuredCollective, load_card
 from .probes import ComputeProbe, ProbeSizes, probe_compute, say_nothing
