@@ -77,7 +77,7 @@ class _SamePrices:
 
     def __init__(self, model: CostModel, seconds: Mapping[fx.Node, float]) -> None:
         self.collective_seconds, self.copy_seconds = model.collective_seconds, model.copy_seconds
-        self.core_seconds = model.core_seconds
+        self.core_seconds, self.overlapped_seconds = model.core_seconds, model.overlapped_seconds
         self._seconds = seconds
 
     def compute_seconds(self, gm: fx.GraphModule) -> Mapping[fx.Node, float]:

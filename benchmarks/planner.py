@@ -42,6 +42,9 @@ class LinePrices:
     def collective_seconds(self, kind: str, num_bytes: int, group: str) -> float:
         return self.latency + num_bytes / self.bandwidth
 
+    def overlapped_seconds(self, kind: str, num_bytes: int, group: str) -> float:
+        return 0.0
+
     def core_seconds(self, kind: str, num_bytes: int, group: str) -> float:
         return 0.0
 

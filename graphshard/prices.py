@@ -21,6 +21,15 @@ class Prices(Protocol):
         """
         ...
 
+    def overlapped_seconds(self, kind: str, num_bytes: int, group: str) -> float:
+        """Seconds of one collective that pass while the one in front of it on its group still moves.
+
+        A backend that has several under way at a time hides latency so; one that runs them one after the
+        other does not: 0. Never more than :meth:`collective_seconds`; neither this nor what is left of those may
+        fall when bytes grow.
+        """
+        ...
+
     def core_seconds(self, kind: str, num_bytes: int, group: str) -> float:
         """Seconds of compute that one collective takes for itself, wherever it runs; arguments as above.
 

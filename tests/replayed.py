@@ -63,7 +63,8 @@ def _replay_half(
         if step.is_start:
             price = prices[one.kind, one.group, one.num_bytes]
             quickest = min(max(latency * a + b / bandwidth for a, b in way) for way in price.ways)
-            free[one.group] = max(clock, free.get(one.group, 0.0)) + price.fixed_seconds + quickest
+            begin = max(clock, free.get(one.group, 0.0) - latency * price.overlapped_seconds)
+            free[one.group] = begin + price.fixed_seconds + quickest
             finish[step.collective] = free[one.group]
         else:
             waited += max(0.0, finish[step.collective] - clock)

@@ -138,13 +138,34 @@ def test_reductions_are_exchanges_where_gloo_has_the_cpu(gloo_alone, monkeypatch
 def test_what_a_gather_takes_of_the_core_is_probed(gloo_alone, monkeypatch):
     gloo_alone(monkeypatch)
 
-    def seconds(op, num_bytes, *_):
+    def seconds(op, num_bytes, *_, **__):
         return num_bytes / 1e9, 0.5 + num_bytes / 1e6 if op == "all_gather" else 9.0
 
     monkeypatch.setattr(calibrate_module, "_collective_seconds", seconds)
     probe = probe_collectives(CPU, QUICK)
     assert probe.collective_start_seconds == 0.5 + QUICK.collective_bytes[0] / 1e6
     assert probe.comm_compute_seconds_per_byte == pytest.approx(1e-6)
+
+
+@pytest.mark.parametrize(("overlapped", "expected"), [(0.0, 0.0), (0.3, 0.3), (0.75, 0.75)])
+def test_how_much_of_their_latency_gathers_share_is_probed(gloo_alone, monkeypatch, overlapped, expected):
+    """Gathers of 1 s and a little, each ended so much sooner by the one before; larger ones share more."""
+    gloo_alone(monkeypatch)
+
+    def seconds(op, num_bytes, *_, at_once=1):
+        shared = overlapped + (0.1 if overlapped and num_bytes > 2**16 else 0.0)
+        return 1.0 + num_bytes / 1e9 + (at_once - 1) * (1.0 + num_bytes / 1e9 - shared), 0.0
+
+    monkeypatch.setattr(calibrate_module, "_collective_seconds", seconds)
+    assert probe_collectives(CPU, ProbeSizes()).overlapped_latency_seconds == pytest.approx(expected)
+
+
+def test_no_latency_is_shared_where_collectives_slow_each_other_down(gloo_alone, monkeypatch):
+    gloo_alone(monkeypatch)
+    monkeypatch.setattr(
+        calibrate_module, "_collective_seconds", lambda *_, at_once=1: (float(at_once**2), 0.0)
+    )
+    assert probe_collectives(CPU, QUICK).overlapped_latency_seconds == 0.0
 
 
 class _Clock:
@@ -189,7 +210,10 @@ def test_a_rank_computes_beside_a_collective_of_gloo(gloo_alone, monkeypatch, is
         clock.now += 0.25
 
     collective = calibrate_module._Collective(lambda: _Work(clock), finish)
-    assert calibrate_module._Beside(CPU).seconds(collective) == expected
+    assert calibrate_module._Beside(CPU).seconds([collective]) == expected
+    seconds, lost = expected
+    both = calibrate_module._Beside(CPU).seconds([collective, collective])
+    assert both == (seconds + 0.25, lost)
 
 
 def test_compute_is_probed_with_progress_and_in_step_with_the_other_ranks():

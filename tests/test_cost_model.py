@@ -107,6 +107,14 @@ def test_what_compute_loses_is_at_most_the_collective():
         assert model.compute_lost_seconds("all_gather", 2**20, "shard") == pytest.approx(expected)
 
 
+def test_a_latency_passes_beside_the_collective_in_front_as_far_as_the_card_says():
+    seconds = MODEL.collective_seconds("all_gather", 2**20, "shard")
+    for latency, expected in ((0.0, 0.0), (seconds / 4, seconds / 4), (2 * seconds, seconds)):
+        model = CostModel(card=round_card(overlapped_latency_seconds=latency), groups=GROUPS)
+        assert model.overlapped_seconds("all_gather", 2**20, "shard") == expected
+        assert model.overlapped_seconds("all_gather", 2**20, "one") == 0.0
+
+
 def test_a_core_that_computes_also_starts_and_moves():
     on_cpu = CostModel(
         card=round_card(device_type="cpu", comm_compute_seconds_per_byte=1e-12), groups=GROUPS

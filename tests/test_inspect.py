@@ -339,7 +339,10 @@ def test_text_has_every_pass_and_no_clock(llama):
     assert moved["joint", "spread_parameters"] == ""
 
 
-def test_trace_opens_and_nests(llama):
+@pytest.mark.parametrize("overlapped", [0.0, 5e-6])
+def test_trace_opens_and_nests(llama, overlapped):
+    if overlapped:
+        llama = _llama(hardware=round_card(overlapped_latency_seconds=overlapped))
     trace = json.loads(json.dumps(trace_events(llama), allow_nan=False))
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}

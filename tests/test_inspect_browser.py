@@ -70,9 +70,12 @@ def _num_colours(browser, canvas):
     }})()""")
 
 
-@pytest.mark.parametrize("plan", ["unit", pytest.param("auto", marks=pytest.mark.slow)])
-def test_neutral_sliders_give_the_reports_time(browser, tmp_path, plan):
-    report = _llama(plan=plan, micro_batches=3)
+@pytest.mark.parametrize(
+    ("plan", "overlapped"), [("unit", 0.0), ("unit", 5e-6), pytest.param("auto", 0.0, marks=pytest.mark.slow)]
+)
+def test_neutral_sliders_give_the_reports_time(browser, tmp_path, plan, overlapped):
+    card = round_card(overlapped_latency_seconds=overlapped)
+    report = _llama(plan=plan, micro_batches=3, hardware=card)
     write_html(report, tmp_path / "page.html")
     browser.open(tmp_path / "page.html", *DESKTOP)
     data = browser.data()

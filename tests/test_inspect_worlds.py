@@ -52,15 +52,24 @@ def test_ways_of_measured_times():
     assert model.collective_ways("all_gather", 10, "shard") == (0.0, (((0.5, 0.0),),))
 
 
+@pytest.mark.parametrize("overlapped", [0.0, 5e-6])
 @pytest.mark.parametrize("plan", ["unit", "auto"])
-def test_the_schedule_gives_the_step_again(plan):
-    report = _llama(plan=plan, micro_batches=2)
+def test_the_schedule_gives_the_step_again(plan, overlapped):
+    report = _llama(plan=plan, micro_batches=2, hardware=round_card(overlapped_latency_seconds=overlapped))
     step, exposed = replay(report, neutral(report))
     assert step == pytest.approx(report.step_seconds, rel=1e-12)
     assert exposed == pytest.approx(report.exposed_seconds, rel=1e-12) and exposed > 0
     for half in report.halves:
         assert sorted(one.collective for one in half.schedule) == sorted(2 * [*range(len(half.collectives))])
         assert all(a.busy_seconds <= b.busy_seconds for a, b in itertools.pairwise(half.schedule))
+
+
+def test_a_step_is_shorter_where_latencies_pass_side_by_side(llama):
+    report = _llama(micro_batches=2, hardware=round_card(overlapped_latency_seconds=5e-6))
+    assert report.step_seconds < llama.step_seconds
+    flights = [one for half in report.halves for one in half.collectives]
+    assert any(after.began < before.finished for before, after in itertools.pairwise(flights))
+    assert neutral(report).prices[0].overlapped_seconds == 5e-6
 
 
 @pytest.mark.parametrize(("bandwidth", "latency"), [(0.25, 1.0), (1.0, 8.0), (50.0, 0.1)])

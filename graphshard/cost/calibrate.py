@@ -10,7 +10,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,9 @@ from .probes import ComputeProbe, ProbeSizes, probe_compute, say_nothing
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _EMIT = EagerEmitter()
+
+#: So many collectives are under way when it is measured how they share their latency.
+_AT_ONCE = 6
 
 Report = Callable[[str], None]
 
@@ -59,6 +62,7 @@ class CommProbe:
 
     link: LinkClass
     collective_start_seconds: float
+    overlapped_latency_seconds: float
     comm_compute_seconds_per_byte: float
 
 
@@ -157,6 +161,7 @@ def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report
     A time is the median over calls of the slowest rank; on a CPU each rank computes meanwhile, as it does in training.
     Latency and bandwidth of the link come from the gathers: the smallest is all latency, and the two largest
     differ by bandwidth. So does what one takes of the core that computes: in all, and for each byte more.
+    Several at a time tell how much of their latency passes side by side.
     """
     num_ranks = dist.get_world_size()
     rows, lost = [], {}
@@ -184,8 +189,27 @@ def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report
     return CommProbe(
         link=LinkClass(latency_seconds=latency, bandwidth=bandwidth, efficiency=1.0, measured=tuple(rows)),
         collective_start_seconds=start,
+        overlapped_latency_seconds=_overlapped_latency(sizes, device),
         comm_compute_seconds_per_byte=core_seconds,
     )
+
+
+def _overlapped_latency(sizes: ProbeSizes, device: torch.device) -> float:
+    """How much sooner each of several gathers ends than one after the other: the least of a small and a usual size.
+
+    Device streams run the collectives of a group one after the other; nothing is measured there.
+    """
+    if device.type != "cpu":
+        return 0.0
+    middle = len(sizes.collective_bytes) // 2
+    found = []
+    for num_bytes in {_whole(sizes.collective_bytes[place]) for place in (middle - 1, middle)}:
+        one, several = (
+            _collective_seconds("all_gather", num_bytes, device, sizes.num_samples, at_once=count)[0]
+            for count in (1, _AT_ONCE)
+        )
+        found.append(one - (several - one) / (_AT_ONCE - 1))
+    return max(min(found), 0.0)
 
 
 def _whole(num_bytes: int) -> int:
@@ -237,22 +261,23 @@ class _Beside:
         square = torch.ones(96, 96)
         self._block = partial(torch.mm, square, square, out=torch.empty(96, 96))
 
-    def seconds(self, collective: _Collective) -> tuple[float, float]:
-        """From the start of a collective to its end, and what compute lost in between."""
+    def seconds(self, collectives: Sequence[_Collective]) -> tuple[float, float]:
+        """From the start of the first collective to the end of all, and what compute lost in between."""
         alone = self._block_seconds() if self._is_beside else 0.0
         dist.barrier()
         self._synchronize()
         begin = time.perf_counter()
-        work = collective.start()
+        works = [collective.start() for collective in collectives]
         lost = time.perf_counter() - begin
         if self._is_beside:
-            ended, blocks = work.get_future(), 0
-            while not ended.done():
+            ends, blocks = [work.get_future() for work in works], 0
+            while not all(end.done() for end in ends):
                 self._block()
                 blocks += 1
             lost = time.perf_counter() - begin - blocks * alone
-        work.wait()
-        collective.finish()
+        for work, collective in zip(works, collectives, strict=True):
+            work.wait()
+            collective.finish()
         self._synchronize()
         return time.perf_counter() - begin, max(lost, 0.0)
 
@@ -264,11 +289,11 @@ class _Beside:
 
 
 def _collective_seconds(
-    op: str, num_bytes: int, device: torch.device, num_samples: int
+    op: str, num_bytes: int, device: torch.device, num_samples: int, *, at_once: int = 1
 ) -> tuple[float, float]:
-    """Medians of what :meth:`_Beside.seconds` measures, of the slowest rank each."""
-    collective, beside = _collective(op, num_bytes, device), _Beside(device)
-    times = [beside.seconds(collective) for _ in range(num_samples + 1)]
+    """Medians of what :meth:`_Beside.seconds` measures of so many collectives, of the slowest rank each."""
+    collectives, beside = [_collective(op, num_bytes, device) for _ in range(at_once)], _Beside(device)
+    times = [beside.seconds(collectives) for _ in range(num_samples + 1)]
     slowest = torch.tensor(times[1:], device=device, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     seconds, lost = slowest.median(dim=0).values.tolist()

@@ -33,7 +33,7 @@ COLLECTIVE_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", 
 DEVICE_TYPES = ("cuda", "cpu")
 
 #: Entries that may be 0.
-_MAY_BE_ZERO = ("comm_compute_share", "comm_compute_seconds_per_byte")
+_MAY_BE_ZERO = ("overlapped_latency_seconds", "comm_compute_share", "comm_compute_seconds_per_byte")
 _RANK_NUMBERS = (
     "vector_flops",
     "memory_bandwidth",
@@ -42,6 +42,7 @@ _RANK_NUMBERS = (
     "kernel_overhead_seconds",
     "ranks_per_node",
     "collective_start_seconds",
+    "overlapped_latency_seconds",
     "comm_compute_share",
     "comm_compute_seconds_per_byte",
 )
@@ -121,6 +122,8 @@ class HardwareCard:
             and so what it copies (:data:`graphshard.memory.BACKEND_COPIES`).
         intra_node, inter_node: the links inside a node and between nodes.
         collective_start_seconds: what each collective costs before its first byte moves.
+        overlapped_latency_seconds: how much of a collective's latency passes while the one in front of it in its
+            process group still moves: gloo has several under way, NCCL one (0).
         comm_compute_share: fraction of its throughput that compute loses while a collective runs
             (NCCL's kernels take multiprocessors), in [0, 1).
         comm_compute_seconds_per_byte: seconds of the core that computes which a collective takes
@@ -143,6 +146,7 @@ class HardwareCard:
     intra_node: LinkClass
     inter_node: LinkClass
     collective_start_seconds: float
+    overlapped_latency_seconds: float = 0.0
     comm_compute_share: float = 0.0
     comm_compute_seconds_per_byte: float = 0.0
     device_type: str = "cuda"

@@ -131,6 +131,15 @@ class CostModel:
             return 0.0
         return self.card.collective_start_seconds + self.card.comm_compute_seconds_per_byte * num_bytes
 
+    def overlapped_seconds(self, kind: str, num_bytes: int, group: str) -> float:
+        """Seconds of one collective that pass while the one in front of it on its group still moves.
+
+        Args and errors are those of :meth:`collective_seconds`.
+        """
+        if not self.card.overlapped_latency_seconds:
+            return 0.0
+        return min(self.card.overlapped_latency_seconds, self.collective_seconds(kind, num_bytes, group))
+
     def copy_seconds(self, num_bytes: int) -> float:
         """Seconds of a copy that reads and writes ``num_bytes``."""
         return copy_seconds(num_bytes, self.card)

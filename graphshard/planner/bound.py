@@ -4,9 +4,10 @@
   stream.
 - *queue*: take the collectives of one process group (or shared link) whose input exists at time ``a`` at the earliest
   and after which at least ``b`` is left to do. They run one after the other, so all is over no sooner
-  than ``a`` + their work + ``b``. The best of many such sets is taken (the bound of one machine with
-  heads and tails; Carlier, "The one-machine sequencing problem", 1982). It holds the critical path
-  (sets of one) and the unavoidable beginning and end: the first gather, the last reduction.
+  than ``a`` + their work + ``b``. Of latencies that may pass beside each other, the smallest counts once. The
+  best of many such sets is taken (the bound of one machine with heads and tails; Carlier, "The one-machine
+  sequencing problem", 1982). It holds the critical path (sets of one) and the unavoidable beginning and end: the
+  first gather, the last reduction.
 - *windows*: a collective that may start in gap ``e`` and is read in gap ``d`` delays compute by its
   own time less that of the tasks in between. Delays in gaps that do not overlap add up; the heaviest
   such choice is taken (weighted interval scheduling).
@@ -156,16 +157,22 @@ def _queue_bound(problem: Problem, windows: Sequence[tuple[int, int]]) -> float:
             tails[other] + alone[other] + ones[other].before_seconds for other in dependents.get(index, ())
         ]
         tails[index] = max([elapsed[-1] - elapsed[deadline], *later]) + one.after_seconds
+    overlaps = [problem.prices.overlapped_seconds(one.kind, one.num_bytes, one.queue) for one in ones]
     best = 0.0
     links = [problem.link_of(one.queue) for one in ones]
     for link in sorted(set(links)):
         members = [index for index, other in enumerate(links) if other == link]
-        best = max(best, _heads_and_tails(problem, members, heads, tails, alone))
+        longest = max(heads[index] + alone[index] + tails[index] for index in members)
+        # No queue moves before the first latency is over; from then on latencies pass beside what moves.
+        first = min(overlaps[index] for index in members)
+        begun = [head + first for head in heads]
+        moving = [seconds - overlap for seconds, overlap in zip(alone, overlaps, strict=True)]
+        best = max(best, longest, _heads_and_tails(problem, members, begun, tails, moving))
     return best
 
 
 def _heads_and_tails(
-    problem: Problem, members: list[int], heads: list[float], tails: list[float], alone: list[float]
+    problem: Problem, members: list[int], heads: list[float], tails: list[float], moving: list[float]
 ) -> float:
     ones = problem.collectives
     keys = {index: ones[index].merge_key or (index,) for index in members}
@@ -180,7 +187,7 @@ def _heads_and_tails(
     by_tail = sorted(members, key=lambda index: (-tails[index], index))
     distinct = sorted({heads[index] for index in members})
     step = max(1, len(distinct) // THRESHOLDS)
-    best = max(heads[index] + alone[index] + tails[index] for index in members)
+    best = 0.0
     for head in {*distinct[::step], *distinct[:8]}:
         seconds: dict[tuple, float] = {}
         num_bytes: dict[tuple, int] = {}
@@ -191,7 +198,7 @@ def _heads_and_tails(
             key = keys[index]
             num_bytes[key] = num_bytes.get(key, 0) + ones[index].num_bytes
             known = seconds.get(key, 0.0)
-            least = max(known, alone[index], work[key].least(num_bytes[key]) if key in work else 0.0)
+            least = max(known, moving[index], work[key].least(num_bytes[key]) if key in work else 0.0)
             seconds[key] = least
             total += least - known
             best = max(best, head + total + tails[index])
@@ -199,12 +206,13 @@ def _heads_and_tails(
 
 
 class _Work:
-    """The least time of collectives of one merge key, however they are merged."""
+    """For how long collectives of one merge key keep their queue busy at least, however they are merged."""
 
     def __init__(self, problem: Problem, ones: list[Collective]) -> None:
         first = ones[0]
-        self._price: Callable[[int], float] = lambda size: problem.prices.collective_seconds(
-            first.kind, size, first.queue
+        prices, kind, queue = problem.prices, first.kind, first.queue
+        self._price: Callable[[int], float] = lambda size: (
+            prices.collective_seconds(kind, size, queue) - prices.overlapped_seconds(kind, size, queue)
         )
         smallest, total = min(one.num_bytes for one in ones), sum(one.num_bytes for one in ones)
         self._per_byte: float | None = None

@@ -9,7 +9,7 @@ reaches a schedule that is known. Three choices are left out since they cannot h
 - waiting for what nothing reads yet, where neither a budget, a limit nor another collective asks for
   it, and no compute comes with it that could fill a pause;
 - leaving open what has ended, where its wait costs nothing;
-- without a budget, starting on a queue that stays busy until the next gap anyway.
+- without a budget, starting on a queue where nothing could begin before the next gap anyway.
 
 The number of states grows exponentially with the collectives: this is for about ten of them.
 """
@@ -128,8 +128,7 @@ class _Exploration:
         self._seen = 0
         self._waits_may_help = machine.budget_bytes is not None or any(machine.limits.values())
         self._remaining = list(itertools.accumulate(reversed(machine.task_seconds), initial=0.0))[::-1]
-        self._alone = [machine.bucket((index,)).seconds for index in range(len(machine.collectives))]
-        self._queue = [machine.queue_of(one) for one in machine.collectives]
+        self._alone = [machine.bucket((index,)) for index in range(len(machine.collectives))]
 
     def run(self) -> list[Step] | None:
         arrivals = [self._machine.begin()]
@@ -175,8 +174,9 @@ class _Exploration:
             least = max(least, flight.finish + tail)
         for index, one in enumerate(self._machine.collectives):
             if not state.started >> index & 1:
-                ready = max(state.free[self._queue[index]], state.seconds + one.before_seconds)
-                least = max(least, ready + self._alone[index] + self._remaining[one.deadline])
+                alone = self._alone[index]
+                began = self._machine.begins(alone, state.seconds + one.before_seconds, state)
+                least = max(least, began + alone.seconds + self._remaining[one.deadline])
         return least * (1 - 1e-12)
 
     def _following(self, state: State) -> Iterator[State]:
@@ -194,7 +194,7 @@ class _Exploration:
         for bucket in possible_buckets(machine, state):
             if machine.budget_bytes is None and onward is not None and not machine.prefetched:
                 costs = bucket.start_seconds + bucket.copy_in_seconds + bucket.core_seconds
-                if state.free[bucket.queue] >= onward.seconds + costs:
+                if state.free[bucket.queue] - bucket.overlapped_seconds >= onward.seconds + costs:
                     continue
             if (following := machine.start(state, bucket)) is not None:
                 yield following

@@ -94,6 +94,8 @@ class _Lane:
         alone = [machine.bucket((index,)) for index in members]
         self.is_gather = ones[0].limit == "gather"
         seconds = [one.seconds for one in alone]
+        #: The latency that passes beside what is in front, of the smallest and of all together.
+        self.least_overlap = min(one.overlapped_seconds for one in alone)
         #: How long before they are missed gathers from each place on may start.
         self.margin = [2 * max(seconds[place : place + _NEAR]) for place in range(len(ones))]
         total = sum(one.in_bytes for one in ones)
@@ -102,6 +104,7 @@ class _Lane:
             prices.copy_seconds(total) if self.is_merged else 0.0
         )
         moved = sum(one.num_bytes for one in ones)
+        self.most_overlap = prices.overlapped_seconds(first.kind, moved, first.queue)
         self.most_costs += prices.core_seconds(first.kind, moved, first.queue)
         self.work = [0.0, *itertools.accumulate(shares)]
         #: The largest delay that lane members from each on cause, less what the clocks say.
@@ -115,9 +118,11 @@ class _Lane:
 
 
 def _share(machine: Machine, one: Collective, shared_by: int) -> float:
-    """The seconds of a collective in a bucket of ``shared_by`` like it."""
+    """How long a collective in a bucket of ``shared_by`` like it keeps its queue busy."""
     count = shared_by if one.merge_key is not None else 1
-    return machine.problem.prices.collective_seconds(one.kind, count * one.num_bytes, one.queue) / count
+    prices, size = machine.problem.prices, count * one.num_bytes
+    seconds = prices.collective_seconds(one.kind, size, one.queue)
+    return (seconds - prices.overlapped_seconds(one.kind, size, one.queue)) / count
 
 
 class _Search:
@@ -198,7 +203,7 @@ class _Search:
             place = lane.next_place(state)
             if place == len(lane.members):
                 continue
-            free = max(state.free[lane.queue], state.seconds)
+            free = max(state.free[lane.queue], state.seconds + lane.least_overlap)
             delay = max(delay, free - lane.work[place] + lane.lag[place] - ahead)
             work[lane.queue] += lane.work[-1] - lane.work[place]
         least = state.seconds + self._total - elapsed + state.owed_seconds + delay
@@ -227,7 +232,8 @@ class _Search:
                 continue
             for bucket in self._next_buckets(lane, state, urgent):
                 costs = bucket.start_seconds + bucket.copy_in_seconds + bucket.core_seconds
-                is_now = urgent or is_stuck or state.free[bucket.queue] < horizon + costs
+                can_begin = state.free[bucket.queue] - bucket.overlapped_seconds
+                is_now = urgent or is_stuck or can_begin < horizon + costs
                 following = machine.start(state, bucket) if is_now else None
                 if following is not None:
                     yield following
@@ -239,12 +245,14 @@ class _Search:
     def _can_be_later(self, lane: _Lane, state: State, horizon: float) -> bool:
         """True for gathers that nobody will miss for a while, or whose queue is busy until the next gap."""
         place = lane.next_place(state)
-        if place == len(lane.members) or state.free[lane.queue] >= horizon + lane.most_costs:
+        if place == len(lane.members):
+            return True
+        if state.free[lane.queue] - lane.most_overlap >= horizon + lane.most_costs:
             return True
         if not lane.is_gather:
             return False
         ahead = state.seconds - self._elapsed[state.position]
-        free = max(state.free[lane.queue], horizon)
+        free = max(state.free[lane.queue], horizon + lane.least_overlap)
         return free - lane.work[place] + lane.lag[place] - ahead + lane.margin[place] < 0.0
 
     def _earliest_waits(self, state: State, flights: list[Flight]) -> Iterator[State]:

@@ -35,6 +35,10 @@ class RememberedPrices:
             found = self._collectives[key] = self._prices.collective_seconds(kind, num_bytes, group)
         return found
 
+    def overlapped_seconds(self, kind: str, num_bytes: int, group: str) -> float:
+        """As in :class:`Prices`."""
+        return self._prices.overlapped_seconds(kind, num_bytes, group)
+
     def core_seconds(self, kind: str, num_bytes: int, group: str) -> float:
         """As in :class:`Prices`."""
         return self._prices.core_seconds(kind, num_bytes, group)

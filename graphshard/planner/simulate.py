@@ -4,8 +4,9 @@ One compute stream runs tasks in their order and, between them, *steps*: starts 
 A start costs the stream the bucket's casts, its copy in (none for a bucket of one, and none where
 the members are what one reduced bucket gave) and what the collective takes of the core that computes;
 the collective then queues in its process group, or on the link that this group shares with others. A
-wait blocks the stream until the collective has ended, then costs its copy out (gathers) and what is
-computed from it at once.
+part of its latency may pass while the one in front of it moves (in LogGP's terms the gap between two is
+shorter than the latency of one: Alexandrov and others, SPAA 1995). A wait blocks the stream until the
+collective has ended, then costs its copy out (gathers) and what is computed from it at once.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Bucket(NamedTuple):
     limit: str
     num_bytes: int
     seconds: float
+    overlapped_seconds: float
     copy_in_seconds: float
     core_seconds: float
     start_seconds: float
@@ -179,6 +181,7 @@ class Machine:
             limit=first.limit,
             num_bytes=num_bytes,
             seconds=prices.collective_seconds(first.kind, num_bytes, first.queue),
+            overlapped_seconds=prices.overlapped_seconds(first.kind, num_bytes, first.queue),
             copy_in_seconds=prices.copy_seconds(in_bytes) if is_merged else 0.0,
             core_seconds=prices.core_seconds(first.kind, num_bytes, first.queue),
             start_seconds=sum(one.before_seconds for one in ones),
@@ -231,7 +234,7 @@ class Machine:
         live = self.between[state.position] + most
         if self.budget_bytes is not None and live > self.budget_bytes:
             return None
-        finish = max(seconds, state.free[bucket.queue]) + bucket.seconds
+        finish = self.begins(bucket, seconds, state) + bucket.seconds
         queue = bucket.queue
         linked = state.linked
         if linked:
@@ -250,6 +253,10 @@ class Machine:
             state,
             Step(state.position, True, bucket.members),
         )
+
+    def begins(self, bucket: Bucket, issued: float, state: State) -> float:
+        """When a bucket that enters its queue at ``issued`` begins: its latency may pass beside what is in front."""
+        return max(issued, state.free[bucket.queue] - bucket.overlapped_seconds)
 
     def wait(self, state: State, flight: Flight) -> State | None:
         """One of ``state.flights`` is waited for in this gap."""
@@ -340,7 +347,8 @@ class BucketRun:
         members: indices of its collectives.
         start, wait: gaps.
         num_bytes, seconds: what it moves, and how long that takes alone.
-        issued, began, finished: when it entered its queue, ran, and ended.
+        issued, began, finished: when it entered its queue, ran, and ended; it may begin, in its latency, before
+            the one in front has ended.
         needed: when the compute stream waits for it.
         behind: members of the bucket in front of it in its queue; empty for the first.
     """
@@ -429,7 +437,7 @@ def simulate(problem: Problem, steps: Sequence[Step], *, machine: Machine | None
             runs[step.members] = {
                 "start": step.position,
                 "issued": following.seconds,
-                "began": max(following.seconds, state.free[bucket.queue]),
+                "began": machine.begins(bucket, following.seconds, state),
                 "finished": flight.finish,
                 "behind": last_in_queue.get(bucket.queue, ()),
                 "num_bytes": bucket.num_bytes,

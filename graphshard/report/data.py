@@ -139,6 +139,7 @@ class CollectivePrice:
     Attributes:
         kind, group, num_bytes: as in :class:`CollectiveEvent`.
         fixed_seconds: what no link changes.
+        overlapped_seconds: what of the whole passes while the collective in front of it in its group still moves.
         ways: algorithms and protocols.
     """
 
@@ -146,6 +147,7 @@ class CollectivePrice:
     group: str
     num_bytes: int
     fixed_seconds: float
+    overlapped_seconds: float
     ways: tuple[tuple[tuple[float, float], ...], ...]
 
 

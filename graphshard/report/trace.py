@@ -61,6 +61,7 @@ def _of_half(half: HalfReport, begin: float, lanes: dict[str, int]) -> list[dict
         )
         for one in half.compute
     ]
+    ended: dict[int, float] = {}
     for one in half.collectives:
         args = {
             "unit": one.unit,
@@ -72,9 +73,12 @@ def _of_half(half: HalfReport, begin: float, lanes: dict[str, int]) -> list[dict
             "remedy": one.remedy,
         }
         lane = lanes[f"collectives over {one.group}"]
+        # A latency that passes beside the collective in front is left out: slices of a lane must not overlap.
+        start = max(one.began, ended.get(lane, 0.0))
+        ended[lane] = one.finished
         events.append(
-            _slice(f"{one.kind} {one.unit}".strip(), "collective", begin + one.began,
-                   one.finished - one.began, lane, args)
+            _slice(f"{one.kind} {one.unit}".strip(), "collective", begin + start,
+                   one.finished - start, lane, args)
         )  # fmt: skip
     for point in half.memory:
         live = dict(zip(CATEGORIES, point.num_bytes, strict=True))

@@ -77,6 +77,11 @@ def _prices(halves: Sequence[HalfReport], model: CostModel) -> tuple[CollectiveP
             if key not in found:
                 fixed, ways = model.collective_ways(one.kind, one.num_bytes, one.group)
                 found[key] = CollectivePrice(
-                    kind=one.kind, group=one.group, num_bytes=one.num_bytes, fixed_seconds=fixed, ways=ways
+                    kind=one.kind,
+                    group=one.group,
+                    num_bytes=one.num_bytes,
+                    fixed_seconds=fixed,
+                    overlapped_seconds=model.overlapped_seconds(one.kind, one.num_bytes, one.group),
+                    ways=ways,
                 )
     return tuple(found.values())

@@ -43,6 +43,9 @@ class Prices:
     def collective_seconds(self, kind, num_bytes, group):
         return self.latency + num_bytes / self.bandwidth
 
+    def overlapped_seconds(self, kind, num_bytes, group):
+        return 0.0
+
     def core_seconds(self, kind, num_bytes, group):
         return 0.0
 

@@ -13,7 +13,7 @@ from graphshard.planner.exact import TooLargeError, best_schedule, least_peak
 from graphshard.planner.from_graph import problem_of_graph
 from graphshard.planner.plan import InfeasibleBudgetError
 from graphshard.planner.problem import Collective, Problem, Task
-from graphshard.planner.simulate import simulate
+from graphshard.planner.simulate import Step, simulate
 from graphshard.planner.solve import plan
 
 FREE = [random_problem(seed, most=3, num_tasks=3) for seed in range(80)]
@@ -160,6 +160,47 @@ def test_a_shared_link_is_never_faster(problem):
 def test_a_shared_link_makes_collectives_wait_for_each_other():
     seconds = [(plan(p).seconds, plan(replace(p, shared_links=())).seconds) for p in SHARED_LONG]
     assert any(shared > alone for shared, alone in seconds)
+
+
+SIDE_BY_SIDE = [
+    random_problem(seed, most=4, num_tasks=3, with_memory=seed % 2 == 0, prices=LinePrices(overlapped=overlapped))
+    for overlapped in (0.5, 1.5, 2.0, 4.0)
+    for seed in range(600, 620)
+]
+SIDE_BY_SIDE_LONG = [replace(problem, prices=LinePrices(overlapped=1.5)) for problem in LONG[:25]]
+
+
+@pytest.mark.parametrize("problem", [p for p in SIDE_BY_SIDE if len(p.collectives) < 4])
+def test_nothing_is_faster_where_latencies_pass_side_by_side(problem):
+    _check(problem)
+
+
+@pytest.mark.parametrize("problem", SIDE_BY_SIDE_LONG)
+def test_nothing_is_faster_where_latencies_of_many_pass_side_by_side(problem):
+    _check_time(problem)
+    assert plan(problem).seconds <= plan(replace(problem, prices=LinePrices())).seconds
+
+
+def test_a_latency_that_passes_beside_another_is_no_reason_to_merge():
+    """Four gathers that compute needs one after the other, of 2 s of latency and 2 s of transfer each."""
+    ones = [
+        Collective(
+            name=f"c{i}", kind="all_gather", queue="shard", in_bytes=4, out_bytes=8, earliest=0, deadline=i,
+            merge_key=("gather",),
+        )
+        for i in range(4)
+    ]  # fmt: skip
+    alone = Problem(tasks=[Task(seconds=2.0)] * 4, collectives=ones, prices=LinePrices(latency=2.0))
+    beside = replace(alone, prices=LinePrices(latency=2.0, overlapped=2.0))
+    steps = [Step(0, True, (i,)) for i in range(4)] + [Step(i, False, (i,)) for i in range(4)]
+    assert [run.finished for run in simulate(alone, steps).runs] == [4.0, 8.0, 12.0, 16.0]
+    runs = simulate(beside, steps).runs
+    assert [(run.issued, run.began, run.finished) for run in runs] == [
+        (0.0, 0.0, 4.0), (0.0, 2.0, 6.0), (0.0, 4.0, 8.0), (0.0, 6.0, 10.0),
+    ]  # fmt: skip
+    assert len(plan(alone).buckets) < 4
+    planned = plan(beside)
+    assert (planned.seconds, planned.bounds.seconds, len(planned.buckets)) == (12.0, 12.0, 4)
 
 
 def test_a_busy_core_is_a_reason_to_merge():

@@ -29,8 +29,10 @@ function runHalf(half, prices, links) {
     const one = half.collectives[step.collective];
     const flight = flights[step.collective];
     if (step.is_start) {
-      const seconds = priceSeconds(prices.get(priceKey(one)), links);
-      const began = Math.max(clock, free.get(one.group) || 0);
+      const price = prices.get(priceKey(one));
+      const seconds = priceSeconds(price, links);
+      const overlapped = Math.min(price.overlapped_seconds * links.latency, seconds);
+      const began = Math.max(clock, (free.get(one.group) || 0) - overlapped);
       Object.assign(flight, { issued: clock, began, finished: began + seconds, seconds });
       free.set(one.group, flight.finished);
     } else {
