@@ -34,6 +34,9 @@ _EMIT = EagerEmitter()
 #: So many collectives are under way when it is measured how they share their latency.
 _AT_ONCE = 6
 
+#: In so many sizes, from the second smallest on.
+_SIZES_AT_ONCE = 3
+
 Report = Callable[[str], None]
 
 
@@ -195,21 +198,22 @@ def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report
 
 
 def _overlapped_latency(sizes: ProbeSizes, device: torch.device) -> float:
-    """How much sooner each of several gathers ends than one after the other: the least of a small and a usual size.
+    """How much sooner each of several gathers ends than one after the other: the mean of sizes up to a usual one.
 
-    Device streams run the collectives of a group one after the other; nothing is measured there.
+    Single ones are a lottery: what the system lets run first beside compute decides about milliseconds. Device streams
+    run the collectives of a group one after the other; nothing is measured there.
     """
     if device.type != "cpu":
         return 0.0
-    middle = len(sizes.collective_bytes) // 2
     found = []
-    for num_bytes in {_whole(sizes.collective_bytes[place]) for place in (middle - 1, middle)}:
+    usual = sizes.collective_bytes[1:-1] or sizes.collective_bytes  # the largest is larger than buckets are
+    for num_bytes in map(_whole, usual[:_SIZES_AT_ONCE]):
         one, several = (
             _collective_seconds("all_gather", num_bytes, device, sizes.num_samples, at_once=count)[0]
             for count in (1, _AT_ONCE)
         )
         found.append(one - (several - one) / (_AT_ONCE - 1))
-    return max(min(found), 0.0)
+    return max(sum(found) / len(found), 0.0)
 
 
 def _whole(num_bytes: int) -> int:
