@@ -135,7 +135,11 @@ class _Compilation:
         assert card is not None
         is_checked = self.options.verify != "off"
         return Planning(
-            card=card, halves=half_pipeline(self.options), is_shared=is_checked, what=f"graph {self.index}"
+            card=card,
+            halves=half_pipeline(self.options),
+            merge=self.options.bucket == "auto",
+            is_shared=is_checked,
+            what=f"graph {self.index}",
         )
 
     def run_joint(self, gm: fx.GraphModule) -> None:
@@ -144,11 +148,13 @@ class _Compilation:
         self._dump("joint", "0-captured", self._text(gm, self.context))
         first, tag = JOINT_PIPELINE.split(-1)
         records = first.run(gm, self.context)
-        if self.options.memory_budget is not None and self.context.first_gradient is not None:
-            records += self.planning.keep(gm, self.context, tag)
+        peak = None
+        if self.options.hardware is not None and self.context.first_gradient is not None:
+            kept, peak = self.planning.keep(gm, self.context, tag, self.options.memory_budget)
+            records += kept
             self.context = context_from_shard_ops(gm, full_checks=self.context.full_checks)
         self._dump_records("joint", records + tag.run(gm, self.context))
-        self.context = replace(self.context, pieces=pieces_of(gm))
+        self.context = replace(self.context, pieces=pieces_of(gm), default_peak_bytes=peak)
 
     def compile_half(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Inductor's inner compiler; a half with shard ops becomes a :class:`Half`.

@@ -1,8 +1,8 @@
 """Which units keep their gathered parameters between forward and backward, within one memory budget.
 
 Keeping a unit's parameters saves its gather in the backward and holds them in between. What a choice
-costs is measured by planning both halves with it. A unit that runs later in the forward is needed
-sooner in the backward, so its parameters are held for less time: the choices are the runs of last
+costs is measured by planning both halves with it. A unit whose last parameters are read later in the
+forward is needed sooner in the backward, so it holds them for less time: the choices are the runs of last
 units, from none (every unit reshards) to all of them, and the default. Since those three are always
 among them, what is chosen is no slower than any of the three that keeps the budget.
 """
@@ -36,7 +36,7 @@ class KeepingChoice:
     """Units that keep their parameters, with their cost and that of every choice that was tried.
 
     Attributes:
-        units: labels, in the order of their first use.
+        units: labels, in the order of their last use.
         cost: of this choice.
         tried: each choice with its cost; None where no plan keeps the budget.
     """
@@ -54,7 +54,7 @@ def choose_kept(
     """The fastest choice that keeps the budget; among equally fast ones that with the lowest peak.
 
     Args:
-        units: labels of the units that may be kept, in the order of their first use.
+        units: labels of the units that may be kept, in the order of their last use.
         default: those that are kept if nothing is chosen.
         evaluate: cost of a choice; raises ``InfeasibleBudgetError`` where no plan keeps the budget.
 
@@ -91,3 +91,37 @@ def choose_kept(
         raise min(refused, key=lambda error: error.smallest_bytes)
     cost, kept = min(found, key=lambda one: (float(f"{one[0].seconds:.9g}"), one[0].peak_bytes, len(one[1])))
     return KeepingChoice(units=kept, cost=cost, tried=tuple(tried.items()))
+
+
+def extend_kept(
+    units: Sequence[str],
+    default: Sequence[str],
+    evaluate: Callable[[tuple[str, ...]], KeepingCost],
+) -> KeepingChoice:
+    """The default choice and further last units, one after the other, as long as each makes the step faster.
+
+    For a budget that is not the user's but that of the default choice: few choices are tried.
+
+    Args:
+        units, default, evaluate: as for :func:`choose_kept`.
+
+    Raises:
+        InfeasibleBudgetError: no plan of the default choice keeps the budget.
+    """
+    kept = tuple(unit for unit in units if unit in default)
+    best = evaluate(kept)
+    tried: list[tuple[tuple[str, ...], KeepingCost | None]] = [(kept, best)]
+    for unit in reversed(units):
+        if unit in kept:
+            continue
+        more = tuple(other for other in units if other == unit or other in kept)
+        try:
+            cost = evaluate(more)
+        except InfeasibleBudgetError:
+            tried.append((more, None))
+            break
+        tried.append((more, cost))
+        if cost.seconds >= best.seconds:
+            break
+        kept, best = more, cost
+    return KeepingChoice(units=kept, cost=best, tried=tuple(tried))

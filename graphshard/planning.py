@@ -17,15 +17,13 @@ from . import passes
 from ._compat import group_by_name, group_store, group_timeout_seconds
 from .agreement import agree_on_group
 from .collectives import group_name, is_collective
-from .context import KnownPlan, PassContext, context_from_shard_ops, pieces_of
+from .context import KnownPlan, PassContext
 from .cost import CostModel, HardwareCard
 from .graph_text import text_fingerprint
-from .inductor import drop_rng_states, partition_as_inductor
-from .keeping import KeepingCost, choose_kept
+from .joint_trials import JointTrials, Step
 from .ops import UNSHARD
 from .params import UnshardCall
 from .pipeline import PassRecord, Pipeline
-from .rewrite import copy_graph
 from .schedule import topologies
 from .shared_plan import PlanStore, decide_together
 
@@ -37,12 +35,14 @@ class Planning:
     Attributes:
         card: the hardware.
         halves: the passes on each half; the last one plans.
+        merge: whether it may merge collectives.
         is_shared: ranks follow one plan; if not, each makes its own.
         what: names the graph in errors.
     """
 
     card: HardwareCard
     halves: Pipeline
+    merge: bool
     is_shared: bool
     what: str
 
@@ -72,20 +72,27 @@ class Planning:
         decide_together(self._stores(groups), self._key(half, unplanned), run, what=f"{self.what} ({half})")
         return records
 
-    def keep(self, gm: fx.GraphModule, context: PassContext, tag: Pipeline) -> list[PassRecord]:
+    def keep(
+        self, gm: fx.GraphModule, context: PassContext, tag: Pipeline, memory_budget: int | str | None
+    ) -> tuple[list[PassRecord], int | None]:
         """Chooses which units keep gathered parameters for the backward, where the user left it open.
 
         Args:
             gm: a joint graph at level 1, edited in place.
             context: what passes on it know.
             tag: the joint passes that follow.
+            memory_budget: the user's; None for what the default choice takes.
+
+        Returns:
+            What was done, and what the halves may take where the user gave no budget, if that is known.
         """
+        lower, _ = self.halves.split(-1)
+        trials = JointTrials(
+            gm=gm, context=context, tag=tag, lower=lower, merge=self.merge, prices=self._prices
+        )
+        if not trials.open_units():
+            return [], None
         calls = [UnshardCall(*node.args) for node in gm.graph.find_nodes(op="call_function", target=UNSHARD)]
-        is_open = [not call.reshard_fixed and call.group_size > 1 for call in calls]
-        units = list(dict.fromkeys(call.unit for call, each in zip(calls, is_open, strict=True) if each))
-        if not units:
-            return []
-        default = [call.unit for call in calls if call.reshard == 1]
         groups = dict.fromkeys(
             name for call in calls for name in (call.group_name, call.replicate_group) if name
         )
@@ -96,39 +103,17 @@ class Planning:
             for name in groups:
                 agree_on_group(name, texts, what=f"{self.what} (joint)")
         records: list[PassRecord] = []
+        chosen: list[Step] = []
 
         def run(plan: Mapping[str, Any] | None) -> Mapping[str, Any]:
-            if plan is None:
-                choice = choose_kept(units, default, lambda kept: self._cost(gm, context, kept, tag))
-                plan = {"kept": choice.units}
-            step = passes.KeepGathered(units=tuple(plan["kept"]))
+            budget_of = None if memory_budget is None else lambda *_: memory_budget
+            chosen.append(trials.choose(budget_of) if plan is None else Step.from_dict(plan))
+            step = passes.KeepGathered(units=chosen[-1].kept)
             records.extend(Pipeline(step, given=tag.given).run(gm, context))
-            return plan
+            return chosen[-1].to_dict()
 
         decide_together(self._stores(groups), self._key("joint", *texts), run, what=f"{self.what} (joint)")
-        return records
-
-    def _cost(
-        self, gm: fx.GraphModule, context: PassContext, kept: tuple[str, ...], tag: Pipeline
-    ) -> KeepingCost:
-        """Both halves, planned with these units kept."""
-        trial = copy_graph(gm)
-        Pipeline(passes.KeepGathered(units=kept), given=tag.given).run(trial, context)
-        context = context_from_shard_ops(trial)
-        tag.run(trial, context)
-        context = replace(context, pieces=pieces_of(trial))
-        assert context.first_gradient is not None
-        parameters = [binding.position for binding in context.parameters]
-        forward, backward = partition_as_inductor(trial, context.first_gradient, parameters, lambda _: None)
-        drop_rng_states(forward, backward)
-        lower, place = self.halves.split(-1)
-        seconds, peak = 0.0, 0
-        for half, ctx in ((forward, context.for_forward()), (backward, context.for_backward())):
-            lower.run(half, ctx)
-            planned = place.run(half, replace(ctx, prices=self._prices(half)))[-1].report.planned
-            assert planned is not None
-            seconds, peak = seconds + planned.plan.seconds, max(peak, planned.plan.peak_bytes)
-        return KeepingCost(seconds=seconds, peak_bytes=peak)
+        return records, chosen[-1].peak_bytes
 
     def _prices(self, gm: fx.GraphModule) -> CostModel:
         return CostModel(card=self.card, groups=topologies(gm, self.card, {}))

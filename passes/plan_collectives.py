@@ -67,8 +67,8 @@ class PlanCollectives:
         merge: whether collectives may be merged; where not, they are only placed.
         memory_budget: the most that may be live while the graph runs, inputs that its caller keeps
             included: bytes, or a text like "60GiB". None for no limit. "default" for what
-            ``bucket_collectives`` and ``schedule_collectives`` would make of the graph, or a little
-            more where no plan is found within it.
+            ``bucket_collectives`` and ``schedule_collectives`` would make of the graph (of both halves of a
+            step, if the context knows), or a little more where no plan is found within it.
     """
 
     name: ClassVar[str] = "plan_collectives"
@@ -110,7 +110,7 @@ class PlanCollectives:
         elif ctx.known_plan is not None:
             planned = plan(None)  # the rank that planned has seen to it
         else:
-            planned = _leanest(plan, _default_peak(gm, ctx))
+            planned = _leanest(plan, ctx.default_peak_bytes or default_peak(gm, ctx))
         changed = _names(planned.gm) != _names(gm)
         if changed:
             gm.graph = planned.gm.graph
@@ -135,8 +135,8 @@ def _leanest(plan: Callable[[int | None], PlannedGraph], peak: int) -> PlannedGr
     return plan(None)
 
 
-def _default_peak(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Bytes live at the peak of the graph that the passes without a cost model make."""
+def default_peak(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """Bytes live at the peak of the graph that the passes without a cost model make of one at level 2."""
     default = copy_graph(gm)
     BucketCollectives().run(default, ctx)
     ScheduleCollectives().run(default, ctx)

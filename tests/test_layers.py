@@ -100,6 +100,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.inductor",
         "graphshard.halves",
     ),
+    ("graphshard.joint_trials",),
     ("graphshard.planning",),
     ("graphshard.backend", "graphshard.capture"),
     ("graphshard.resharding", "graphshard.resizing"),
