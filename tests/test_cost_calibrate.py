@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import graphshard.cost.calibrate as calibrate_module
 from graphshard.cost import CostModel, GroupTopology, load_card
-from graphshard.cost.calibrate import CalibrationJob, calibrate, describe_machine, probe_collectives
+from graphshard.cost.calibrate import CalibrationJob, _Timing, calibrate, describe_machine, probe_collectives
 from graphshard.cost.cards import COLLECTIVE_KINDS, KERNEL_CLASSES
 from graphshard.cost.probes import ProbeSizes, probe_compute, typical
 from graphshard.errors import CalibrationError
@@ -138,10 +138,11 @@ def test_reductions_are_exchanges_where_gloo_has_the_cpu(gloo_alone, monkeypatch
 def test_what_a_gather_takes_of_the_core_is_probed(gloo_alone, monkeypatch):
     gloo_alone(monkeypatch)
 
-    def seconds(op, num_bytes, *_, **__):
-        return num_bytes / 1e9, 0.5 + num_bytes / 1e6 if op == "all_gather" else 9.0
+    def timing(op, num_bytes, *_, **__):
+        seconds = num_bytes / 1e9
+        return _Timing(seconds, seconds, 0.5 + num_bytes / 1e6 if op == "all_gather" else 9.0)
 
-    monkeypatch.setattr(calibrate_module, "_collective_seconds", seconds)
+    monkeypatch.setattr(calibrate_module, "_timing", timing)
     probe = probe_collectives(CPU, QUICK)
     assert probe.collective_start_seconds == 0.5 + QUICK.collective_bytes[0] / 1e6
     assert probe.comm_compute_seconds_per_byte == pytest.approx(1e-6)
@@ -152,20 +153,41 @@ def test_how_much_of_their_latency_gathers_share_is_probed(gloo_alone, monkeypat
     """Gathers of 1 s and a little, each ended so much sooner by the one before; some share more, some less."""
     gloo_alone(monkeypatch)
 
-    def seconds(op, num_bytes, *_, at_once=1):
+    def timing(op, num_bytes, *_, at_once=1):
         shared = overlapped + {2**13: 0.125, 2**16: 0.0, 2**19: -0.125}.get(num_bytes, 9.0)
-        return 1.0 + num_bytes / 1e9 + (at_once - 1) * (1.0 + num_bytes / 1e9 - shared), 0.0
+        seconds = 1.0 + num_bytes / 1e9 + (at_once - 1) * (1.0 + num_bytes / 1e9 - shared)
+        return _Timing(seconds, seconds, 0.0)
 
-    monkeypatch.setattr(calibrate_module, "_collective_seconds", seconds)
+    monkeypatch.setattr(calibrate_module, "_timing", timing)
     assert probe_collectives(CPU, ProbeSizes()).overlapped_latency_seconds == pytest.approx(expected)
 
 
 def test_no_latency_is_shared_where_collectives_slow_each_other_down(gloo_alone, monkeypatch):
     gloo_alone(monkeypatch)
     monkeypatch.setattr(
-        calibrate_module, "_collective_seconds", lambda *_, at_once=1: (float(at_once**2), 0.0)
+        calibrate_module, "_timing", lambda *_, at_once=1: _Timing(at_once**2, at_once**2, 0.0)
     )
     assert probe_collectives(CPU, QUICK).overlapped_latency_seconds == 0.0
+
+
+def test_collectives_that_are_late_are_later_in_the_card_and_delay_none_behind(gloo_alone, monkeypatch):
+    gloo_alone(monkeypatch)
+
+    def timing(op, num_bytes, *_, at_once=1):
+        late = {2**13: 0.25, 2**16: 0.5, 2**19: 0.75}.get(num_bytes, 9.0) if op == "all_gather" else 9.0
+        return _Timing(float(at_once), at_once + late, 0.0)
+
+    monkeypatch.setattr(calibrate_module, "_timing", timing)
+    probe = probe_collectives(CPU, ProbeSizes())
+    assert {row.seconds for row in probe.link.measured} == {1.5}
+    assert probe.overlapped_latency_seconds == 0.5
+
+
+def test_the_slower_half_of_the_calls_is_late(gloo_alone, monkeypatch):
+    gloo_alone(monkeypatch)
+    calls = iter([9.0, *range(10, 0, -1)])
+    monkeypatch.setattr(calibrate_module._Beside, "seconds", lambda self, _: (float(next(calls)), 0.5))
+    assert calibrate_module._timing("all_gather", 64, CPU, 10) == _Timing(5.0, 8.0, 0.5)
 
 
 class _Clock:

@@ -10,7 +10,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -161,57 +161,72 @@ def measure_group(job: CalibrationJob, local_ranks: int, report: Report = say_no
 def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report = say_nothing) -> CommProbe:
     """Measures the default process group; every rank calls it and gets the same numbers.
 
-    A time is the median over calls of the slowest rank; on a CPU each rank computes meanwhile, as it does in training.
-    Latency and bandwidth of the link come from the gathers: the smallest is all latency, and the two largest
-    differ by bandwidth. So does what one takes of the core that computes: in all, and for each byte more.
-    Several at a time tell how much of their latency passes side by side.
+    A time is the median over calls of the slowest rank; on a CPU each rank computes meanwhile, as it does in training,
+    and the rows of the card count with a collective that is late. Latency and bandwidth of the link come from the
+    gathers: the smallest is all latency, and the two largest differ by bandwidth. So does what one takes of the core
+    that computes: in all, and for each byte more. Several at a time tell how much of their latency passes side by side.
     """
     num_ranks = dist.get_world_size()
-    rows, lost = [], {}
+    timings: dict[str, dict[int, _Timing]] = {}
     for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"):
-        times = {}
-        for num_bytes in map(_whole, sizes.collective_bytes):
-            times[num_bytes], lost[op, num_bytes] = _collective_seconds(
-                op, num_bytes, device, sizes.num_samples
-            )
-        rows += [
-            MeasuredCollective(op=op, num_ranks=num_ranks, num_bytes=size, seconds=seconds)
-            for size, seconds in times.items()
-        ]
-        report(f"{op}: " + ", ".join(f"{size} bytes {s * 1e6:.0f} us" for size, s in times.items()))
-    gathers = [(row.num_bytes, row.seconds) for row in rows if row.op == "all_gather"]
-    (less, soon), (more, late) = gathers[-2:]
+        timings[op] = {
+            num_bytes: _timing(op, num_bytes, device, sizes.num_samples)
+            for num_bytes in map(_whole, sizes.collective_bytes)
+        }
+        shown = (f"{size} bytes {timing.seconds * 1e6:.0f} us" for size, timing in timings[op].items())
+        report(f"{op}: " + ", ".join(shown))
+    gathers = timings["all_gather"]
+    lateness = _lateness(list(gathers.values()), device)
+    rows = tuple(
+        MeasuredCollective(op=op, num_ranks=num_ranks, num_bytes=size, seconds=timing.seconds + lateness)
+        for op, of_sizes in timings.items()
+        for size, timing in of_sizes.items()
+    )
+    (less, soon), (more, late) = [(size, timing.seconds) for size, timing in gathers.items()][-2:]
     usual = max(len(sizes.collective_bytes) - 2, 1)  # the largest is larger than buckets are
     small, large = _whole(sizes.collective_bytes[0]), _whole(sizes.collective_bytes[usual])
-    start = lost["all_gather", small]
-    of_bytes = lost["all_gather", large] - start if device.type == "cpu" else 0.0
+    start = gathers[small].lost_seconds
+    of_bytes = gathers[large].lost_seconds - start if device.type == "cpu" else 0.0
     core_seconds = max(of_bytes, 0.0) / (large - small)
     moved = (num_ranks - 1) / num_ranks
     bandwidth = moved * (more - less) / (late - soon) if late > soon else moved * more / late
-    latency = max(gathers[0][1] - start, 1e-7) / (num_ranks - 1)
+    latency = max(gathers[small].seconds - start, 1e-7) / (num_ranks - 1)
     return CommProbe(
-        link=LinkClass(latency_seconds=latency, bandwidth=bandwidth, efficiency=1.0, measured=tuple(rows)),
+        link=LinkClass(latency_seconds=latency, bandwidth=bandwidth, efficiency=1.0, measured=rows),
         collective_start_seconds=start,
-        overlapped_latency_seconds=_overlapped_latency(sizes, device),
+        overlapped_latency_seconds=_overlapped_latency(gathers, sizes, device) + lateness,
         comm_compute_seconds_per_byte=core_seconds,
     )
 
 
-def _overlapped_latency(sizes: ProbeSizes, device: torch.device) -> float:
+def _lateness(gathers: Sequence[_Timing], device: torch.device) -> float:
+    """By how much the slower half of gathers is later than the median, in sizes up to a usual one.
+
+    Beside compute it is a lottery which thread the system lets run first, and ranks are not in step. A plan that counts
+    on the usual time waits whenever a collective is late; what is late does not delay those behind it, whose own
+    latency passes meanwhile.
+    """
+    usual = gathers[1:-1] or gathers
+    some = usual[:_SIZES_AT_ONCE]
+    return (
+        sum(timing.late_seconds - timing.seconds for timing in some) / len(some)
+        if device.type == "cpu"
+        else 0.0
+    )
+
+
+def _overlapped_latency(gathers: Mapping[int, _Timing], sizes: ProbeSizes, device: torch.device) -> float:
     """How much sooner each of several gathers ends than one after the other: the mean of sizes up to a usual one.
 
-    Single ones are a lottery: what the system lets run first beside compute decides about milliseconds. Device streams
-    run the collectives of a group one after the other; nothing is measured there.
+    Device streams run the collectives of a group one after the other; nothing is measured there.
     """
     if device.type != "cpu":
         return 0.0
     found = []
-    usual = sizes.collective_bytes[1:-1] or sizes.collective_bytes  # the largest is larger than buckets are
-    for num_bytes in map(_whole, usual[:_SIZES_AT_ONCE]):
-        one, several = (
-            _collective_seconds("all_gather", num_bytes, device, sizes.num_samples, at_once=count)[0]
-            for count in (1, _AT_ONCE)
-        )
+    usual = list(gathers)[1:-1] or list(gathers)  # the largest is larger than buckets are
+    for num_bytes in usual[:_SIZES_AT_ONCE]:
+        several = _timing("all_gather", num_bytes, device, sizes.num_samples, at_once=_AT_ONCE).seconds
+        one = gathers[num_bytes].seconds
         found.append(one - (several - one) / (_AT_ONCE - 1))
     return max(sum(found) / len(found), 0.0)
 
@@ -292,16 +307,30 @@ class _Beside:
         return (time.perf_counter() - begin) / blocks
 
 
-def _collective_seconds(
-    op: str, num_bytes: int, device: torch.device, num_samples: int, *, at_once: int = 1
-) -> tuple[float, float]:
-    """Medians of what :meth:`_Beside.seconds` measures of so many collectives, of the slowest rank each."""
+@dataclass(frozen=True, slots=True)
+class _Timing:
+    """Calls of collectives, of the slowest rank each.
+
+    Attributes:
+        seconds: from start to end, the median.
+        late_seconds: what the slower half of the calls takes, the mean.
+        lost_seconds: what compute beside it loses, the median.
+    """
+
+    seconds: float
+    late_seconds: float
+    lost_seconds: float
+
+
+def _timing(op: str, num_bytes: int, device: torch.device, num_samples: int, *, at_once: int = 1) -> _Timing:
+    """What :meth:`_Beside.seconds` measures of so many collectives."""
     collectives, beside = [_collective(op, num_bytes, device) for _ in range(at_once)], _Beside(device)
     times = [beside.seconds(collectives) for _ in range(num_samples + 1)]
     slowest = torch.tensor(times[1:], device=device, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     seconds, lost = slowest.median(dim=0).values.tolist()
-    return seconds, lost
+    late = float(slowest[:, 0].sort().values[len(slowest) // 2 :].mean())
+    return _Timing(seconds=seconds, late_seconds=late, lost_seconds=lost)
 
 
 def _card(job: CalibrationJob, compute: ComputeProbe, comm: CommProbe, local_ranks: int) -> HardwareCard:
