@@ -37,7 +37,7 @@ from .errors import CaptureError, ShardingError
 from .graph_text import graph_text, value_text
 from .inductor import drop_rng_states, functorch_patch, inductor_decompositions, partition_as_inductor
 from .params import PlainParameter, UnshardCall
-from .passes import InsertShards, MergeUnshards, SpreadParameters, TagRecompute
+from .passes import InsertShards, KeepGathered, MergeUnshards, SpreadParameters, TagRecompute
 from .pipeline import PassRecord, Pipeline
 from .repeat_export import export_joint_of_blocks
 from .rewrite import copy_graph, no_garbage_collection, output_values
@@ -164,6 +164,7 @@ def capture_step(
     needs_loss: bool = False,
     device_type: str | None = None,
     is_brief: bool = False,
+    keep: Callable[[fx.GraphModule, PassContext, Pipeline], Sequence[str] | None] | None = None,
 ) -> CapturedStep:
     """Forward and backward of ``model`` as they would run on each rank of the mesh of ``rules``.
 
@@ -176,6 +177,8 @@ def capture_step(
         needs_loss: refuse a step whose result is not one scalar.
         device_type: where the step is to run; None for the device of the capture, the CPU.
         is_brief: leave out texts, records and checks of the joint passes.
+        keep: says which units keep their gathered parameters for the backward, from the joint graph at level 1, what
+            is known of it, and the passes that follow; None for what ``rules`` say. Not where ``is_brief``.
 
     Raises:
         CaptureError: the inputs do not fit; the model has a graph break, or a shape or a branch that
@@ -227,7 +230,15 @@ def capture_step(
                 PLAIN_PIPELINE.run_unchecked(gm, context)
             else:
                 text = graph_text(gm)
-                records = PLAIN_PIPELINE.run(gm, context, before=text)
+                first, tag = PLAIN_PIPELINE.split(-1)
+                records = first.run(gm, context, before=text)
+                if keep is not None:
+                    known = replace(context_from_shard_ops(gm), device_type=device_type)
+                    units = keep(gm, known, tag)
+                    if units is not None:
+                        step = KeepGathered(units=tuple(units))
+                        records += Pipeline(step, given=tag.given).run(gm, known, before=records[-1].text)
+                records += tag.run(gm, context, before=records[-1].text)
             known = replace(context_from_shard_ops(gm), pieces=pieces_of(gm), device_type=device_type)
             found.append((copy_graph(gm), known, text, records))
 

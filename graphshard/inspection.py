@@ -23,6 +23,7 @@ from .cost import CollectiveTables, CostModel, HardwareCard
 from .errors import BudgetError
 from .facts import Fact
 from .graph_text import graph_text
+from .inspected_choice import InspectedChoice
 from .inspection_settings import Settings, count_tokens, plain_inputs, read_settings, refuse_what_is_known
 from .options import BackendOptions
 from .passes import PlanCollectives
@@ -139,10 +140,13 @@ def inspect(
     stages = Stages(progress)
     stages.begin("capture")
     with lazy_graph_modules(), no_garbage_collection(), remembered_results():
+        choice = InspectedChoice(settings, module)
         captured = capture_step(
             module, args, kwargs, rules=settings.rules, loss=loss, checkpoint=settings.checkpoint,
-            needs_loss=True, device_type=settings.card.device_type,
+            needs_loss=True, device_type=settings.card.device_type, keep=choice,
         )  # fmt: skip
+        context = replace(captured.context, default_peak_bytes=choice.peak_bytes)
+        captured = replace(captured, context=context)
         inspection = Inspection(settings=settings, captured=captured, stages=stages)
         return inspection.report(name, module, count_tokens(args, kwargs))
 

@@ -18,7 +18,7 @@ from .keeping import KeepingChoice, KeepingCost, choose_kept, extend_kept
 from .ops import UNSHARD
 from .params import UnshardCall
 from .passes import KeepGathered, PlanCollectives
-from .passes.plan_collectives import default_peak
+from .passes.plan_collectives import default_peak, shard_bytes
 from .pipeline import Pipeline
 from .planner.plan import InfeasibleBudgetError
 from .prices import GraphPrices
@@ -34,7 +34,8 @@ class Step:
 
     Attributes:
         kept: the units that keep their parameters.
-        peak_bytes: with the default schedule and the default choice, where nothing else limits the plans.
+        peak_bytes: the most that a half holds with the default schedule and the default choice, beside shards of
+            parameters (a backward reads only some of those), where nothing else limits the plans.
     """
 
     kept: tuple[str, ...]
@@ -95,10 +96,14 @@ class JointTrials:
         if budget_of is not None:
             given = budget_of
             return Step(kept=choose_kept(units, default, lambda kept: self._cost(kept, given)).units)
-        peak = max(default_peak(half, ctx) for half, ctx in self._halves(None))
+        peak = max(default_peak(half, ctx) - shard_bytes(half, ctx) for half, ctx in self._halves(None))
+
+        def within(half: fx.GraphModule, ctx: PassContext) -> int:
+            return peak + shard_bytes(half, ctx)
+
         kept = tuple(unit for unit in units if unit in default)
         try:
-            found: KeepingChoice = extend_kept(units, kept, lambda kept: self._cost(kept, lambda *_: peak))
+            found: KeepingChoice = extend_kept(units, kept, lambda kept: self._cost(kept, within))
         except InfeasibleBudgetError:
             return Step(kept=kept, peak_bytes=peak)
         return Step(kept=found.units, peak_bytes=peak)

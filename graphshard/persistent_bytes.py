@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from .capture import CapturedStep
+from .context import PassContext
 from .memory import tensor_bytes
 from .params import padded_shape
 from .report.optimizers import OptimizerKind
@@ -19,8 +21,26 @@ def persistent_bytes(module: nn.Module, captured: CapturedStep, optimizer: Optim
 
     "trained" are the shards that it updates; "elements" how many elements these have.
     """
-    bindings = {binding.name: binding for binding in captured.context.parameters}
     gradients = output_values(captured.backward.graph)
+    return _persistent(module, captured.context, gradients, captured.forward, optimizer)
+
+
+def persistent_bytes_of_joint(
+    module: nn.Module, gm: fx.GraphModule, context: PassContext, optimizer: OptimizerKind
+) -> dict[str, int]:
+    """:func:`persistent_bytes` from the joint graph at level 1."""
+    assert context.first_gradient is not None
+    return _persistent(module, context, output_values(gm.graph)[context.first_gradient :], gm, optimizer)
+
+
+def _persistent(
+    module: nn.Module,
+    context: PassContext,
+    gradients: Sequence[Any],
+    forward: fx.GraphModule,
+    optimizer: OptimizerKind,
+) -> dict[str, int]:
+    bindings = {binding.name: binding for binding in context.parameters}
     parameters = trained = elements = gradient_bytes = 0
     num_shards = next((binding.group_size for binding in bindings.values()), 1)
     for name, param in module.named_parameters():
@@ -35,8 +55,8 @@ def persistent_bytes(module: nn.Module, captured: CapturedStep, optimizer: Optim
             elements += numel
             gradient_bytes += tensor_bytes(gradient.meta["val"])
     inputs = [
-        node for node in captured.forward.graph.find_nodes(op="placeholder")
-        if captured.context.binding(node.name) is None
+        node for node in forward.graph.find_nodes(op="placeholder")
+        if context.binding(node.name) is None and not node.name.startswith("tangents_")
     ]  # fmt: skip
     return {
         "parameters": parameters,

@@ -41,6 +41,7 @@ from graphshard.collectives import group_name
 from graphshard.context import PassContext
 from graphshard.errors import PassError
 from graphshard.facts import Fact
+from graphshard.memory import tensor_bytes
 from graphshard.pipeline import PassReport
 from graphshard.placement import Movable
 from graphshard.planner.plan import InfeasibleBudgetError
@@ -110,7 +111,9 @@ class PlanCollectives:
         elif ctx.known_plan is not None:
             planned = plan(None)  # the rank that planned has seen to it
         else:
-            planned = _leanest(plan, ctx.default_peak_bytes or default_peak(gm, ctx))
+            beside = ctx.default_peak_bytes
+            peak = default_peak(gm, ctx) if beside is None else beside + shard_bytes(gm, ctx)
+            planned = _leanest(plan, peak)
         changed = _names(planned.gm) != _names(gm)
         if changed:
             gm.graph = planned.gm.graph
@@ -133,6 +136,13 @@ def _leanest(plan: Callable[[int | None], PlannedGraph], peak: int) -> PlannedGr
         if planned.plan.solver != "none" or not planned.plan.buckets:
             return planned
     return plan(None)
+
+
+def shard_bytes(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """Bytes of the shards of parameters among the inputs of a half."""
+    names = {binding.placeholder for binding in ctx.parameters}
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return sum(tensor_bytes(node.meta["val"]) for node in inputs if node.name in names)
 
 
 def default_peak(gm: fx.GraphModule, ctx: PassContext) -> int:

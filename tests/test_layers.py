@@ -137,6 +137,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("graphshard.report.html_passes",),
     ("graphshard.report.html",),
     ("graphshard.inspection_settings", "graphshard.persistent_bytes", "graphshard.stages"),
+    ("graphshard.inspected_choice",),
     ("graphshard.inspection", "graphshard.graph_inspection"),
     ("graphshard.formula_sampling", "graphshard.sweeping"),
     ("graphshard.mesh_formulas",),
