@@ -178,7 +178,7 @@ def capture_step(
         device_type: where the step is to run; None for the device of the capture, the CPU.
         is_brief: leave out texts, records and checks of the joint passes.
         keep: says which units keep their gathered parameters for the backward, from the joint graph at level 1, what
-            is known of it, and the passes that follow; None for what ``rules`` say. Not where ``is_brief``.
+            is known of it, and the passes that follow; None for what ``rules`` say.
 
     Raises:
         CaptureError: the inputs do not fit; the model has a graph break, or a shape or a branch that
@@ -226,19 +226,22 @@ def capture_step(
 
         def run_joint_passes(gm: fx.GraphModule) -> None:
             text, records = "", []
+            first, tag = PLAIN_PIPELINE.split(-1)
             if is_brief:
-                PLAIN_PIPELINE.run_unchecked(gm, context)
+                first.run_unchecked(gm, context)
             else:
                 text = graph_text(gm)
-                first, tag = PLAIN_PIPELINE.split(-1)
                 records = first.run(gm, context, before=text)
-                if keep is not None:
-                    known = replace(context_from_shard_ops(gm), device_type=device_type)
-                    units = keep(gm, known, tag)
-                    if units is not None:
-                        step = KeepGathered(units=tuple(units))
-                        records += Pipeline(step, given=tag.given).run(gm, known, before=records[-1].text)
-                records += tag.run(gm, context, before=records[-1].text)
+            known = replace(context_from_shard_ops(gm), device_type=device_type)
+            units = keep(gm, known, tag) if keep is not None else None
+            rest = [(tag, context)]
+            if units is not None:
+                rest.insert(0, (Pipeline(KeepGathered(units=tuple(units)), given=tag.given), known))
+            for pipeline, ctx in rest:
+                if is_brief:
+                    pipeline.run_unchecked(gm, ctx)
+                else:
+                    records += pipeline.run(gm, ctx)
             known = replace(context_from_shard_ops(gm), pieces=pieces_of(gm), device_type=device_type)
             found.append((copy_graph(gm), known, text, records))
 

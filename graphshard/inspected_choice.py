@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx, nn
 
 from .backend import half_pipeline
+from .capture import CapturedStep
 from .context import PassContext
 from .inspection_settings import Settings
 from .joint_trials import JointTrials
@@ -29,6 +32,11 @@ class InspectedChoice:
     def __init__(self, settings: Settings, module: nn.Module) -> None:
         self._settings, self._module = settings, module
         self.peak_bytes: int | None = None
+
+    def known_to(self, captured: CapturedStep) -> CapturedStep:
+        """A step that was captured with this choice, whose halves know what they may take."""
+        context = replace(captured.context, default_peak_bytes=self.peak_bytes)
+        return replace(captured, context=context)
 
     def __call__(self, gm: fx.GraphModule, context: PassContext, tag: Pipeline) -> tuple[str, ...] | None:
         """The units that keep their parameters; None for what the settings say.

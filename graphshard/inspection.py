@@ -141,12 +141,10 @@ def inspect(
     stages.begin("capture")
     with lazy_graph_modules(), no_garbage_collection(), remembered_results():
         choice = InspectedChoice(settings, module)
-        captured = capture_step(
+        captured = choice.known_to(capture_step(
             module, args, kwargs, rules=settings.rules, loss=loss, checkpoint=settings.checkpoint,
             needs_loss=True, device_type=settings.card.device_type, keep=choice,
-        )  # fmt: skip
-        context = replace(captured.context, default_peak_bytes=choice.peak_bytes)
-        captured = replace(captured, context=context)
+        ))  # fmt: skip
         inspection = Inspection(settings=settings, captured=captured, stages=stages)
         return inspection.report(name, module, count_tokens(args, kwargs))
 

@@ -114,15 +114,22 @@ class JointTrials:
         ]
 
     def _cost(self, kept: tuple[str, ...], budget_of: BudgetOf) -> KeepingCost:
-        """Both halves, planned with these units kept."""
+        """Both halves, planned with these units kept; the error of the half that needs more, if one does."""
         seconds, peak = 0.0, 0
+        refused: list[InfeasibleBudgetError] = []
         for half, ctx in self._halves(kept):
             place = PlanCollectives(merge=self.merge, memory_budget=budget_of(half, ctx))
             ctx = replace(ctx, prices=self.prices(half))
-            (record,) = Pipeline(place, given=self.lower.facts_at_end).run(half, ctx)
+            try:
+                (record,) = Pipeline(place, given=self.lower.facts_at_end).run(half, ctx)
+            except InfeasibleBudgetError as error:
+                refused.append(error)
+                continue
             planned = record.report.planned
             assert planned is not None
             seconds, peak = seconds + planned.plan.seconds, max(peak, planned.plan.peak_bytes)
+        if refused:
+            raise max(refused, key=lambda error: error.smallest_bytes)
         return KeepingCost(seconds=seconds, peak_bytes=peak)
 
     def _halves(self, kept: tuple[str, ...] | None) -> Iterator[tuple[fx.GraphModule, PassContext]]:

@@ -23,6 +23,7 @@ from torch import nn
 
 from .capture import CapturedStep, ShardingRules, capture_step
 from .errors import CaptureError, OptionError
+from .inspected_choice import InspectedChoice
 from .inspection import Inspection
 from .inspection_settings import Settings, count_tokens, plain_inputs, read_settings, refuse_sharded
 from .processes import process_context
@@ -60,7 +61,7 @@ def sweep(
         num_processes: captures are shared out among so many; with more than one, ``make`` and
             ``loss`` must be functions that can be pickled, or a :class:`Later`.
         captures: "ends" for the smallest and the largest batch, and those in between only where their graphs
-            differ (:mod:`graphshard.resizing` says what that may miss); "all" for each.
+            differ (:mod:`graphshard.resizing` says what that may miss); "all" for each, as with ``plan="auto"``.
         progress: is told what is being done, how many points are done, and how many there are.
         options: others of :func:`graphshard.inspect`: hardware, tables, units, mp_policy,
             reshard_after_forward, optimizer, micro_batches, plan, checkpoint. ``memory_budget`` is what
@@ -80,7 +81,9 @@ def sweep(
         raise OptionError("meshes: there must be one at least")
     batches, meshes = list(dict.fromkeys(batches)), _distinct(meshes)
     each = [_read_options(options, mesh) for mesh in meshes]
-    captured, others = _shared_out(sorted(batches), len(batches) if captures == "all" else num_processes)
+    # With plans, units may keep their parameters for some batch sizes and not for others.
+    is_each = captures == "all" or each[0].plan == "auto"
+    captured, others = _shared_out(sorted(batches), len(batches) if is_each else num_processes)
     jobs = [
         _Job(
             make=make,
@@ -380,11 +383,12 @@ class _Work:
     ) -> CapturedStep:
         self._tell(f"capture batch {batch}", False)
         began = time.perf_counter()
+        choice = InspectedChoice(replace(settings, budget_bytes=None), module)
         with remembered_results():
-            captured = capture_step(
+            captured = choice.known_to(capture_step(
                 module, args, kwargs, rules=settings.rules, loss=self._loss, checkpoint=settings.checkpoint,
-                needs_loss=True, device_type=settings.card.device_type, is_brief=True,
-            )  # fmt: skip
+                needs_loss=True, device_type=settings.card.device_type, is_brief=True, keep=choice,
+            ))  # fmt: skip
         self.result.num_captures += 1
         self.result.capture_seconds += time.perf_counter() - began
         return captured
@@ -411,11 +415,11 @@ class _Work:
 
 
 def _classes_of_meshes(settings: Sequence[Settings]) -> list[list[int]]:
-    """Indices of the meshes that can share a capture."""
+    """Indices of the meshes that can share a capture; with plans none do, since units may keep parameters on some."""
     classes: list[list[int]] = []
     for index, one in enumerate(settings):
         for known in classes:
-            if can_reshard(settings[known[0]].rules.mesh, one.rules.mesh):
+            if one.plan == "unit" and can_reshard(settings[known[0]].rules.mesh, one.rules.mesh):
                 known.append(index)
                 break
         else:

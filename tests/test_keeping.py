@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphshard.keeping import KeepingCost, choose_kept
+from graphshard.keeping import KeepingCost, choose_kept, extend_kept
 from graphshard.planner.plan import InfeasibleBudgetError
 
 UNITS = ("a", "b", "c", "root")
@@ -80,3 +80,34 @@ def test_never_worse_than_none_all_or_the_default(costs, default):
         return
     assert choice.cost.peak_bytes <= 100
     assert all(choice.cost.seconds <= rival * (1 + 1e-8) for rival in rivals)
+
+
+@pytest.mark.parametrize(
+    ("budget", "default", "kept", "asked"),
+    [
+        (110, ("root",), ("root",), 2),
+        (120, ("root",), ("c", "root"), 3),
+        (1000, ("root",), UNITS, 4),
+        (1000, ("b",), UNITS, 4),
+        (120, ("b",), ("b", "root"), 3),
+        (100, (), (), 2),
+    ],
+)
+def test_further_last_units_are_kept_beside_the_default_as_long_as_they_fit(budget, default, kept, asked):
+    evaluate, tried = _evaluate(budget)
+    choice = extend_kept(UNITS, default, evaluate)
+    assert (choice.units, len(tried)) == (kept, asked)
+    assert [units for units, _ in choice.tried] == tried
+    assert choice.cost == dict(choice.tried)[kept]
+
+
+def test_no_further_unit_is_kept_that_saves_no_time():
+    evaluate, asked = _evaluate(1000, gathers=0.0)
+    assert extend_kept(UNITS, ("root",), evaluate).units == ("root",)
+    assert asked == [("root",), ("c", "root")]
+
+
+def test_a_default_that_does_not_fit_is_told():
+    evaluate, _ = _evaluate(105)
+    with pytest.raises(InfeasibleBudgetError):
+        extend_kept(UNITS, ("root",), evaluate)

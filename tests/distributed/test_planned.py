@@ -120,6 +120,20 @@ def test_with_a_budget_units_keep_what_fits(run_on_gloo_ranks, tmp_path: Path, b
     assert (" all_gather_into_tensor(" in backward) == ("2" not in kept)
 
 
+def test_without_a_budget_further_last_units_are_kept_where_that_takes_no_more(run_on_gloo_ranks, tmp_path: Path):
+    """The default keeps the root; its backward peak leaves room for the unit before, too."""
+    run_on_gloo_ranks(2, train_planned, "transformer", 3, {
+        "hardware": SLOW_LINK, "bucket": "auto", "dump": str(tmp_path),
+    })  # fmt: skip
+    joint = (tmp_path / "graph0.joint.3-keep_gathered.txt").read_text()
+    units = {
+        line.partition("unit='")[2].partition("'")[0]: "reshard=1," in line
+        for line in joint.splitlines()
+        if " unshard(" in line
+    }
+    assert units["root"] and sum(units.values()) > 1, units
+
+
 def test_accumulation_with_planned_graphs(run_on_gloo_ranks):
     run_on_gloo_ranks(2, train_with_accumulation)
 

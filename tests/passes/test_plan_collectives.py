@@ -158,9 +158,31 @@ def test_where_no_plan_keeps_the_default_budget_more_is_tried(captured, monkeypa
         return real(gm, prices, memory_budget=memory_budget, **options)
 
     monkeypatch.setattr(plan_collectives, "plan_graph", plan_graph)
-    monkeypatch.setattr(plan_collectives, "_default_peak", lambda gm, ctx: default)
+    monkeypatch.setattr(plan_collectives, "default_peak", lambda gm, ctx: default)
     report = run_pass(PlanCollectives(memory_budget="default"), gm, ctx, *HELD).report
     assert report.planned.plan.budget_bytes == (None if within is None else round(within * default))
+
+
+def test_where_the_peak_of_the_step_is_known_it_counts_beside_the_shards_of_the_half(captured):
+    gm, ctx = _half(captured, "blocks_3", "forward", DEAR)
+    own = plan_collectives.default_peak(gm, ctx)
+    names = {binding.placeholder for binding in ctx.parameters}
+    shards = sum(
+        node.meta["val"].nbytes for node in gm.graph.find_nodes(op="placeholder") if node.name in names
+    )
+    assert shards == plan_collectives.shard_bytes(gm, ctx) > 0
+
+    def within(peak_bytes):
+        step = PlanCollectives(memory_budget="default")
+        planned = copy_graph(gm)
+        report = run_pass(step, planned, replace(ctx, default_peak_bytes=peak_bytes), *HELD).report
+        assert _peak(planned) <= report.planned.plan.budget_bytes
+        return report.planned.plan
+
+    assert within(own - shards).budget_bytes == within(None).budget_bytes == own
+    wider = within(own)  # as if the backward held more
+    assert wider.budget_bytes == own + shards
+    assert own < wider.peak_bytes and wider.seconds < within(None).seconds
 
 
 def test_a_users_limit_of_reductions_is_kept(captured):

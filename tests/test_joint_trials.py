@@ -1,0 +1,116 @@
+"""A joint graph, planned with one choice of kept units after the other."""
+
+import contextlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small_graphs import text_of
+from torch import Tensor, nn
+
+from graphshard.capture import ShardingRules, capture_step
+from graphshard.cost import CostModel, load_card
+from graphshard.joint_trials import JointTrials, Step
+from graphshard.passes import LowerShards
+from graphshard.passes.plan_collectives import default_peak, shard_bytes
+from graphshard.pipeline import Pipeline
+from graphshard.planner.plan import InfeasibleBudgetError
+
+CARD = load_card("cpu-ethernet-1g")
+
+
+class WithHead(nn.Module):
+    """The root has parameters in front of the blocks and behind them."""
+
+    def __init__(self, num_blocks: int = 3, width: int = 64) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(num_blocks))
+        self.head = nn.Linear(width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return self.head(x).square().mean()
+
+
+def in_capture(ask: Callable[[JointTrials], Any], batch: int = 64, reshard: bool | None = None) -> Any:
+    """What ``ask`` says of trials on the joint graph of a step, while it is captured."""
+    answers = []
+
+    def keep(gm, context, tag):
+        before = text_of(gm, context)
+        trials = JointTrials(
+            gm=gm,
+            context=context,
+            tag=tag,
+            lower=Pipeline(LowerShards(), given=tag.facts_at_end),
+            merge=True,
+            prices=lambda _: CostModel.of_mesh(CARD, context.mesh),
+        )
+        answers.append(ask(trials))
+        assert text_of(gm, context) == before
+
+    rules = ShardingRules(mesh={"shard": 2}, units=("blocks.*",), reshard_after_forward=reshard)
+    capture_step(WithHead(), [torch.zeros(batch, 8)], rules=rules, keep=keep)
+    (answer,) = answers
+    return answer
+
+
+def test_units_are_in_the_order_of_their_last_use():
+    units, default = in_capture(lambda trials: (trials.open_units(), trials.default()))
+    assert units == ["blocks.0", "blocks.1", "blocks.2", "root"]
+    assert default == ["root"]
+
+
+def test_units_whose_user_decided_are_not_open():
+    assert in_capture(JointTrials.open_units, reshard=True) == []
+
+
+def test_without_a_budget_the_choice_takes_no_more_than_the_default_schedule():
+    def ask(trials):
+        step = trials.choose(None)
+        peaks = [default_peak(half, ctx) - shard_bytes(half, ctx) for half, ctx in trials._halves(None)]
+
+        def within(half, ctx):
+            return step.peak_bytes + shard_bytes(half, ctx)
+
+        costs = {}
+        for kept in (("root",), step.kept):
+            with contextlib.suppress(InfeasibleBudgetError):
+                costs[kept] = trials._cost(kept, within)
+        return step, peaks, costs
+
+    step, peaks, costs = in_capture(ask)
+    assert step.peak_bytes == max(peaks)
+    assert len(step.kept) > 1 and step.kept[-1] == "root"
+    assert costs[step.kept].seconds < costs["root",].seconds
+    assert Step.from_dict(json.loads(json.dumps(step.to_dict()))) == step
+
+
+def test_a_users_budget_decides_between_none_and_all():
+    budgets = {}
+
+    def ask(trials):
+        with pytest.raises(InfeasibleBudgetError) as refused:
+            trials.choose(lambda *_: 100)
+        for budget in (refused.value.smallest_bytes, 2**40):
+            budgets[budget] = trials.choose(lambda *_: budget)  # noqa: B023 - asked at once
+        return trials.open_units()
+
+    units = in_capture(ask)
+    lean, wide = (step for _, step in sorted(budgets.items()))
+    assert len(lean.kept) < len(wide.kept) == len(units)
+    assert lean.peak_bytes is None
+
+
+def test_where_no_plan_keeps_the_default_peak_the_default_stays(monkeypatch):
+    def refuse(self, kept, budget_of):
+        raise InfeasibleBudgetError(1, 2, is_smallest=False)
+
+    monkeypatch.setattr(JointTrials, "_cost", refuse)
+    step = in_capture(lambda trials: trials.choose(None))
+    assert step.kept == ("root",) and step.peak_bytes > 0
