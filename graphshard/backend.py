@@ -49,6 +49,7 @@ from .pipeline import PassRecord, Pipeline
 from .planning import Planning
 from .provenance import reduced_parameters, shards_behind
 from .rewrite import output_values
+from .unit import unit_of
 
 JOINT_PIPELINE = Pipeline(passes.MergeUnshards(), passes.SpreadParameters(), passes.TagRecompute())
 
@@ -86,7 +87,8 @@ def graphshard(
     parsed = BackendOptions.parse(options)
     patches = config_patches(parsed.inductor)
     _warn_if_never_sharded(gm, example_inputs)
-    compilation = _Compilation(options=parsed, index=_next_index(parsed.dump), patches=patches)
+    units = _units_of_models(example_inputs)
+    compilation = _Compilation(options=parsed, index=_next_index(parsed.dump), patches=patches, units=units)
     patches["joint_custom_pre_pass"] = _JointPasses(compilation)
 
     def compile_graph(graph: fx.GraphModule, inputs: list[Any]) -> Any:
@@ -107,6 +109,13 @@ def _warn_if_never_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) ->
         )
 
 
+def _units_of_models(inputs: Sequence[Any]) -> frozenset[str]:
+    """Labels of all units of the models that handles among the inputs belong to."""
+    found = filter(None, map(unit_of, inputs))
+    trees = {id(unit.tree): unit.tree for unit in found}
+    return frozenset(unit.label for tree in trees.values() for unit in tree.units() if unit.slots)
+
+
 def _next_index(folder: Path | None) -> int:
     """Number of the first graph not yet dumped into ``folder``."""
     if folder is None:
@@ -122,6 +131,8 @@ class _Compilation:
     options: BackendOptions
     index: int
     patches: Mapping[str, Any] = field(default_factory=dict)
+    units: frozenset[str] = frozenset()
+    """Labels of all units of the models whose parameters the graph gathers."""
     context: PassContext = field(default_factory=PassContext)
     regathered: set[str] = field(default_factory=set)
     """Names of the parameters whose shards the forward keeps for the backward."""
@@ -149,12 +160,18 @@ class _Compilation:
         first, tag = JOINT_PIPELINE.split(-1)
         records = first.run(gm, self.context)
         peak = None
-        if self.options.hardware is not None and self.context.first_gradient is not None:
+        # Of a part of a model's step nobody knows what the rest of it holds.
+        is_chosen = self.options.memory_budget is not None or self._has_every_unit()
+        if self.options.hardware is not None and self.context.first_gradient is not None and is_chosen:
             kept, peak = self.planning.keep(gm, self.context, tag, self.options.memory_budget)
             records += kept
             self.context = context_from_shard_ops(gm, full_checks=self.context.full_checks)
         self._dump_records("joint", records + tag.run(gm, self.context))
         self.context = replace(self.context, pieces=pieces_of(gm), default_peak_bytes=peak)
+
+    def _has_every_unit(self) -> bool:
+        """True unless the model's step is in several graphs, or uses only some of its units."""
+        return self.units <= {binding.unit for binding in self.context.parameters}
 
     def compile_half(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Inductor's inner compiler; a half with shard ops becomes a :class:`Half`.

@@ -10,6 +10,7 @@ import torch
 from small_graphs import text_of
 from torch import Tensor, nn
 
+import graphshard
 from graphshard.capture import ShardingRules, capture_step
 from graphshard.cost import CostModel, load_card
 from graphshard.joint_trials import JointTrials, Step
@@ -24,8 +25,9 @@ CARD = load_card("cpu-ethernet-1g")
 class WithHead(nn.Module):
     """The root has parameters in front of the blocks and behind them."""
 
-    def __init__(self, num_blocks: int = 3, width: int = 64) -> None:
+    def __init__(self, num_blocks: int = 3, width: int = 64, breaks: bool = False) -> None:
         super().__init__()
+        self.breaks = breaks
         self.embedding = nn.Linear(8, width)
         self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(num_blocks))
         self.head = nn.Linear(width, 8)
@@ -34,6 +36,8 @@ class WithHead(nn.Module):
         x = self.embedding(x)
         for block in self.blocks:
             x = torch.relu(block(x))
+        if self.breaks:
+            torch._dynamo.graph_break()
         return self.head(x).square().mean()
 
 
@@ -114,3 +118,18 @@ def test_where_no_plan_keeps_the_default_peak_the_default_stays(monkeypatch):
     monkeypatch.setattr(JointTrials, "_cost", refuse)
     step = in_capture(lambda trials: trials.choose(None))
     assert step.kept == ("root",) and step.peak_bytes > 0
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's, at the break
+@pytest.mark.parametrize("budget", [None, "1MB"])
+@pytest.mark.parametrize("breaks", [False, True])
+def test_without_a_budget_nothing_is_chosen_for_a_part_of_the_step(fake_group, tmp_path, breaks, budget):
+    """Nobody knows what the other graphs hold while it runs."""
+    model, mesh = WithHead(breaks=breaks), fake_group(2)
+    for block in model.blocks:
+        graphshard.fully_shard(block, mesh=mesh)
+    graphshard.fully_shard(model, mesh=mesh)
+    options = {"hardware": CARD, "bucket": "auto", "memory_budget": budget, "dump": str(tmp_path)}
+    torch.compile(model, backend="graphshard", options=options)(torch.zeros(64, 8)).backward()
+    is_chosen = any("keep_gathered" in file.name for file in tmp_path.iterdir())
+    assert is_chosen == (budget is not None or not breaks)
