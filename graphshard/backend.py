@@ -87,8 +87,12 @@ def graphshard(
     parsed = BackendOptions.parse(options)
     patches = config_patches(parsed.inductor)
     _warn_if_never_sharded(gm, example_inputs)
-    units = _units_of_models(example_inputs)
-    compilation = _Compilation(options=parsed, index=_next_index(parsed.dump), patches=patches, units=units)
+    compilation = _Compilation(
+        options=parsed,
+        index=_next_index(parsed.dump),
+        patches=patches,
+        parameters=_parameters_of_models(example_inputs),
+    )
     patches["joint_custom_pre_pass"] = _JointPasses(compilation)
 
     def compile_graph(graph: fx.GraphModule, inputs: list[Any]) -> Any:
@@ -109,11 +113,15 @@ def _warn_if_never_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) ->
         )
 
 
-def _units_of_models(inputs: Sequence[Any]) -> frozenset[str]:
-    """Labels of all units of the models that handles among the inputs belong to."""
-    found = filter(None, map(unit_of, inputs))
-    trees = {id(unit.tree): unit.tree for unit in found}
-    return frozenset(unit.label for tree in trees.values() for unit in tree.units() if unit.slots)
+def _parameters_of_models(inputs: Sequence[Any]) -> tuple[frozenset[str], ...]:
+    """The names of each parameter of the models that handles among the inputs belong to; tied ones have several."""
+    trees = {id(unit.tree): unit.tree for unit in filter(None, map(unit_of, inputs))}
+    names: dict[int, set[str]] = {}
+    for tree in trees.values():
+        for unit in tree.units():
+            for slot in unit.slots:
+                names.setdefault(id(slot.param), set()).add(slot.name)
+    return tuple(map(frozenset, names.values()))
 
 
 def _next_index(folder: Path | None) -> int:
@@ -131,8 +139,8 @@ class _Compilation:
     options: BackendOptions
     index: int
     patches: Mapping[str, Any] = field(default_factory=dict)
-    units: frozenset[str] = frozenset()
-    """Labels of all units of the models whose parameters the graph gathers."""
+    parameters: tuple[frozenset[str], ...] = ()
+    """Names of each sharded parameter of the models that the graph is a part of."""
     context: PassContext = field(default_factory=PassContext)
     regathered: set[str] = field(default_factory=set)
     """Names of the parameters whose shards the forward keeps for the backward."""
@@ -161,7 +169,7 @@ class _Compilation:
         records = first.run(gm, self.context)
         peak = None
         # Of a part of a model's step nobody knows what the rest of it holds.
-        is_chosen = self.options.memory_budget is not None or self._has_every_unit()
+        is_chosen = self.options.memory_budget is not None or self._has_every_parameter()
         if self.options.hardware is not None and self.context.first_gradient is not None and is_chosen:
             kept, peak = self.planning.keep(gm, self.context, tag, self.options.memory_budget)
             records += kept
@@ -169,9 +177,10 @@ class _Compilation:
         self._dump_records("joint", records + tag.run(gm, self.context))
         self.context = replace(self.context, pieces=pieces_of(gm), default_peak_bytes=peak)
 
-    def _has_every_unit(self) -> bool:
-        """True unless the model's step is in several graphs, or uses only some of its units."""
-        return self.units <= {binding.unit for binding in self.context.parameters}
+    def _has_every_parameter(self) -> bool:
+        """True unless the model's step is in several graphs, or leaves out some parameters."""
+        known = {binding.name for binding in self.context.parameters}
+        return all(names & known for names in self.parameters)
 
     def compile_half(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Inductor's inner compiler; a half with shard ops becomes a :class:`Half`.
