@@ -168,8 +168,9 @@ class _Compilation:
         first, tag = JOINT_PIPELINE.split(-1)
         records = first.run(gm, self.context)
         peak = None
-        # Of a part of a model's step nobody knows what the rest of it holds.
-        is_chosen = self.options.memory_budget is not None or self._has_every_parameter()
+        # Of a part of a model's step nobody knows what the rest holds; ranks that do not meet must not differ.
+        is_whole = self.options.verify != "off" and self._has_every_parameter()
+        is_chosen = self.options.memory_budget is not None or is_whole
         if self.options.hardware is not None and self.context.first_gradient is not None and is_chosen:
             kept, peak = self.planning.keep(gm, self.context, tag, self.options.memory_budget)
             records += kept

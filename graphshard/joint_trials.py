@@ -15,10 +15,11 @@ from torch import fx
 from .context import PassContext, context_from_shard_ops, pieces_of
 from .inductor import drop_rng_states, partition_as_inductor
 from .keeping import KeepingChoice, KeepingCost, choose_kept, extend_kept
+from .memory import tensor_bytes
 from .ops import UNSHARD
 from .params import UnshardCall
 from .passes import KeepGathered, PlanCollectives
-from .passes.plan_collectives import default_peak, shard_bytes
+from .passes.plan_collectives import default_peak, resident_bytes
 from .pipeline import Pipeline
 from .planner.plan import InfeasibleBudgetError
 from .prices import GraphPrices
@@ -34,23 +35,26 @@ class Step:
 
     Attributes:
         kept: the units that keep their parameters.
-        peak_bytes: the most that a half holds with the default schedule and the default choice, beside shards of
-            parameters (a backward reads only some of those), where nothing else limits the plans.
+        peak_bytes: the most that a half holds with the default schedule and the default choice, beside inputs that
+            live through the step (each half reads only some of those), where nothing else limits the plans.
+        input_bytes: of all inputs of the joint graph: for steps of other sizes ``peak_bytes`` says nothing.
     """
 
     kept: tuple[str, ...]
     peak_bytes: int | None = None
+    input_bytes: int = 0
 
     def to_dict(self) -> dict[str, object]:
         """As JSON can hold it."""
-        return {"kept": self.kept, "peak_bytes": self.peak_bytes}
+        return {"kept": self.kept, "peak_bytes": self.peak_bytes, "input_bytes": self.input_bytes}
 
     @staticmethod
     def from_dict(data: Mapping[str, object]) -> Step:
         """Reads :meth:`to_dict` back."""
-        kept, peak = data["kept"], data["peak_bytes"]
-        assert isinstance(kept, (list, tuple)) and (peak is None or isinstance(peak, int))
-        return Step(kept=tuple(kept), peak_bytes=peak)
+        kept, peak, size = data["kept"], data["peak_bytes"], data["input_bytes"]
+        assert isinstance(kept, (list, tuple)) and isinstance(size, int)
+        assert peak is None or isinstance(peak, int)
+        return Step(kept=tuple(kept), peak_bytes=peak, input_bytes=size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,17 +100,22 @@ class JointTrials:
         if budget_of is not None:
             given = budget_of
             return Step(kept=choose_kept(units, default, lambda kept: self._cost(kept, given)).units)
-        peak = max(default_peak(half, ctx) - shard_bytes(half, ctx) for half, ctx in self._halves(None))
+        peak = max(default_peak(half, ctx) - resident_bytes(half) for half, ctx in self._halves(None))
 
         def within(half: fx.GraphModule, ctx: PassContext) -> int:
-            return peak + shard_bytes(half, ctx)
+            return peak + resident_bytes(half)
 
         kept = tuple(unit for unit in units if unit in default)
         try:
             found: KeepingChoice = extend_kept(units, kept, lambda kept: self._cost(kept, within))
         except InfeasibleBudgetError:
-            return Step(kept=kept, peak_bytes=peak)
-        return Step(kept=found.units, peak_bytes=peak)
+            return Step(kept=kept, peak_bytes=peak, input_bytes=self.input_bytes())
+        return Step(kept=found.units, peak_bytes=peak, input_bytes=self.input_bytes())
+
+    def input_bytes(self) -> int:
+        """Bytes of all inputs of the joint graph, tangents included."""
+        inputs = self.gm.graph.find_nodes(op="placeholder")
+        return sum(tensor_bytes(node.meta.get("val")) for node in inputs)
 
     def _calls(self) -> list[UnshardCall]:
         return [

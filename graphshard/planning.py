@@ -96,12 +96,18 @@ class Planning:
         groups = dict.fromkeys(
             name for call in calls for name in (call.group_name, call.replicate_group) if name
         )
-        texts = [
-            f"{call.name} of {call.unit}: {call.shape}, {call.reshard} of {call.group_size}" for call in calls
-        ]
+        of_group = {
+            name: [
+                f"{call.name} of {call.unit}: {call.shape}, {call.reshard} of {call.group_size}"
+                for call in calls
+                if name in (call.group_name, call.replicate_group)
+            ]
+            for name in groups
+        }
+        texts = [text for of_one in of_group.values() for text in of_one]
         if self.is_shared:
-            for name in groups:
-                agree_on_group(name, texts, what=f"{self.what} (joint)")
+            for name, of_one in of_group.items():
+                agree_on_group(name, of_one, what=f"{self.what} (joint)")
         records: list[PassRecord] = []
         chosen: list[Step] = []
 
@@ -113,7 +119,9 @@ class Planning:
             return chosen[-1].to_dict()
 
         decide_together(self._stores(groups), self._key("joint", *texts), run, what=f"{self.what} (joint)")
-        return records, chosen[-1].peak_bytes
+        # A choice is made once; what it was made for may have had other sizes.
+        is_known = chosen[-1].input_bytes == trials.input_bytes()
+        return records, chosen[-1].peak_bytes if is_known else None
 
     def _prices(self, gm: fx.GraphModule) -> CostModel:
         return CostModel(card=self.card, groups=topologies(gm, self.card, {}))

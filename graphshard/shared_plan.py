@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .errors import AgreementError, GraphShardError
+from .errors import AgreementError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +54,10 @@ class PlanStore:
             raise AgreementError(f"rank 0 could not plan {what}: {found['error']}")
         return found
 
-    def write(self, key: str, plan: Mapping[str, Any] | GraphShardError) -> None:
+    def write(self, key: str, plan: Mapping[str, Any] | Exception) -> None:
         """Puts a plan, or why there is none, where the others of the group wait for it; rank 0's task."""
         if self.rank == 0 and not self.store.check([key]):
-            value = {"error": str(plan)} if isinstance(plan, GraphShardError) else dict(plan)
+            value = {"error": str(plan)} if isinstance(plan, Exception) else dict(plan)
             self.store.set(key, json.dumps(value))
 
 
@@ -80,7 +80,7 @@ def decide_together(
 
     Raises:
         AgreementError: see :meth:`PlanStore.read`.
-        GraphShardError: what ``decide`` raises, once the others have been told.
+        Exception: what ``decide`` raises, once the others have been told.
     """
     plan: Mapping[str, Any] | None = None
     for store in sorted(stores, key=lambda store: store.rank == 0):
@@ -88,7 +88,7 @@ def decide_together(
             break
     try:
         made = decide(plan)
-    except GraphShardError as error:
+    except Exception as error:
         for store in stores:
             store.write(key, error)
         raise

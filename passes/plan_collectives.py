@@ -41,7 +41,7 @@ from graphshard.collectives import group_name
 from graphshard.context import PassContext
 from graphshard.errors import PassError
 from graphshard.facts import Fact
-from graphshard.memory import tensor_bytes
+from graphshard.memory import kept_inputs, tensor_bytes
 from graphshard.pipeline import PassReport
 from graphshard.placement import Movable
 from graphshard.planner.plan import InfeasibleBudgetError
@@ -112,7 +112,7 @@ class PlanCollectives:
             planned = plan(None)  # the rank that planned has seen to it
         else:
             beside = ctx.default_peak_bytes
-            peak = default_peak(gm, ctx) if beside is None else beside + shard_bytes(gm, ctx)
+            peak = default_peak(gm, ctx) if beside is None else beside + resident_bytes(gm)
             planned = _leanest(plan, peak)
         changed = _names(planned.gm) != _names(gm)
         if changed:
@@ -138,11 +138,9 @@ def _leanest(plan: Callable[[int | None], PlannedGraph], peak: int) -> PlannedGr
     return plan(None)
 
 
-def shard_bytes(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Bytes of the shards of parameters among the inputs of a half."""
-    names = {binding.placeholder for binding in ctx.parameters}
-    inputs = gm.graph.find_nodes(op="placeholder")
-    return sum(tensor_bytes(node.meta["val"]) for node in inputs if node.name in names)
+def resident_bytes(gm: fx.GraphModule) -> int:
+    """Bytes of the inputs of a half that live through the whole step: shards, buffers, inputs of the model."""
+    return sum(tensor_bytes(node.meta.get("val")) for node in kept_inputs(gm))
 
 
 def default_peak(gm: fx.GraphModule, ctx: PassContext) -> int:

@@ -114,6 +114,25 @@ def example_batch(name: str, generator: torch.Generator | None = None, dtype: An
     return torch.randn(2, width, generator=generator, dtype=dtype)
 
 
+class WithHead(nn.Module):
+    """The root has parameters in front of the blocks and behind them."""
+
+    def __init__(self, num_blocks: int = 3, width: int = 64, breaks: bool = False) -> None:
+        super().__init__()
+        self.breaks = breaks
+        self.embedding = nn.Linear(8, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(num_blocks))
+        self.head = nn.Linear(width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.head(x).square().mean()
+
+
 def shard_units(model: nn.Module, mesh: Any, **options: Any) -> nn.Module:
     """Each child (each block of a list) becomes a unit, then the rest with the root.
 

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import torch
 from cost_cards import round_card
-from small_models import MODELS, Blocks, example_batch, shard_units
+from small_models import MODELS, Blocks, WithHead, example_batch, shard_units
 from test_capture import llama_model
 from torch import Tensor, fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -426,6 +426,26 @@ def test_a_plan_without_a_budget_is_faster_than_the_passes_and_holds_no_more(car
     assert plan.memory.peak_bytes <= passes.memory.peak_bytes < free.memory.peak_bytes
     for half, of_passes in zip(plan.halves, passes.halves, strict=True):
         assert half.seconds <= of_passes.seconds
+
+
+def test_a_plan_keeps_parameters_of_further_units_as_training_does():
+    def gathered_again(**options) -> tuple[list[str], int]:
+        report = graphshard.inspect(
+            WithHead(), [torch.zeros(64, 8)], mesh={"shard": 2}, hardware="cpu-ethernet-1g", units=["blocks.*"],
+            **options,
+        )  # fmt: skip
+        joint = [step.name for step in report.passes if step.graph == "joint"]
+        (backward,) = (half for half in report.halves if half.name == "backward")
+        return joint, sum(one.parameters for one in backward.collectives if one.kind == "all_gather")
+
+    joint, by_default = gathered_again()
+    assert "keep_gathered" not in joint
+    joint, planned = gathered_again(plan="auto")
+    assert joint[-2:] == ["keep_gathered", "tag_recompute"] and planned < by_default
+    joint, fixed = gathered_again(plan="auto", reshard_after_forward=True)
+    assert "keep_gathered" not in joint and fixed >= by_default
+    _, within = gathered_again(plan="auto", memory_budget="1TiB")
+    assert within == 0
 
 
 @pytest.mark.parametrize("plan", ["unit", "auto"])

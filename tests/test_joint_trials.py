@@ -8,37 +8,20 @@ from typing import Any
 import pytest
 import torch
 from small_graphs import text_of
-from torch import Tensor, nn
+from small_models import WithHead
 
 import graphshard
+import graphshard.planning as planning
 from graphshard.capture import ShardingRules, capture_step
 from graphshard.cost import CostModel, load_card
 from graphshard.joint_trials import JointTrials, Step
-from graphshard.passes import LowerShards
-from graphshard.passes.plan_collectives import default_peak, shard_bytes
+from graphshard.passes import LowerShards, PlanCollectives
+from graphshard.passes.plan_collectives import default_peak, resident_bytes
 from graphshard.pipeline import Pipeline
 from graphshard.planner.plan import InfeasibleBudgetError
+from graphshard.rewrite import copy_graph
 
 CARD = load_card("cpu-ethernet-1g")
-
-
-class WithHead(nn.Module):
-    """The root has parameters in front of the blocks and behind them."""
-
-    def __init__(self, num_blocks: int = 3, width: int = 64, breaks: bool = False) -> None:
-        super().__init__()
-        self.breaks = breaks
-        self.embedding = nn.Linear(8, width)
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(num_blocks))
-        self.head = nn.Linear(width, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = torch.relu(block(x))
-        if self.breaks:
-            torch._dynamo.graph_break()
-        return self.head(x).square().mean()
 
 
 def in_capture(ask: Callable[[JointTrials], Any], batch: int = 64, reshard: bool | None = None) -> Any:
@@ -77,10 +60,10 @@ def test_units_whose_user_decided_are_not_open():
 def test_without_a_budget_the_choice_takes_no_more_than_the_default_schedule():
     def ask(trials):
         step = trials.choose(None)
-        peaks = [default_peak(half, ctx) - shard_bytes(half, ctx) for half, ctx in trials._halves(None)]
+        peaks = [default_peak(half, ctx) - resident_bytes(half) for half, ctx in trials._halves(None)]
 
         def within(half, ctx):
-            return step.peak_bytes + shard_bytes(half, ctx)
+            return step.peak_bytes + resident_bytes(half)
 
         costs = {}
         for kept in (("root",), step.kept):
@@ -121,15 +104,38 @@ def test_where_no_plan_keeps_the_default_peak_the_default_stays(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's, at the break
-@pytest.mark.parametrize("budget", [None, "1MB"])
-@pytest.mark.parametrize("breaks", [False, True])
-def test_without_a_budget_nothing_is_chosen_for_a_part_of_the_step(fake_group, tmp_path, breaks, budget):
+@pytest.mark.parametrize(
+    ("breaks", "budget", "verify", "chooses"),
+    [
+        (False, None, "cheap", True),
+        (False, None, "off", False),
+        (True, None, "cheap", False),
+        (True, "1MB", "cheap", True),
+    ],
+)
+def test_without_a_budget_nothing_is_chosen_for_a_part_of_the_step_or_ranks_that_do_not_meet(
+    fake_group, tmp_path, breaks, budget, verify, chooses
+):
     """Nobody knows what the other graphs hold while it runs."""
     model, mesh = WithHead(breaks=breaks), fake_group(2)
     for block in model.blocks:
         graphshard.fully_shard(block, mesh=mesh)
     graphshard.fully_shard(model, mesh=mesh)
-    options = {"hardware": CARD, "bucket": "auto", "memory_budget": budget, "dump": str(tmp_path)}
+    options = {"hardware": CARD, "bucket": "auto", "memory_budget": budget, "dump": str(tmp_path), "verify": verify}
     torch.compile(model, backend="graphshard", options=options)(torch.zeros(64, 8)).backward()
     is_chosen = any("keep_gathered" in file.name for file in tmp_path.iterdir())
-    assert is_chosen == (budget is not None or not breaks)
+    assert is_chosen == chooses
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_a_choice_for_other_sizes_does_not_say_what_the_halves_may_take(monkeypatch, is_other):
+    def ask(trials):
+        size = trials.input_bytes() + is_other
+        stored = Step(kept=("blocks.2", "root"), peak_bytes=123, input_bytes=size).to_dict()
+        monkeypatch.setattr(planning, "decide_together", lambda _, __, run, what: run(stored))
+        halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
+        planner = planning.Planning(card=CARD, halves=halves, merge=True, is_shared=False, what="graph")
+        records, peak = planner.keep(copy_graph(trials.gm), trials.context, trials.tag, None)
+        return [record.name for record in records], peak
+
+    assert in_capture(ask) == (["keep_gathered"], None if is_other else 123)

@@ -104,13 +104,14 @@ def test_one_plan_reaches_all_ranks_of_a_mesh():
     assert found == {rank: ({"steps": [0]}, rank == 0) for rank in range(4)}
 
 
-def test_a_failed_decision_is_told_to_the_others_and_raised():
+@pytest.mark.parametrize("kind", [OptionError, AssertionError])
+def test_a_failed_decision_is_told_to_the_others_and_raised(kind):
     first, second = _stores(dist.HashStore(), 0, 1)
 
     def fail(plan):
-        raise OptionError("the budget is too small")
+        raise kind("the budget is too small")
 
-    with pytest.raises(OptionError, match="the budget is too small"):
+    with pytest.raises(kind, match="the budget is too small"):
         decide_together([first], "key", fail, what="a graph")
     with pytest.raises(AgreementError, match="rank 0 could not plan a graph: the budget is too small"):
         _decision([second])

@@ -9,7 +9,7 @@ reaches a schedule that is known. Three choices are left out since they cannot h
 - waiting for what nothing reads yet, where neither a budget, a limit nor another collective asks for
   it, and no compute comes with it that could fill a pause;
 - leaving open what has ended, where its wait costs nothing;
-- without a budget, starting on a queue where nothing could begin before the next gap anyway.
+- without a budget, starting on a queue where nothing, whatever its latency, could begin before the next gap.
 
 The number of states grows exponentially with the collectives: this is for about ten of them.
 """
@@ -120,6 +120,18 @@ def _clocks(state: State) -> tuple[float, ...]:
     return (state.seconds, *state.free, *(flight.finish for flight in flights))
 
 
+def _most_overlap(machine: Machine) -> list[float]:
+    """For each queue the longest latency of any bucket that passes beside what is in front of it."""
+    num_bytes: dict[tuple[int, str, str], int] = {}
+    for one in machine.collectives:
+        key = (machine.queue_of(one), one.kind, one.queue)
+        num_bytes[key] = num_bytes.get(key, 0) + one.num_bytes
+    found = [0.0] * len(machine.queues)
+    for (queue, kind, group), size in num_bytes.items():
+        found[queue] = max(found[queue], machine.problem.prices.overlapped_seconds(kind, size, group))
+    return found
+
+
 class _Exploration:
     def __init__(self, machine: Machine, below_seconds: float, max_states: int) -> None:
         self._machine = machine
@@ -127,6 +139,7 @@ class _Exploration:
         self._max_states = max_states
         self._seen = 0
         self._waits_may_help = machine.budget_bytes is not None or any(machine.limits.values())
+        self._most_overlap = _most_overlap(machine)
         self._remaining = list(itertools.accumulate(reversed(machine.task_seconds), initial=0.0))[::-1]
         self._alone = [machine.bucket((index,)) for index in range(len(machine.collectives))]
 
@@ -194,7 +207,7 @@ class _Exploration:
         for bucket in possible_buckets(machine, state):
             if machine.budget_bytes is None and onward is not None and not machine.prefetched:
                 costs = bucket.start_seconds + bucket.copy_in_seconds + bucket.core_seconds
-                if state.free[bucket.queue] - bucket.overlapped_seconds >= onward.seconds + costs:
+                if state.free[bucket.queue] - self._most_overlap[bucket.queue] >= onward.seconds + costs:
                     continue
             if (following := machine.start(state, bucket)) is not None:
                 yield following

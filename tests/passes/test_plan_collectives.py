@@ -163,14 +163,17 @@ def test_where_no_plan_keeps_the_default_budget_more_is_tried(captured, monkeypa
     assert report.planned.plan.budget_bytes == (None if within is None else round(within * default))
 
 
-def test_where_the_peak_of_the_step_is_known_it_counts_beside_the_shards_of_the_half(captured):
+def test_where_the_peak_of_the_step_is_known_it_counts_beside_what_lives_through_it(captured):
     gm, ctx = _half(captured, "blocks_3", "forward", DEAR)
     own = plan_collectives.default_peak(gm, ctx)
+    inputs = gm.graph.find_nodes(op="placeholder")
+    resident = plan_collectives.resident_bytes(gm)
+    assert resident == sum(node.meta["val"].nbytes for node in inputs) > 0
+    backward, _ = _half(captured, "blocks_3", "backward", CHEAP)
     names = {binding.placeholder for binding in ctx.parameters}
-    shards = sum(
-        node.meta["val"].nbytes for node in gm.graph.find_nodes(op="placeholder") if node.name in names
+    assert 0 < plan_collectives.resident_bytes(backward) <= sum(
+        node.meta["val"].nbytes for node in inputs if node.name in names
     )
-    assert shards == plan_collectives.shard_bytes(gm, ctx) > 0
 
     def within(peak_bytes):
         step = PlanCollectives(memory_budget="default")
@@ -179,9 +182,9 @@ def test_where_the_peak_of_the_step_is_known_it_counts_beside_the_shards_of_the_
         assert _peak(planned) <= report.planned.plan.budget_bytes
         return report.planned.plan
 
-    assert within(own - shards).budget_bytes == within(None).budget_bytes == own
+    assert within(own - resident).budget_bytes == within(None).budget_bytes == own
     wider = within(own)  # as if the backward held more
-    assert wider.budget_bytes == own + shards
+    assert wider.budget_bytes == own + resident
     assert own < wider.peak_bytes and wider.seconds < within(None).seconds
 
 

@@ -203,6 +203,41 @@ def test_a_latency_that_passes_beside_another_is_no_reason_to_merge():
     assert (planned.seconds, planned.bounds.seconds, len(planned.buckets)) == (12.0, 12.0, 4)
 
 
+def test_what_starts_on_a_busy_queue_may_have_its_latency_over_before_the_next_gap():
+    """The first gather ends at 3, the first task at 2.5: the second gather's 2 s of latency begin at 1."""
+    ones = [
+        Collective(
+            name=f"c{i}", kind="all_gather", queue="shard", in_bytes=2, out_bytes=4, earliest=0, deadline=2,
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    prices = LinePrices(latency=2.0, overlapped=2.0)
+    problem = Problem(tasks=[Task(seconds=2.5), Task(seconds=0.5)], collectives=ones, prices=prices)
+    _check(problem)
+    steps = best_schedule(problem)
+    assert simulate(problem, steps).seconds == 4.0
+    assert [step.position for step in steps if step.is_start] == [0, 0]
+
+
+def test_a_short_collective_is_not_put_off_where_a_long_one_behind_it_would_begin_sooner():
+    """What starts now on a busy queue may begin no sooner than in the next gap, and still let others begin sooner."""
+
+    class Prices(LinePrices):
+        def overlapped_seconds(self, kind, num_bytes, group):
+            return min(10.0, self.collective_seconds(kind, num_bytes, group))
+
+    ones = [
+        Collective(
+            name=f"c{size}", kind="all_gather", queue="shard", in_bytes=size, out_bytes=size, earliest=earliest,
+            deadline=deadline,
+        )
+        for size, earliest, deadline in ((1, 1, 2), (20, 0, 3), (25, 0, 2))
+    ]  # fmt: skip
+    tasks = [Task(seconds=seconds) for seconds in (10.0, 8.0, 9.0)]
+    problem = Problem(tasks=tasks, collectives=ones, prices=Prices(latency=0.0, bandwidth=1.0))
+    assert _check(problem).seconds == plan(problem).seconds == 35.0
+
+
 def test_a_busy_core_is_a_reason_to_merge():
     """Twelve small gathers that compute hides altogether: free on a link of their own, not on a core."""
     ones = [
