@@ -120,18 +120,6 @@ def _clocks(state: State) -> tuple[float, ...]:
     return (state.seconds, *state.free, *(flight.finish for flight in flights))
 
 
-def _most_overlap(machine: Machine) -> list[float]:
-    """For each queue the longest latency of any bucket that passes beside what is in front of it."""
-    num_bytes: dict[tuple[int, str, str], int] = {}
-    for one in machine.collectives:
-        key = (machine.queue_of(one), one.kind, one.queue)
-        num_bytes[key] = num_bytes.get(key, 0) + one.num_bytes
-    found = [0.0] * len(machine.queues)
-    for (queue, kind, group), size in num_bytes.items():
-        found[queue] = max(found[queue], machine.problem.prices.overlapped_seconds(kind, size, group))
-    return found
-
-
 class _Exploration:
     def __init__(self, machine: Machine, below_seconds: float, max_states: int) -> None:
         self._machine = machine
@@ -139,7 +127,6 @@ class _Exploration:
         self._max_states = max_states
         self._seen = 0
         self._waits_may_help = machine.budget_bytes is not None or any(machine.limits.values())
-        self._most_overlap = _most_overlap(machine)
         self._remaining = list(itertools.accumulate(reversed(machine.task_seconds), initial=0.0))[::-1]
         self._alone = [machine.bucket((index,)) for index in range(len(machine.collectives))]
 
@@ -207,7 +194,7 @@ class _Exploration:
         for bucket in possible_buckets(machine, state):
             if machine.budget_bytes is None and onward is not None and not machine.prefetched:
                 costs = bucket.start_seconds + bucket.copy_in_seconds + bucket.core_seconds
-                if state.free[bucket.queue] - self._most_overlap[bucket.queue] >= onward.seconds + costs:
+                if state.free[bucket.queue] - machine.most_overlap[bucket.queue] >= onward.seconds + costs:
                     continue
             if (following := machine.start(state, bucket)) is not None:
                 yield following

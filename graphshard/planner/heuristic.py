@@ -4,7 +4,7 @@ Collectives that may be merged form a *lane*, in the order in which they are nee
 ready (reductions); a bucket is a run of its lane. Collectives whose time is mostly latency may have a
 lane of their own, so that small ones ride together past large ones. In each gap the states that
 survived the gap before may start the next run of a lane, of one of a few lengths, or leave the queue
-alone. Nothing starts on a queue that stays busy until the next gap: it can start there. What a gap's
+alone. Nothing starts on a queue where nothing could begin before the next gap: it can start there. What a gap's
 task reads is waited for, and so is what has ended and holds memory.
 
 Of the states that leave a gap, ``width`` are kept: those with the smallest estimate of the total
@@ -94,7 +94,7 @@ class _Lane:
         alone = [machine.bucket((index,)) for index in members]
         self.is_gather = ones[0].limit == "gather"
         seconds = [one.seconds for one in alone]
-        #: The latency that passes beside what is in front, of the smallest and of all together.
+        #: The latency of the smallest that may pass beside what is in front.
         self.least_overlap = min(one.overlapped_seconds for one in alone)
         #: How long before they are missed gathers from each place on may start.
         self.margin = [2 * max(seconds[place : place + _NEAR]) for place in range(len(ones))]
@@ -104,7 +104,6 @@ class _Lane:
             prices.copy_seconds(total) if self.is_merged else 0.0
         )
         moved = sum(one.num_bytes for one in ones)
-        self.most_overlap = prices.overlapped_seconds(first.kind, moved, first.queue)
         self.most_costs += prices.core_seconds(first.kind, moved, first.queue)
         self.work = [0.0, *itertools.accumulate(shares)]
         #: The largest delay that lane members from each on cause, less what the clocks say.
@@ -232,8 +231,8 @@ class _Search:
                 continue
             for bucket in self._next_buckets(lane, state, urgent):
                 costs = bucket.start_seconds + bucket.copy_in_seconds + bucket.core_seconds
-                can_begin = state.free[bucket.queue] - bucket.overlapped_seconds
-                is_now = urgent or is_stuck or can_begin < horizon + costs
+                soonest = state.free[bucket.queue] - machine.most_overlap[bucket.queue]
+                is_now = urgent or is_stuck or soonest < horizon + costs
                 following = machine.start(state, bucket) if is_now else None
                 if following is not None:
                     yield following
@@ -247,7 +246,7 @@ class _Search:
         place = lane.next_place(state)
         if place == len(lane.members):
             return True
-        if state.free[lane.queue] - lane.most_overlap >= horizon + lane.most_costs:
+        if state.free[lane.queue] - self._machine.most_overlap[lane.queue] >= horizon + lane.most_costs:
             return True
         if not lane.is_gather:
             return False

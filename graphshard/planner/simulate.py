@@ -142,6 +142,7 @@ class Machine:
                 self.dependents.setdefault(other, []).append(index)
         self.limits = {"gather": problem.max_gathers, "reduction": problem.max_reductions}
         self.prefetched = [(1 << first, 1 << then) for first, then in problem.prefetch]
+        self.most_overlap = self._most_overlap()
         self._buckets: dict[tuple[int, ...], Bucket] = {}
         self._bits = [1 << index for index in range(len(problem.collectives))]
         self.all_mask = (1 << len(problem.collectives)) - 1
@@ -149,6 +150,17 @@ class Machine:
     def queue_of(self, one: Collective) -> int:
         """Which of ``queues`` it waits in."""
         return self._queue[one.queue]
+
+    def _most_overlap(self) -> list[float]:
+        """For each queue the longest latency of any bucket that may pass beside what is in front of it."""
+        num_bytes: dict[tuple[int, str, str], int] = {}
+        for one in self.collectives:
+            key = (self.queue_of(one), one.kind, one.queue)
+            num_bytes[key] = num_bytes.get(key, 0) + one.num_bytes
+        found = [0.0] * len(self.queues)
+        for (queue, kind, group), size in num_bytes.items():
+            found[queue] = max(found[queue], self.problem.prices.overlapped_seconds(kind, size, group))
+        return found
 
     def begin(self) -> State:
         """Nothing has started."""
