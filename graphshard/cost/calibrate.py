@@ -34,8 +34,8 @@ _EMIT = EagerEmitter()
 #: So many collectives are under way when it is measured how they share their latency.
 _AT_ONCE = 6
 
-#: In so many sizes, from the second smallest on.
-_SIZES_AT_ONCE = 3
+#: So many sizes of gathers tell that, and how late one may be.
+_NUM_USUAL = 3
 
 Report = Callable[[str], None]
 
@@ -176,7 +176,10 @@ def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report
         shown = (f"{size} bytes {timing.seconds * 1e6:.0f} us" for size, timing in timings[op].items())
         report(f"{op}: " + ", ".join(shown))
     gathers = timings["all_gather"]
-    lateness = _lateness(list(gathers.values()), device)
+    # The stream of a device runs the collectives of a group one after the other.
+    is_cpu = device.type == "cpu"
+    lateness = _lateness(gathers) if is_cpu else 0.0
+    overlapped = _overlapped_latency(gathers, device, sizes.num_samples) if is_cpu else 0.0
     rows = tuple(
         MeasuredCollective(op=op, num_ranks=num_ranks, num_bytes=size, seconds=timing.seconds + lateness)
         for op, of_sizes in timings.items()
@@ -186,7 +189,7 @@ def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report
     usual = max(len(sizes.collective_bytes) - 2, 1)  # the largest is larger than buckets are
     small, large = _whole(sizes.collective_bytes[0]), _whole(sizes.collective_bytes[usual])
     start = gathers[small].lost_seconds
-    of_bytes = gathers[large].lost_seconds - start if device.type == "cpu" else 0.0
+    of_bytes = gathers[large].lost_seconds - start if is_cpu else 0.0
     core_seconds = max(of_bytes, 0.0) / (large - small)
     moved = (num_ranks - 1) / num_ranks
     bandwidth = moved * (more - less) / (late - soon) if late > soon else moved * more / late
@@ -194,41 +197,38 @@ def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report
     return CommProbe(
         link=LinkClass(latency_seconds=latency, bandwidth=bandwidth, efficiency=1.0, measured=rows),
         collective_start_seconds=start,
-        overlapped_latency_seconds=_overlapped_latency(gathers, sizes, device) + lateness,
+        overlapped_latency_seconds=overlapped + lateness,
         comm_compute_seconds_per_byte=core_seconds,
     )
 
 
-def _lateness(gathers: Sequence[_Timing], device: torch.device) -> float:
-    """By how much the slower half of gathers is later than the median, in sizes up to a usual one.
+def _usual(gathers: Mapping[int, _Timing]) -> Mapping[int, _Timing]:
+    """Three sizes that buckets have: without the smallest and the largest, where there are others."""
+    some = list(gathers.items())
+    return dict((some[1:-1] or some)[:_NUM_USUAL])
+
+
+def _lateness(gathers: Mapping[int, _Timing]) -> float:
+    """By how much the slower half of usual gathers is later than the median, the mean over sizes.
 
     Beside compute it is a lottery which thread the system lets run first, and ranks are not in step. A plan that counts
     on the usual time waits whenever a collective is late; what is late does not delay those behind it, whose own
     latency passes meanwhile.
     """
-    usual = gathers[1:-1] or gathers
-    some = usual[:_SIZES_AT_ONCE]
-    return (
-        sum(timing.late_seconds - timing.seconds for timing in some) / len(some)
-        if device.type == "cpu"
-        else 0.0
-    )
+    return _mean([timing.late_seconds - timing.seconds for timing in _usual(gathers).values()])
 
 
-def _overlapped_latency(gathers: Mapping[int, _Timing], sizes: ProbeSizes, device: torch.device) -> float:
-    """How much sooner each of several gathers ends than one after the other: the mean of sizes up to a usual one.
-
-    Device streams run the collectives of a group one after the other; nothing is measured there.
-    """
-    if device.type != "cpu":
-        return 0.0
+def _overlapped_latency(gathers: Mapping[int, _Timing], device: torch.device, num_samples: int) -> float:
+    """How much sooner each of several usual gathers ends than one after the other, the mean over sizes."""
     found = []
-    usual = list(gathers)[1:-1] or list(gathers)  # the largest is larger than buckets are
-    for num_bytes in usual[:_SIZES_AT_ONCE]:
-        several = _timing("all_gather", num_bytes, device, sizes.num_samples, at_once=_AT_ONCE).seconds
-        one = gathers[num_bytes].seconds
-        found.append(one - (several - one) / (_AT_ONCE - 1))
-    return max(sum(found) / len(found), 0.0)
+    for num_bytes, one in _usual(gathers).items():
+        several = _timing("all_gather", num_bytes, device, num_samples, at_once=_AT_ONCE)
+        found.append(one.seconds - (several.seconds - one.seconds) / (_AT_ONCE - 1))
+    return max(_mean(found), 0.0)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _whole(num_bytes: int) -> int:
