@@ -113,15 +113,11 @@ def _warn_if_never_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) ->
         )
 
 
-def _parameters_of_models(inputs: Sequence[Any]) -> tuple[frozenset[str], ...]:
-    """The names of each parameter of the models that handles among the inputs belong to; tied ones have several."""
+def _parameters_of_models(inputs: Sequence[Any]) -> frozenset[str]:
+    """Names of the sharded parameters of the models that handles among the inputs belong to."""
     trees = {id(unit.tree): unit.tree for unit in filter(None, map(unit_of, inputs))}
-    names: dict[int, set[str]] = {}
-    for tree in trees.values():
-        for unit in tree.units():
-            for slot in unit.slots:
-                names.setdefault(id(slot.param), set()).add(slot.name)
-    return tuple(map(frozenset, names.values()))
+    units = [unit for tree in trees.values() for unit in tree.units()]
+    return frozenset(slot.name for unit in units for slot in unit.slots)
 
 
 def _next_index(folder: Path | None) -> int:
@@ -139,8 +135,8 @@ class _Compilation:
     options: BackendOptions
     index: int
     patches: Mapping[str, Any] = field(default_factory=dict)
-    parameters: tuple[frozenset[str], ...] = ()
-    """Names of each sharded parameter of the models that the graph is a part of."""
+    parameters: frozenset[str] = frozenset()
+    """Names of the sharded parameters of the models that the graph is a part of."""
     context: PassContext = field(default_factory=PassContext)
     regathered: set[str] = field(default_factory=set)
     """Names of the parameters whose shards the forward keeps for the backward."""
@@ -180,8 +176,7 @@ class _Compilation:
 
     def _has_every_parameter(self) -> bool:
         """True unless the model's step is in several graphs, or leaves out some parameters."""
-        known = {binding.name for binding in self.context.parameters}
-        return all(names & known for names in self.parameters)
+        return self.parameters <= {binding.name for binding in self.context.parameters}
 
     def compile_half(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Inductor's inner compiler; a half with shard ops becomes a :class:`Half`.
