@@ -36,6 +36,7 @@ from .context import PassContext, context_from_shard_ops, pieces_of
 from .errors import CaptureError, ShardingError
 from .graph_text import graph_text, value_text
 from .inductor import drop_rng_states, functorch_patch, inductor_decompositions, partition_as_inductor
+from .joint_trials import StepChoice
 from .params import PlainParameter, UnshardCall
 from .passes import InsertShards, KeepGathered, MergeUnshards, SpreadParameters, TagRecompute
 from .pipeline import PassRecord, Pipeline
@@ -164,7 +165,7 @@ def capture_step(
     needs_loss: bool = False,
     device_type: str | None = None,
     is_brief: bool = False,
-    keep: Callable[[fx.GraphModule, PassContext, Pipeline], Sequence[str] | None] | None = None,
+    choose: Callable[[fx.GraphModule, PassContext, Pipeline], StepChoice | None] | None = None,
 ) -> CapturedStep:
     """Forward and backward of ``model`` as they would run on each rank of the mesh of ``rules``.
 
@@ -177,8 +178,8 @@ def capture_step(
         needs_loss: refuse a step whose result is not one scalar.
         device_type: where the step is to run; None for the device of the capture, the CPU.
         is_brief: leave out texts, records and checks of the joint passes.
-        keep: says which units keep their gathered parameters for the backward, from the joint graph at level 1, what
-            is known of it, and the passes that follow; None for what ``rules`` say.
+        choose: says which units keep their gathered parameters for the backward, from the joint graph at level 1,
+            what is known of it, and the passes that follow; None for what ``rules`` say.
 
     Raises:
         CaptureError: the inputs do not fit; the model has a graph break, or a shape or a branch that
@@ -225,24 +226,28 @@ def capture_step(
         found: list[tuple[fx.GraphModule, PassContext, str, list[PassRecord]]] = []
 
         def run_joint_passes(gm: fx.GraphModule) -> None:
-            text, records = "", []
-            first, tag = PLAIN_PIPELINE.split(-1)
-            if is_brief:
-                first.run_unchecked(gm, context)
-            else:
-                text = graph_text(gm)
-                records = first.run(gm, context, before=text)
-            known = replace(context_from_shard_ops(gm), device_type=device_type)
-            units = keep(gm, known, tag) if keep is not None else None
-            rest = [(tag, context)]
-            if units is not None:
-                rest.insert(0, (Pipeline(KeepGathered(units=tuple(units)), given=tag.given), known))
-            for pipeline, ctx in rest:
+            text = "" if is_brief else graph_text(gm)
+            records: list[PassRecord] = []
+
+            def run(pipeline: Pipeline, ctx: PassContext) -> None:
                 if is_brief:
                     pipeline.run_unchecked(gm, ctx)
                 else:
-                    records += pipeline.run(gm, ctx)
-            known = replace(context_from_shard_ops(gm), pieces=pieces_of(gm), device_type=device_type)
+                    records.extend(pipeline.run(gm, ctx, before=records[-1].text if records else text))
+
+            first, tag = PLAIN_PIPELINE.split(-1)
+            run(first, context)
+            known, peak = replace(context_from_shard_ops(gm), device_type=device_type), None
+            if choose is not None and (choice := choose(gm, known, tag)) is not None:
+                peak = choice.peak_bytes
+                run(Pipeline(KeepGathered(units=choice.kept), given=tag.given), context)
+            run(tag, context)
+            known = replace(
+                context_from_shard_ops(gm),
+                pieces=pieces_of(gm),
+                device_type=device_type,
+                default_peak_bytes=peak,
+            )
             found.append((copy_graph(gm), known, text, records))
 
         forward, backward = partition_as_inductor(joint, num_results, range(len(plain)), run_joint_passes)

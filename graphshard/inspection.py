@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from .cost import CollectiveTables, CostModel, HardwareCard
 from .errors import BudgetError
 from .facts import Fact
 from .graph_text import graph_text
-from .inspected_choice import InspectedChoice
+from .inspected_choice import choose_inspected
 from .inspection_settings import Settings, count_tokens, plain_inputs, read_settings, refuse_what_is_known
 from .options import BackendOptions
 from .passes import PlanCollectives
@@ -140,11 +141,10 @@ def inspect(
     stages = Stages(progress)
     stages.begin("capture")
     with lazy_graph_modules(), no_garbage_collection(), remembered_results():
-        choice = InspectedChoice(settings, module)
-        captured = choice.known_to(capture_step(
+        captured = capture_step(
             module, args, kwargs, rules=settings.rules, loss=loss, checkpoint=settings.checkpoint,
-            needs_loss=True, device_type=settings.card.device_type, keep=choice,
-        ))  # fmt: skip
+            needs_loss=True, device_type=settings.card.device_type, choose=partial(choose_inspected, settings, module),
+        )  # fmt: skip
         inspection = Inspection(settings=settings, captured=captured, stages=stages)
         return inspection.report(name, module, count_tokens(args, kwargs))
 

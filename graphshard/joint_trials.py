@@ -8,13 +8,14 @@ memory in between, and another schedule on either side. So a choice is tried on 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from .context import PassContext, context_from_shard_ops, pieces_of
 from .inductor import drop_rng_states, partition_as_inductor
-from .keeping import KeepingChoice, KeepingCost, choose_kept, extend_kept
+from .keeping import KeepingCost, choose_kept, extend_kept
 from .memory import tensor_bytes
 from .ops import UNSHARD
 from .params import UnshardCall
@@ -30,7 +31,7 @@ BudgetOf = Callable[[fx.GraphModule, PassContext], int | str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StepChoice:
     """What was chosen for both halves.
 
     Attributes:
@@ -49,12 +50,12 @@ class Step:
         return {"kept": self.kept, "peak_bytes": self.peak_bytes, "input_bytes": self.input_bytes}
 
     @staticmethod
-    def from_dict(data: Mapping[str, object]) -> Step:
+    def from_dict(data: Mapping[str, object]) -> StepChoice:
         """Reads :meth:`to_dict` back."""
         kept, peak, size = data["kept"], data["peak_bytes"], data["input_bytes"]
         assert isinstance(kept, (list, tuple)) and isinstance(size, int)
         assert peak is None or isinstance(peak, int)
-        return Step(kept=tuple(kept), peak_bytes=peak, input_bytes=size)
+        return StepChoice(kept=tuple(kept), peak_bytes=peak, input_bytes=size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,7 @@ class JointTrials:
         """Units that keep their parameters if nothing is chosen."""
         return list(dict.fromkeys(call.unit for call in self._calls() if call.reshard == 1))
 
-    def choose(self, budget_of: BudgetOf | None) -> Step:
+    def choose(self, budget_of: BudgetOf | None) -> StepChoice:
         """The choice for the open units, of which there must be some.
 
         Args:
@@ -99,18 +100,18 @@ class JointTrials:
         units, default = self.open_units(), self.default()
         if budget_of is not None:
             given = budget_of
-            return Step(kept=choose_kept(units, default, lambda kept: self._cost(kept, given)).units)
+            return StepChoice(kept=choose_kept(units, default, lambda kept: self._cost(kept, given)).units)
         peak = max(default_peak(half, ctx) - resident_bytes(half) for half, ctx in self._halves(None))
 
         def within(half: fx.GraphModule, ctx: PassContext) -> int:
             return peak + resident_bytes(half)
 
         kept = tuple(unit for unit in units if unit in default)
-        try:
-            found: KeepingChoice = extend_kept(units, kept, lambda kept: self._cost(kept, within))
-        except InfeasibleBudgetError:
-            return Step(kept=kept, peak_bytes=peak, input_bytes=self.input_bytes())
-        return Step(kept=found.units, peak_bytes=peak, input_bytes=self.input_bytes())
+        with suppress(
+            InfeasibleBudgetError
+        ):  # if so the default, whose halves are planned with a little more
+            kept = extend_kept(units, kept, lambda kept: self._cost(kept, within)).units
+        return StepChoice(kept=kept, peak_bytes=peak, input_bytes=self.input_bytes())
 
     def input_bytes(self) -> int:
         """Bytes of all inputs of the joint graph, tangents included."""

@@ -20,7 +20,7 @@ from .collectives import group_name, is_collective
 from .context import KnownPlan, PassContext
 from .cost import CostModel, HardwareCard
 from .graph_text import text_fingerprint
-from .joint_trials import JointTrials, Step
+from .joint_trials import JointTrials, StepChoice
 from .ops import UNSHARD
 from .params import UnshardCall
 from .pipeline import PassRecord, Pipeline
@@ -109,11 +109,11 @@ class Planning:
             for name, of_one in of_group.items():
                 agree_on_group(name, of_one, what=f"{self.what} (joint)")
         records: list[PassRecord] = []
-        chosen: list[Step] = []
+        chosen: list[StepChoice] = []
 
         def run(plan: Mapping[str, Any] | None) -> Mapping[str, Any]:
             budget_of = None if memory_budget is None else lambda *_: memory_budget
-            chosen.append(trials.choose(budget_of) if plan is None else Step.from_dict(plan))
+            chosen.append(trials.choose(budget_of) if plan is None else StepChoice.from_dict(plan))
             step = passes.KeepGathered(units=chosen[-1].kept)
             records.extend(Pipeline(step, given=tag.given).run(gm, context))
             return chosen[-1].to_dict()

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import nn
 
 from .capture import CapturedStep, ShardingRules, capture_step
 from .errors import CaptureError, OptionError
-from .inspected_choice import InspectedChoice
+from .inspected_choice import choose_inspected
 from .inspection import Inspection
 from .inspection_settings import Settings, count_tokens, plain_inputs, read_settings, refuse_sharded
 from .processes import process_context
@@ -383,12 +384,12 @@ class _Work:
     ) -> CapturedStep:
         self._tell(f"capture batch {batch}", False)
         began = time.perf_counter()
-        choice = InspectedChoice(replace(settings, budget_bytes=None), module)
+        choose = partial(choose_inspected, replace(settings, budget_bytes=None), module)
         with remembered_results():
-            captured = choice.known_to(capture_step(
+            captured = capture_step(
                 module, args, kwargs, rules=settings.rules, loss=self._loss, checkpoint=settings.checkpoint,
-                needs_loss=True, device_type=settings.card.device_type, is_brief=True, keep=choice,
-            ))  # fmt: skip
+                needs_loss=True, device_type=settings.card.device_type, is_brief=True, choose=choose,
+            )  # fmt: skip
         self.result.num_captures += 1
         self.result.capture_seconds += time.perf_counter() - began
         return captured

@@ -14,7 +14,7 @@ import graphshard
 import graphshard.planning as planning
 from graphshard.capture import ShardingRules, capture_step
 from graphshard.cost import CostModel, load_card
-from graphshard.joint_trials import JointTrials, Step
+from graphshard.joint_trials import JointTrials, StepChoice
 from graphshard.passes import LowerShards, PlanCollectives
 from graphshard.passes.plan_collectives import default_peak, resident_bytes
 from graphshard.pipeline import Pipeline
@@ -28,7 +28,7 @@ def in_capture(ask: Callable[[JointTrials], Any], batch: int = 64, reshard: bool
     """What ``ask`` says of trials on the joint graph of a step, while it is captured."""
     answers = []
 
-    def keep(gm, context, tag):
+    def remember(gm, context, tag):
         before = text_of(gm, context)
         trials = JointTrials(
             gm=gm,
@@ -42,7 +42,7 @@ def in_capture(ask: Callable[[JointTrials], Any], batch: int = 64, reshard: bool
         assert text_of(gm, context) == before
 
     rules = ShardingRules(mesh={"shard": 2}, units=("blocks.*",), reshard_after_forward=reshard)
-    capture_step(WithHead(), [torch.zeros(batch, 8)], rules=rules, keep=keep)
+    capture_step(WithHead(), [torch.zeros(batch, 8)], rules=rules, choose=remember)
     (answer,) = answers
     return answer
 
@@ -75,7 +75,7 @@ def test_without_a_budget_the_choice_takes_no_more_than_the_default_schedule():
     assert step.peak_bytes == max(peaks)
     assert len(step.kept) > 1 and step.kept[-1] == "root"
     assert costs[step.kept].seconds < costs["root",].seconds
-    assert Step.from_dict(json.loads(json.dumps(step.to_dict()))) == step
+    assert StepChoice.from_dict(json.loads(json.dumps(step.to_dict()))) == step
 
 
 def test_a_users_budget_decides_between_none_and_all():
@@ -131,7 +131,7 @@ def test_without_a_budget_nothing_is_chosen_for_a_part_of_the_step_or_ranks_that
 def test_a_choice_for_other_sizes_does_not_say_what_the_halves_may_take(monkeypatch, is_other):
     def ask(trials):
         size = trials.input_bytes() + is_other
-        stored = Step(kept=("blocks.2", "root"), peak_bytes=123, input_bytes=size).to_dict()
+        stored = StepChoice(kept=("blocks.2", "root"), peak_bytes=123, input_bytes=size).to_dict()
         monkeypatch.setattr(planning, "decide_together", lambda _, __, run, what: run(stored))
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
         planner = planning.Planning(card=CARD, halves=halves, merge=True, is_shared=False, what="graph")
