@@ -146,11 +146,6 @@ SHARED = [
 SHARED_LONG = [replace(problem, shared_links=[("tensor", "copies", "shard")]) for problem in LONG[:15]]
 
 
-@pytest.mark.parametrize("problem", [p for p in SHARED if len(p.collectives) < 4])
-def test_nothing_is_faster_on_shared_links(problem):
-    _check(problem)
-
-
 @pytest.mark.parametrize("problem", SHARED_LONG)
 def test_a_shared_link_is_never_faster(problem):
     _check_time(problem)
@@ -170,8 +165,8 @@ SIDE_BY_SIDE = [
 SIDE_BY_SIDE_LONG = [replace(problem, prices=LinePrices(overlapped=1.5)) for problem in LONG[:25]]
 
 
-@pytest.mark.parametrize("problem", [p for p in SIDE_BY_SIDE if len(p.collectives) < 4])
-def test_nothing_is_faster_where_latencies_pass_side_by_side(problem):
+@pytest.mark.parametrize("problem", [p for p in (*SHARED, *SIDE_BY_SIDE) if len(p.collectives) < 4])
+def test_nothing_is_faster_on_shared_links_and_where_latencies_pass_side_by_side(problem):
     _check(problem)
 
 
@@ -181,15 +176,16 @@ def test_nothing_is_faster_where_latencies_of_many_pass_side_by_side(problem):
     assert plan(problem).seconds <= plan(replace(problem, prices=LinePrices())).seconds
 
 
+def _gather(number, num_bytes, *, earliest=0, deadline, merge_key=("gather",)):
+    return Collective(
+        name=f"c{number}", kind="all_gather", queue="shard", in_bytes=num_bytes // 2, out_bytes=num_bytes,
+        earliest=earliest, deadline=deadline, merge_key=merge_key,
+    )  # fmt: skip
+
+
 def test_a_latency_that_passes_beside_another_is_no_reason_to_merge():
     """Four gathers that compute needs one after the other, of 2 s of latency and 2 s of transfer each."""
-    ones = [
-        Collective(
-            name=f"c{i}", kind="all_gather", queue="shard", in_bytes=4, out_bytes=8, earliest=0, deadline=i,
-            merge_key=("gather",),
-        )
-        for i in range(4)
-    ]  # fmt: skip
+    ones = [_gather(i, 8, deadline=i) for i in range(4)]
     alone = Problem(tasks=[Task(seconds=2.0)] * 4, collectives=ones, prices=LinePrices(latency=2.0))
     beside = replace(alone, prices=LinePrices(latency=2.0, overlapped=2.0))
     steps = [Step(0, True, (i,)) for i in range(4)] + [Step(i, False, (i,)) for i in range(4)]
@@ -205,12 +201,7 @@ def test_a_latency_that_passes_beside_another_is_no_reason_to_merge():
 
 def test_what_starts_on_a_busy_queue_may_have_its_latency_over_before_the_next_gap():
     """The first gather ends at 3, the first task at 2.5: the second gather's 2 s of latency begin at 1."""
-    ones = [
-        Collective(
-            name=f"c{i}", kind="all_gather", queue="shard", in_bytes=2, out_bytes=4, earliest=0, deadline=2,
-        )
-        for i in range(2)
-    ]  # fmt: skip
+    ones = [_gather(i, 4, deadline=2, merge_key=None) for i in range(2)]
     prices = LinePrices(latency=2.0, overlapped=2.0)
     problem = Problem(tasks=[Task(seconds=2.5), Task(seconds=0.5)], collectives=ones, prices=prices)
     _check(problem)
@@ -227,12 +218,9 @@ def test_a_short_collective_is_not_put_off_where_a_long_one_behind_it_would_begi
             return min(10.0, self.collective_seconds(kind, num_bytes, group))
 
     ones = [
-        Collective(
-            name=f"c{size}", kind="all_gather", queue="shard", in_bytes=size, out_bytes=size, earliest=earliest,
-            deadline=deadline,
-        )
+        _gather(size, size, earliest=earliest, deadline=deadline, merge_key=None)
         for size, earliest, deadline in ((1, 1, 2), (20, 0, 3), (25, 0, 2))
-    ]  # fmt: skip
+    ]
     tasks = [Task(seconds=seconds) for seconds in (10.0, 8.0, 9.0)]
     problem = Problem(tasks=tasks, collectives=ones, prices=Prices(latency=0.0, bandwidth=1.0))
     assert _check(problem).seconds == plan(problem).seconds == 35.0
@@ -240,13 +228,7 @@ def test_a_short_collective_is_not_put_off_where_a_long_one_behind_it_would_begi
 
 def test_a_busy_core_is_a_reason_to_merge():
     """Twelve small gathers that compute hides altogether: free on a link of their own, not on a core."""
-    ones = [
-        Collective(
-            name=f"c{i}", kind="all_gather", queue="shard", in_bytes=4, out_bytes=8, earliest=0, deadline=9,
-            merge_key=("gather",),
-        )
-        for i in range(12)
-    ]  # fmt: skip
+    ones = [_gather(i, 8, deadline=9) for i in range(12)]
 
     def planned(core):
         prices = LinePrices(latency=0.1, bandwidth=1e3, copies=1e2, core=core)
