@@ -85,16 +85,12 @@ def export_joint_of_blocks(
 
 def _export_block(traced: fx.GraphModule, block: Block, decompositions: Mapping[Any, Any]) -> _Exported:
     graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    inputs = {node: graph.placeholder(f"input_{number}") for number, node in enumerate(block.inputs)}
-    by_target = {node.target: new for node, new in inputs.items() if node.op == "get_attr"}
+    copies = {node: graph.placeholder(f"input_{number}") for number, node in enumerate(block.inputs)}
 
     def copied(node: fx.Node) -> fx.Node:
-        if node.op != "get_attr":
-            return inputs[node] if node in inputs else copies[node]
         if is_function(traced, node) and node not in copies:
             copies[node] = graph.node_copy(node)
-        return copies[node] if node in copies else by_target[node.target]
+        return copies[node]
 
     for node in block.nodes:
         copies[node] = graph.node_copy(node, copied)

@@ -172,23 +172,9 @@ def _needs_gradient(node: fx.Node) -> bool:
     return any(isinstance(part, torch.Tensor) and part.requires_grad for part in parts)
 
 
-class _Reads:
-    """Which values calls read: an attribute that is read twice is one."""
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        self._gm = gm
-        self._reads: dict[Any, list[fx.Node]] = {}
-        for node in gm.graph.find_nodes(op="get_attr"):
-            self._reads.setdefault(node.target, []).append(node)
-
-    def same(self, node: fx.Node) -> list[fx.Node]:
-        """All nodes with this value; the first one stands for it."""
-        return self._reads[node.target] if node.op == "get_attr" else [node]
-
-    def sources(self, node: fx.Node) -> list[fx.Node]:
-        """Tensors that a call reads, as often as it does, each as the first node with its value."""
-        inputs = [self.same(source)[0] for source in _operands(node)]
-        return [source for source in inputs if not is_function(self._gm, source)]
+def _sources(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
+    """Tensors that a call reads, as often as it does; Dynamo has one node for each, whatever its names."""
+    return [source for source in _operands(node) if not is_function(gm, source)]
 
 
 def is_function(gm: fx.GraphModule, node: fx.Node) -> bool:
@@ -200,10 +186,9 @@ def _equal_blocks(
     gm: fx.GraphModule, calls: Sequence[fx.Node], first: int, period: int, count: int
 ) -> tuple[Block, ...]:
     """The longest run of equal blocks among ``count`` of them."""
-    values = _Reads(gm)
     starts = range(first, first + count * period, period)
-    blocks = [_block(calls[start : start + period], values) for start in starts]
-    shapes = [_shape(block, values) if _is_separate(block, values) else None for block in blocks]
+    blocks = [_block(gm, calls[start : start + period]) for start in starts]
+    shapes = [_shape(gm, block) if _is_separate(block) else None for block in blocks]
     best: list[Block] = []
     for shape, run in itertools.groupby(zip(shapes, blocks, strict=True), key=operator.itemgetter(0)):
         equal = [block for _, block in run]
@@ -212,9 +197,9 @@ def _equal_blocks(
     return tuple(best)
 
 
-def _block(nodes: Sequence[fx.Node], values: _Reads) -> Block:
+def _block(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> Block:
     inside = set(nodes)
-    sources = dict.fromkeys(source for node in nodes for source in values.sources(node))
+    sources = dict.fromkeys(source for node in nodes for source in _sources(gm, node))
     return Block(
         nodes=tuple(nodes),
         inputs=tuple(source for source in sources if source not in inside),
@@ -222,14 +207,14 @@ def _block(nodes: Sequence[fx.Node], values: _Reads) -> Block:
     )
 
 
-def _shape(block: Block, values: _Reads) -> Any:
+def _shape(gm: fx.GraphModule, block: Block) -> Any:
     """Which value each call reads, and what leaves: equal for blocks that do the same."""
     numbers = {node: number for number, node in enumerate((*block.inputs, *block.nodes))}
-    reads = tuple(tuple(map(numbers.__getitem__, values.sources(node))) for node in block.nodes)
+    reads = tuple(tuple(map(numbers.__getitem__, _sources(gm, node))) for node in block.nodes)
     return reads, tuple(map(numbers.__getitem__, block.outputs))
 
 
-def _is_separate(block: Block, values: _Reads) -> bool:
+def _is_separate(block: Block) -> bool:
     """Tensors alone cross, each output in memory of its own, and what needs a gradient enters nothing else."""
     crossing = [node.meta.get("example_value") for node in (*block.inputs, *block.outputs)]
     if not all(isinstance(value, torch.Tensor) for value in crossing):
@@ -243,5 +228,5 @@ def _is_separate(block: Block, values: _Reads) -> bool:
     if len(set(written)) < len(written) or set(written) & set(read):
         return False
     inside = set(block.nodes)
-    entering = [node for node in block.inputs if _needs_gradient(node)]
-    return all(user in inside for node in entering for same in values.same(node) for user in same.users)
+    entering = filter(_needs_gradient, block.inputs)
+    return all(user in inside for node in entering for user in node.users)

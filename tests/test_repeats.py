@@ -178,13 +178,55 @@ class Transposed(Repeating):
         return (x.transpose(0, 1).reshape(-1) * torch.arange(float(x.numel()))).sum()
 
 
-class Rotated(Block):
-    """Turns pairs of numbers as complex ones."""
+class Turned(Block):
+    """Turns pairs of numbers as complex ones, by those of the table."""
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         pairs = torch.view_as_complex(self.up(self.norm(x)).unflatten(-1, (-1, 2)))
-        turned = torch.view_as_real(pairs * torch.polar(table, table)).flatten(-2)
-        return x + self.down(turned)
+        return x + self.down(torch.view_as_real(pairs * table).flatten(-2))
+
+
+class Rotated(Turned):
+    """Its complex table is made inside."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return super().forward(x, torch.polar(table, table))
+
+
+class Conjugated(Repeating):
+    """All blocks read a conjugate view."""
+
+    def __init__(self) -> None:
+        super().__init__(Turned)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        angles = torch.arange(WIDTH, dtype=torch.float32)
+        table = torch.polar(angles.cos(), angles).conj()
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x, table)
+        return self.head(x).sum()
+
+
+class Negated(Block):
+    """Reads imaginary parts of conjugates: views of values with the other sign."""
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(self.up(self.norm(x)).unflatten(-1, (-1, 2)))
+        return x + pairs.conj().imag * table
+
+
+class Viewed(Repeating):
+    """Two views of what each block makes are read at the end."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        table = torch.arange(WIDTH, dtype=torch.float32).cos()
+        x = self.tokens(tokens)
+        views = []
+        for block in self.blocks:
+            x = block(x, table)
+            views += [x.detach(), x.detach().transpose(0, 1)]
+        return self.head(x).sum() + sum(view.mean() for view in views)
 
 
 class Operands(Block):
@@ -285,6 +327,10 @@ NOT_FOUND = {
     "writes_on_input": lambda: Repeating(Overwriting),
     "other_operands": lambda: Repeating(Operands),
     "annotated": lambda: Repeating(Annotated),
+    "conjugate_input": Conjugated,
+    "views_of_one_value": Viewed,
+    "checkpointed_other_operands": lambda: Repeating(Operands, run=_checkpointed),
+    "checkpointed_annotated": lambda: Repeating(Annotated, run=_checkpointed),
     "selectively_checkpointed": Selective,
 }
 
@@ -292,6 +338,7 @@ NOT_FOUND = {
 GIVEN_UP = {
     "buffer": lambda: Repeating(Counting),
     "other_strides": Transposed,
+    "negated_views": lambda: Repeating(Negated),
 }
 
 
