@@ -15,11 +15,13 @@ from graphshard.context import PassContext
 from graphshard.errors import OptionError, OptionTypeError
 from graphshard.facts import check_typed, check_waited
 from graphshard.memory import kept_inputs, memory_timeline
+from graphshard.planner import solve
+from graphshard.planner.apply import planned_graph
 from graphshard.planner.from_graph import PriceError, UnpricedGroupError, problem_of_graph
 from graphshard.planner.plan import InfeasibleBudgetError
 from graphshard.planner.simulate import simulate
 from graphshard.rewrite import copy_graph
-from graphshard.schedule import parse_bytes, schedule_with_prices
+from graphshard.schedule import measured_live, parse_bytes, schedule_with_prices
 from graphshard.testing import run_on_all_ranks
 
 CONTEXT = PassContext(mesh=MESH, full_checks=True)
@@ -77,6 +79,23 @@ def test_the_budget_is_kept_by_the_memory_model_or_refused(seed, share):
         planned, plan = _planned(gm, memory_budget=error.smallest_bytes)
         budget = error.smallest_bytes
     assert plan.peak_bytes == _peak(planned) <= budget == plan.budget_bytes
+
+
+@pytest.mark.parametrize(("seed", "is_in_task"), [(6, True), (9, True), (21, True), (47, False), (50, False)])
+def test_memory_beyond_the_budget_is_added_where_it_was(seed, is_in_task):
+    """Tasks that took more than planned get more; where only a copy or a collective did, the budget is less."""
+    gm = random_graph(seed)
+    budget = int(1.2 * _peak(gm))
+    found = problem_of_graph(gm, PRICES, budget_bytes=budget)
+    first = solve.plan(found.problem)
+    live = measured_live(planned_graph(gm, found, first.steps), None)
+    excess = max(live.values()) - budget
+    assert excess > 0
+    assert any(live[name] > budget for name in found.problem.position_names) == is_in_task
+    with_less = solve.plan(replace(found.problem, budget_bytes=first.peak_bytes - excess))
+    _, plan = _planned(gm, memory_budget=budget)
+    assert plan.peak_bytes <= budget
+    assert plan.seconds < with_less.seconds if is_in_task else plan.seconds == with_less.seconds
 
 
 @settings(max_examples=8, deadline=None)
