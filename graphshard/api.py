@@ -35,6 +35,7 @@ from .mesh import NO_AXIS, MeshAxis, axis_of
 from .module import sharded_class
 from .naming import relabel
 from .params import padded_rows, padded_shape, shard_shape
+from .rows import has_place, row_offsets
 from .unit import SLOTS, UNIT, ParameterSlot, Tree, Unit
 from .versions import watch_optimizers
 
@@ -120,6 +121,7 @@ def fully_shard(
     for entry in owned:
         if not _is_sharded(entry):
             _install(entry, unit, layouts, offload_policy)
+    _arrange(unit)
     _swap_classes(modules, unit)
     relabel(modules)
     for each in modules:
@@ -323,6 +325,21 @@ def _install(entry: _Owned, unit: Unit, layouts: dict[int, Layout], offload_poli
     slot.owners.append((entry.owner, entry.name))
     entry.owner._parameters[entry.name] = param
     entry.owner.__dict__.setdefault(SLOTS, {})[entry.name] = slot
+
+
+def _arrange(unit: Unit) -> None:
+    """Gives shards their places in the unit's row, by dtype, in the order of the parameters."""
+    slots = [
+        slot
+        for slot in unit.slots
+        if has_place(slot.shape, slot.dim, slot.axis.size) and not (slot.is_extended or unit.compute_device)
+    ]
+    slots.sort(key=lambda slot: str(slot.param.dtype))
+    pieces = [_local_piece(slot.param) for slot in slots]
+    offsets = row_offsets((piece.numel(), piece.element_size()) for piece in pieces)
+    for slot, offset in zip(slots, offsets, strict=True):
+        slot.row_offset = offset
+    unit.lay_out()
 
 
 def _local_piece(param: nn.Parameter) -> torch.Tensor:

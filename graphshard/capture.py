@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -42,6 +43,7 @@ from .passes import InsertShards, KeepGathered, MergeUnshards, SpreadParameters,
 from .pipeline import PassRecord, Pipeline
 from .repeat_export import export_joint_of_blocks
 from .rewrite import copy_graph, no_garbage_collection, output_values
+from .rows import has_place, row_offsets
 
 #: A frame of a traceback, and the folders whose frames are not the user's.
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+?)(?:, code: |\n)\s*([^\n]*)')
@@ -222,7 +224,7 @@ def capture_step(
                 dtype = model.get_parameter(path).dtype
                 call = rules.call_of(path, node.meta["val"].shape, dtype.is_floating_point)
                 plain.append(PlainParameter(placeholder=node.name, call=call, dtype=dtype))
-        context = PassContext(plain=tuple(plain))
+        context = PassContext(plain=_with_places(plain, list(paths.values())[::-1]))
         found: list[tuple[fx.GraphModule, PassContext, str, list[PassRecord]]] = []
 
         def run_joint_passes(gm: fx.GraphModule) -> None:
@@ -261,6 +263,25 @@ def capture_step(
         text=text,
         records=tuple(records),
         num_results=num_results,
+    )
+
+
+def _with_places(plain: Sequence[PlainParameter], paths: Sequence[str]) -> tuple[PlainParameter, ...]:
+    """The parameters with the places that ``fully_shard`` would give their shards; ``paths`` are in its order."""
+    order = {path: index for index, path in enumerate(paths)}
+    units: dict[str, list[PlainParameter]] = {}
+    for given in sorted(plain, key=lambda given: (str(given.dtype), order[given.call.name])):
+        if has_place(given.call.shape, given.call.dim, given.call.group_size):
+            units.setdefault(given.call.unit, []).append(given)
+    offsets: dict[str, int] = {}
+    for members in units.values():
+        sizes = [
+            (math.prod(given.call.shape) // given.call.group_size, given.dtype.itemsize) for given in members
+        ]
+        offsets |= zip((given.placeholder for given in members), row_offsets(sizes), strict=True)
+    return tuple(
+        replace(given, call=given.call._replace(row_offset=offsets.get(given.placeholder, -1)))
+        for given in plain
     )
 
 

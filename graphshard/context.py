@@ -181,4 +181,5 @@ def _binding(call: UnshardCall, position: int) -> ParameterBinding:
         group_names=tuple(
             filter(None, (call.group_name, call.reshard_group, call.replicate_group, call.reduce_group))
         ),
+        row_offset=call.row_offset,
     )

@@ -66,4 +66,5 @@ def _regroup_copies(copied: nn.Module) -> None:
                 slot.unit.slots.append(slot)
             if not slot.unit.modules:  # tied to a parameter that a unit outside of the copy owns
                 slot.unit.tree = unit.tree
+    unit.lay_out()
     relabel(unit.modules)

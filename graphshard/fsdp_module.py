@@ -99,7 +99,9 @@ class FSDPModule:
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """``nn.Module._apply`` (``.to()`` and its like) on the shards, never on gathered parameters."""
         self.reshard()
-        return super()._apply(fn, recurse)  # type: ignore[misc]
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        _unit(self).lay_out()
+        return result
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backwards reduce gradients; False adds them up unreduced, in the reduction's dtype.

@@ -43,6 +43,7 @@ _SILENT: dict[str, Any] = {
     "backward_prefetch": "",
     "reshard_fixed": False,
     "max_reductions": 0,
+    "row_offset": -1,
 }
 _INPUT_NAME = re.compile(r"(primals|tangents|arg\d+)_\d+")
 _TAGS = {CheckpointPolicy.MUST_RECOMPUTE: "recompute", CheckpointPolicy.MUST_SAVE: "save"}

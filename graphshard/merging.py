@@ -1,40 +1,82 @@
 """Merging collectives into one, with the copies into and out of its bucket.
 
-In a bucket of gathers ``pack`` and ``unpack`` are ops of their own. What a bucket of reductions gives
+In a bucket of gathers ``pack`` and ``unpack`` are ops of their own; shards that are neighbours in memory are sent
+as they lie (``join``), with no copy. What a bucket of reductions gives
 is cut into views. Reductions of the slices of one bucket are merged on that bucket, with no copy.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
 
-from .buckets import PACK, UNPACK
+from .buckets import JOIN, PACK, UNPACK
 from .collectives import REDUCE_SCATTERS, WAIT, aten, is_wait, operands
-from .provenance import is_layout
+from .provenance import gathered_shard, is_layout
 from .rewrite import GraphEmitter
+from .rows import RowPlace, stretch_of
 
 
-def merge_gathers(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
-    """Merges gathers where the first of ``members`` stands; returns the gather of the bucket."""
+def merge_gathers(graph: fx.Graph, members: list[fx.Node], places: Sequence[RowPlace | None] = ()) -> fx.Node:
+    """Merges gathers where the first of ``members`` stands; returns the gather of the bucket.
+
+    Args:
+        graph: edited in place.
+        members: gathers of one group, dtype and settings.
+        places: where the shard of each lies, None for one without a place; left out, none has one.
+    """
     _, group_size, *rest = members[0].args
     inputs = [_input_of(member) for member in members]
     for moved in _chains_to_shards(inputs):
         members[0].prepend(moved)
     with graph.inserting_before(members[0]):
         emit = GraphEmitter(graph, origin=members[0], extra_meta=_tags(members[0]))
-        sizes = [emit.tensor(value).numel() for value in inputs]
-        started = emit(members[0].target, emit(PACK, inputs, 1), group_size, *rest)
+        sent = _joined(emit, members, places)
+        if sent is None:
+            sent = emit(PACK, inputs, 1), [emit.tensor(value).numel() for value in inputs], range(len(inputs))
+        bucket, sizes, indices = sent
+        started = emit(members[0].target, bucket, group_size, *rest)
         gathered = emit(WAIT, started)
         unpacked = emit(UNPACK, gathered, group_size, sizes)
         results = [
             _view(emit, emit(operator.getitem, unpacked, index), list(member.meta["val"].shape))
-            for index, member in enumerate(members)
+            for index, member in zip(indices, members, strict=True)
         ]
     _replace(graph, members, results)
+    for value in inputs:
+        if not value.users and value.op != "placeholder":  # a cast of one shard: the row is cast as a whole
+            graph.erase_node(value)
     return started
+
+
+def _joined(
+    emit: GraphEmitter, members: list[fx.Node], places: Sequence[RowPlace | None]
+) -> tuple[fx.Node, list[int], list[int]] | None:
+    """Shards as they lie in their row, the sizes of what lies there, and which of that each member is.
+
+    None where the shards are no neighbours, or are cast in different ways.
+    """
+    stretch = stretch_of(places)
+    casts = [cast for _, cast in map(gathered_shard, members)]
+    ways = {(cast.target, cast.args[1:], *cast.kwargs.items()) if cast else () for cast in casts}
+    if stretch is None or len(ways) > 1:
+        return None
+    row = sorted(zip(places, members, strict=True), key=lambda item: item[0].first)
+    sizes: list[int] = []
+    index: dict[fx.Node, int] = {}
+    for place, member in row:
+        if unused := place.first - stretch.first - sum(sizes):
+            sizes.append(unused)
+        index[member] = len(sizes)
+        sizes.append(place.numel)
+    shards = [gathered_shard(member)[0] for _, member in row]
+    joined = emit(JOIN, shards, [place.first - stretch.first for place, _ in row], stretch.numel)
+    if (cast := casts[0]) is not None:
+        joined = emit(cast.target, joined, *cast.args[1:], **cast.kwargs)
+    return joined, sizes, [index[member] for member in members]
 
 
 def merge_reductions(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:

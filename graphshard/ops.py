@@ -50,6 +50,7 @@ def unshard(
     backward_prefetch: str = "",
     max_reductions: int = 0,
     reshard_fixed: bool = False,
+    row_offset: int = -1,
 ) -> Tensor:
     """Gather a parameter's shards into the full parameter; :class:`UnshardCall` names the arguments.
 
@@ -60,6 +61,7 @@ def unshard(
         shard, handle, name, unit, shape, dim, dtype, reshard, reshard_group, axis, group_size,
         group_name, replicate_axis, replicate_size, replicate_group, reduce_dtype, divide_factor, force_sum,
         device, reduce_group, custom, forward_prefetch, backward_prefetch, max_reductions, reshard_fixed,
+        row_offset,
     )  # fmt: skip
     owner = unit_of(handle)
     kept = owner.gathered_value(name) if owner is not None else None

@@ -67,6 +67,8 @@ class UnshardCall(NamedTuple):
             this unit's are copied out; "" for the unit that comes next.
         max_reductions: reductions of the model that may be open at a time; 0 for the schedule's own.
         reshard_fixed: the user said what ``reshard`` is; a plan that keeps a memory budget leaves it so.
+        row_offset: where the shard begins in its unit's row (:mod:`graphshard.rows`), in elements; -1 if it
+            has no place in one.
     """
 
     shard: Any
@@ -94,6 +96,7 @@ class UnshardCall(NamedTuple):
     backward_prefetch: str = ""
     max_reductions: int = 0
     reshard_fixed: bool = False
+    row_offset: int = -1
 
 
 class ReduceGradCall(NamedTuple):
@@ -216,7 +219,7 @@ class ParameterBinding:
     ``placeholder`` is the name of the graph input that holds its shard, ``position`` the index of
     that input among the forward's inputs, and so of its gradient among the backward's outputs.
     ``group_names`` are the process groups that gather and reduce it: a collective on another group
-    (of tensor parallelism, say) is compute on its values.
+    (of tensor parallelism, say) is compute on its values. ``row_offset`` is as in :class:`UnshardCall`.
     """
 
     placeholder: str
@@ -231,6 +234,7 @@ class ParameterBinding:
     replicate_axis: str = ""
     replicate_size: int = 1
     group_names: tuple[str, ...] = ()
+    row_offset: int = -1
 
     @property
     def num_ranks(self) -> int:

@@ -14,6 +14,7 @@ from torch import fx
 
 from .buckets import PACK, UNPACK
 from .collectives import (
+    ALL_GATHER,
     ALL_REDUCE,
     GATHERS,
     REDUCE_SCATTERS,
@@ -29,6 +30,7 @@ from .graph_text import dtype_text
 from .ops import UNSHARD
 from .params import ParameterBinding
 from .rewrite import output_values
+from .rows import RowPlace
 from .user_comms import ALL_REDUCE_HOOK
 
 #: What a collective is called in bucket keys and counts.
@@ -40,6 +42,7 @@ KINDS: dict[Any, str] = {
 }
 _REDUCTIONS = {target for target, kind in KINDS.items() if kind != "gather"}
 
+_CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _SCALE_OPS = {aten.mul.Tensor, aten.div.Tensor}
 
 #: Ops that may stand between a shard and its gather, or between a reduction and its gradient.
@@ -86,6 +89,25 @@ def shards_behind(node: fx.Node, ctx: PassContext) -> list[ParameterBinding]:
         else:
             return []
     return sorted(found.values(), key=lambda binding: binding.position)
+
+
+def row_places(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, RowPlace]:
+    """For each gather of one shard, as it is or cast, the shard's place in its row; others are left out."""
+    bindings = {binding.placeholder: binding for binding in ctx.parameters if binding.row_offset >= 0}
+    found = {}
+    for node in gm.graph.find_nodes(op="call_function", target=ALL_GATHER):
+        shard, _ = gathered_shard(node)
+        if shard.name in bindings and shard.op == "placeholder":
+            value, binding = shard.meta["val"], bindings[shard.name]
+            row = f"{binding.unit} {value.dtype} {value.device}"
+            found[node] = RowPlace(row, binding.row_offset, value.numel())
+    return found
+
+
+def gathered_shard(gather: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """What a gather sends, and the node that casts it first, if one does."""
+    (source,) = operands(gather)
+    return (source.all_input_nodes[0], source) if source.target in _CASTS else (source, None)
 
 
 def ungathered_readers(placeholder: fx.Node) -> list[fx.Node]:

@@ -30,6 +30,7 @@ from .planner.simulate import simulate
 from .planner.solve import is_possible, plan, smallest_budget
 from .planner.wishes import NO_WISHES, Wishes
 from .prices import GraphPrices
+from .rows import RowPlace
 
 _UNITS = {"": 1, "b": 1, **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}} | {
     f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)
@@ -167,6 +168,7 @@ def plan_graph(
     memory_budget: int | str | None = None,
     wishes: Wishes = NO_WISHES,
     known: KnownPlan | None = None,
+    places: Mapping[fx.Node, RowPlace] | None = None,
     device_type: str | None = None,
 ) -> PlannedGraph:
     """Plans a graph, which stays as it is.
@@ -180,6 +182,7 @@ def plan_graph(
         wishes: what the user insists on: buckets, prefetches, limits, links.
         known: a plan of another rank to follow: its buckets and their order, and where they stand as
             far as this graph allows.
+        places: where the shards lie that these gathers send (``provenance.row_places``).
         device_type: where the graph will run; None for where its values are.
 
     Raises:
@@ -195,6 +198,7 @@ def plan_graph(
         prices,
         budget_bytes=budget,
         wishes=wishes,
+        places=places,
         device_type=device_type,
     )
     if known is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from .lockstep import meet
 from .mesh import NO_AXIS, MeshAxis
 from .outer_layout import OuterLayout
 from .params import ReduceGradCall, UnshardCall, gradient_call
+from .rows import is_row, moved_to_row
 from .together import StartedGather, reduce_together
 from .user_comms import COMMS, UserComms
 from .versions import Version, version_of
@@ -132,6 +134,7 @@ class ParameterSlot:
         hidden: the sharded parameter, while the owners show the gathered one.
         version: its version when an uncompiled forward last read it.
         is_extended: the shard is a tensor subclass that says itself how it is gathered.
+        row_offset: where the shard begins in the unit's row; see ``UnshardCall``.
     """
 
     unit: Unit
@@ -147,6 +150,7 @@ class ParameterSlot:
     hidden: nn.Parameter | None = None
     version: Version | None = None
     is_extended: bool = False
+    row_offset: int = -1
 
     @property
     def param(self) -> nn.Parameter:
@@ -198,6 +202,7 @@ class ParameterSlot:
             backward_prefetch=_labels(self.unit.backward_prefetch),
             max_reductions=self.unit.tree.max_reductions,
             reshard_fixed=self.unit.reshard_after_forward is not None,
+            row_offset=self.row_offset,
         )
         self.arguments = tuple(call[2:])
         is_alone = self.axis.size == 1 and self.replicate.size == 1
@@ -419,6 +424,22 @@ class Unit:
         for slot in self.slots:
             slot.refresh()
 
+    def lay_out(self) -> None:
+        """Puts the shards that have a place in the row there, where they are not."""
+        rows: dict[tuple[torch.dtype, torch.device], dict[int, DTensor]] = {}
+        for slot in self.slots:
+            param = slot.param
+            if slot.row_offset < 0 or not isinstance(param, DTensor) or param.is_meta:
+                continue
+            local = param._local_tensor
+            if local.is_contiguous():
+                rows.setdefault((local.dtype, local.device), {})[slot.row_offset] = param
+        for members in rows.values():
+            pieces = {offset: param._local_tensor for offset, param in members.items()}
+            if len(pieces) > 1 and not is_row(list(pieces.values()), list(pieces)):
+                for offset, moved in moved_to_row(pieces).items():
+                    _replace_shard(members[offset], moved)
+
     # -- gradients that are not reduced yet -------------------------------------------------------
 
     def slot_of(self, name: str) -> ParameterSlot:
@@ -591,6 +612,19 @@ def _add_gradient(param: nn.Parameter, reduced: Tensor) -> None:
     param.grad = grad if param.grad is None else param.grad + grad
     for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
         hook(param)
+
+
+def _replace_shard(param: DTensor, local: Tensor) -> None:
+    """Gives a parameter another local tensor and keeps the parameter itself, its gradient and its attributes.
+
+    Not by assignment: the DTensor's own storage offset must be that of its local tensor (torch 2.13 cannot trace
+    it otherwise).
+    """
+    fresh = nn.Parameter(DTensor(local, param._spec, requires_grad=False), requires_grad=param.requires_grad)
+    fresh.grad = param.grad
+    vars(fresh).update(vars(param))
+    with suppress(RuntimeError):  # something holds the old one (a compiled graph): it stays where it is
+        torch.utils.swap_tensors(param, fresh)
 
 
 def _fill_with_zeros(params: Iterable[nn.Parameter]) -> None:

@@ -40,7 +40,7 @@ from graphshard.errors import OptionError
 from graphshard.facts import Fact
 from graphshard.merging import merge_gathers, merge_reductions
 from graphshard.pipeline import PassReport
-from graphshard.provenance import KINDS, bucket_keys
+from graphshard.provenance import KINDS, bucket_keys, row_places
 from graphshard.rewrite import stable_topological_sort
 
 
@@ -74,11 +74,15 @@ class BucketCollectives:
             for node in gm.graph.nodes
             if is_collective(node) and node not in keys
         ]
+        places = row_places(gm, ctx)
         counts = {f"{kind} buckets": 0 for kind in KINDS.values() if kind != "hook"}
         for (kind, *_), members in groups.items():
             if len(members) == 1:
                 continue
-            (merge_gathers if kind == "gather" else merge_reductions)(gm.graph, members)
+            if kind == "gather":
+                merge_gathers(gm.graph, members, list(map(places.get, members)))
+            else:
+                merge_reductions(gm.graph, members)
             counts[f"{kind} buckets"] = counts.get(f"{kind} buckets", 0) + 1
         changed = any(counts.values())
         if changed:

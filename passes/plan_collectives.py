@@ -43,17 +43,17 @@ from graphshard.errors import PassError
 from graphshard.facts import Fact
 from graphshard.memory import kept_inputs, tensor_bytes
 from graphshard.pipeline import PassReport
-from graphshard.placement import Movable
+from graphshard.placement import Decisions, Movable, Placement, at_once
 from graphshard.planner.plan import InfeasibleBudgetError
 from graphshard.planner.wishes import Wishes
-from graphshard.provenance import shards_behind
-from graphshard.rewrite import copy_graph
+from graphshard.provenance import row_places, shards_behind
+from graphshard.rewrite import apply_order, copy_graph
 from graphshard.schedule import PlannedGraph, measured_peak, parse_bytes, plan_graph
 
 from .bucket_collectives import BucketCollectives
 from .schedule_collectives import ScheduleCollectives
 
-#: A memory budget: that of the passes without a cost model.
+#: A memory budget: what schedules without a cost model take.
 DEFAULT = "default"
 
 #: Budgets to try for it, as shares of what those passes take, where no plan keeps the first.
@@ -68,8 +68,8 @@ class PlanCollectives:
         merge: whether collectives may be merged; where not, they are only placed.
         memory_budget: the most that may be live while the graph runs, inputs that its caller keeps
             included: bytes, or a text like "60GiB". None for no limit. "default" for what
-            ``bucket_collectives`` and ``schedule_collectives`` would make of the graph (of both halves of a
-            step, if the context knows), or a little more where no plan is found within it.
+            schedules without a cost model take (:func:`default_peak`; of both halves of a step, if the
+            context knows), or a little more where no plan is found within it.
     """
 
     name: ClassVar[str] = "plan_collectives"
@@ -94,7 +94,7 @@ class PlanCollectives:
         """
         if ctx.prices is None:
             raise PassError("plan_collectives: the context has no prices (PassContext.prices, a CostModel)")
-        prices, wishes = ctx.prices, _wishes(gm, ctx, self.merge)
+        prices, wishes, places = ctx.prices, _wishes(gm, ctx, self.merge), row_places(gm, ctx)
 
         def plan(memory_budget: int | str | None) -> PlannedGraph:
             return plan_graph(
@@ -103,6 +103,7 @@ class PlanCollectives:
                 memory_budget=memory_budget,
                 wishes=wishes,
                 known=ctx.known_plan,
+                places=places,
                 device_type=ctx.device_type,
             )
 
@@ -144,11 +145,18 @@ def resident_bytes(gm: fx.GraphModule) -> int:
 
 
 def default_peak(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Bytes live at the peak of the graph that the passes without a cost model make of one at level 2."""
-    default = copy_graph(gm)
-    BucketCollectives().run(default, ctx)
-    ScheduleCollectives().run(default, ctx)
-    return measured_peak(default, ctx.device_type)
+    """Bytes live at the peak of the schedules that need no cost model, of a graph at level 2.
+
+    The larger of two: what ``bucket_collectives`` and ``schedule_collectives`` make of it; and its units gathered one
+    ahead, with each collective waited for at once, which is what FSDP2 holds where nothing overlaps.
+    """
+    bucketed = copy_graph(gm)
+    BucketCollectives().run(bucketed, ctx)
+    one_ahead = copy_graph(bucketed)
+    order = at_once(Placement(Movable(one_ahead, ctx), Decisions(prefetch=1)).order())
+    apply_order(one_ahead.graph, order)
+    ScheduleCollectives().run(bucketed, ctx)
+    return max(measured_peak(each, ctx.device_type) for each in (bucketed, one_ahead))
 
 
 def _wishes(gm: fx.GraphModule, ctx: PassContext, merge: bool) -> Wishes:

@@ -99,6 +99,7 @@ def _regather(graph: fx.Graph, first: fx.Node, call: UnshardCall, backward: set[
             axis=f"{call.axis}/{call.reshard}",
             group_size=call.reshard,
             group_name=call.reshard_group,
+            row_offset=-1,
         )
         copies = {first: emit(UNSHARD, *regathered)}
         for view in views[1:]:

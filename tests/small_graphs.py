@@ -95,6 +95,7 @@ class ParameterSpec:
     num_replicas: int = 1
     divide_factor: float | None = None
     force_sum: bool = False
+    row_offset: int = -1
 
     def call(self, shard: Any, handle: Any, name: str, num_ranks: int) -> UnshardCall:
         """The gather over ``num_ranks`` ranks of the axis "shard"."""
@@ -117,6 +118,7 @@ class ParameterSpec:
             reduce_dtype=self.reduce_dtype,
             divide_factor=self.divide_factor,
             force_sum=self.force_sum,
+            row_offset=self.row_offset,
         )
 
 

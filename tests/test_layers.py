@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard._compat",
         "graphshard.versions",
         "graphshard.prices",
+        "graphshard.rows",
         "graphshard.processes",
     ),
     # ops, collectives, typed edits

@@ -12,6 +12,7 @@ from torch import fx
 from ..collectives import is_collective, is_wait
 from ..merging import merge_gathers, merge_reductions
 from ..rewrite import apply_order, copy_graph
+from ..rows import RowPlace
 from .from_graph import KINDS, GraphProblem
 from .simulate import Step, simulate
 
@@ -29,7 +30,8 @@ def planned_graph(gm: fx.GraphModule, found: GraphProblem, steps: Sequence[Step]
     for step in steps:
         if step.is_start:
             members = [twin[found.starts[index]] for index in step.members]
-            starts[step.members] = _merge(copied.graph, members)
+            places = [found.problem.collectives[index].place for index in step.members]
+            starts[step.members] = _merge(copied.graph, members, places)
     order = _Order(copied.graph, [twin[node] for node in found.tasks], starts).nodes(steps)
     _check_order(order)
     apply_order(copied.graph, order)
@@ -37,11 +39,12 @@ def planned_graph(gm: fx.GraphModule, found: GraphProblem, steps: Sequence[Step]
     return copied
 
 
-def _merge(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
+def _merge(graph: fx.Graph, members: list[fx.Node], places: list[RowPlace | None]) -> fx.Node:
     if len(members) == 1:
         return members[0]
-    is_gather = KINDS[members[0].target] == "all_gather"
-    return (merge_gathers if is_gather else merge_reductions)(graph, members)
+    if KINDS[members[0].target] == "all_gather":
+        return merge_gathers(graph, members, places)
+    return merge_reductions(graph, members)
 
 
 class _Order:

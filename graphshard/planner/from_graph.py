@@ -40,6 +40,7 @@ from ..graph_text import dtype_text
 from ..memory import MemoryModel, copied_bytes, is_alias, is_view, kept_inputs, tensor_bytes
 from ..prices import GraphPrices, Prices
 from ..provenance import is_accumulation, is_layout
+from ..rows import RowPlace
 from .problem import Collective, Problem, Task
 from .simulate import Step, simulate
 from .wishes import NO_WISHES, Wishes
@@ -92,6 +93,7 @@ def problem_of_graph(
     *,
     budget_bytes: int | None = None,
     wishes: Wishes = NO_WISHES,
+    places: Mapping[fx.Node, RowPlace] | None = None,
     device_type: str | None = None,
     measures_memory: bool = True,
 ) -> GraphProblem:
@@ -103,6 +105,7 @@ def problem_of_graph(
         budget_bytes: the most that may be live, inputs that the caller keeps included.
         wishes: what the user insists on. What they say of collectives that cannot move is left out, with
             a note.
+        places: where the shards lie that these gathers send (``provenance.row_places``).
         device_type: where the graph will run; None for where its values are.
         measures_memory: say what is live at each task, without which only time can be simulated.
 
@@ -121,7 +124,7 @@ def problem_of_graph(
     bad = [f"{node.name}: {value}" for node, value in seconds.items() if not 0.0 <= value < float("inf")]
     if bad:
         raise PriceError(f"prices must be finite and not negative, but these are not: {', '.join(bad[:5])}")
-    reader = _Reader(gm, movable, lazy, seconds, device_type)
+    reader = _Reader(gm, movable, lazy, seconds, places or {}, device_type)
     collectives = reader.collectives()
     tasks = [Task(seconds=seconds.get(node, 0.0)) for node in reader.tasks]
     problem = Problem(
@@ -252,9 +255,10 @@ class _Reader:
         movable: list[fx.Node],
         lazy: set[fx.Node],
         seconds: Mapping[fx.Node, float],
+        places: Mapping[fx.Node, RowPlace],
         device_type: str | None,
     ) -> None:
-        self._device_type = device_type
+        self._places, self._device_type = places, device_type
         self._graph, self._movable, self._lazy, self._seconds = gm.graph, movable, lazy, seconds
         self.tasks = [node for node in gm.graph.nodes if node.op not in _NO_TASKS and node not in lazy]
         self._position = {node: position for position, node in enumerate(self.tasks)}
@@ -310,6 +314,7 @@ class _Reader:
             after_seconds=self._seconds_of(finishing, self._finished),
             views_result=kind != "all_gather",
             limit="gather" if kind == "all_gather" and is_from_inputs else "reduction" if is_last else "",
+            place=self._places.get(node),
         )
 
     def _seconds_of(self, nodes: list[fx.Node], counted: set[fx.Node]) -> float:

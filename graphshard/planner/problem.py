@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from ..errors import GraphShardError
 from ..prices import Prices
+from ..rows import RowPlace
 
 
 class RememberedPrices:
@@ -91,6 +92,7 @@ class Collective:
         before_seconds, after_seconds: compute right before its start, and right after its wait.
         views_result: pieces of a merged result are views, and need no copy out (a reduction's).
         limit: which limit it counts for: "gather", "reduction" or "".
+        place: where what it sends lies in memory; neighbours are merged without a copy. None for anywhere.
     """
 
     name: str
@@ -111,6 +113,7 @@ class Collective:
     after_seconds: float = 0.0
     views_result: bool = False
     limit: str = ""
+    place: RowPlace | None = None
 
     @property
     def num_bytes(self) -> int:

@@ -2,11 +2,12 @@
 
 One compute stream runs tasks in their order and, between them, *steps*: starts and waits of buckets.
 A start costs the stream the bucket's casts, its copy in (none for a bucket of one, and none where
-the members are what one reduced bucket gave) and what the collective takes of the core that computes;
-the collective then queues in its process group, or on the link that this group shares with others. A
-part of its latency may pass while the one in front of it moves (in LogGP's terms the gap between two is
-shorter than the latency of one: Alexandrov and others, SPAA 1995). A wait blocks the stream until the
-collective has ended, then costs its copy out (gathers) and what is computed from it at once.
+the members are what one reduced bucket gave, or neighbours in memory) and what the collective takes of
+the core that computes; the collective then queues in its process group, or on the link that this group
+shares with others. A part of its latency may pass while the one in front of it moves (in LogGP's terms
+the gap between two is shorter than the latency of one: Alexandrov and others, SPAA 1995). A wait blocks
+the stream until the collective has ended, then costs its copy out (gathers) and what is computed from it
+at once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import GraphShardError
+from ..rows import stretch_of
 from .problem import Collective, Problem
 
 
@@ -55,6 +57,7 @@ class Bucket(NamedTuple):
     earliest: int
     deadline: int
     after_mask: int
+    packs: bool
 
 
 class Flight(NamedTuple):
@@ -185,7 +188,8 @@ class Machine:
         num_bytes = sum(one.num_bytes for one in ones)
         copies_out = is_merged and not first.views_result
         copy_out = prices.copy_seconds(out_bytes) if copies_out else 0.0
-        packed = in_bytes if is_merged else staged
+        packs = is_merged and stretch_of([one.place for one in ones]) is None
+        packed = in_bytes if packs else staged
         return Bucket(
             members=members,
             mask=sum(self._bits[index] for index in members),
@@ -194,7 +198,7 @@ class Machine:
             num_bytes=num_bytes,
             seconds=prices.collective_seconds(first.kind, num_bytes, first.queue),
             overlapped_seconds=prices.overlapped_seconds(first.kind, num_bytes, first.queue),
-            copy_in_seconds=prices.copy_seconds(in_bytes) if is_merged else 0.0,
+            copy_in_seconds=prices.copy_seconds(in_bytes) if packs else 0.0,
             core_seconds=prices.core_seconds(first.kind, num_bytes, first.queue),
             start_seconds=sum(one.before_seconds for one in ones),
             wait_seconds=sum(one.after_seconds for one in ones) + copy_out,
@@ -208,6 +212,7 @@ class Machine:
             earliest=max(one.earliest for one in ones),
             deadline=min(one.deadline for one in ones),
             after_mask=sum({1 << other for one in ones for other in one.after}),
+            packs=packs,
         )
 
     def why_not_start(self, state: State, bucket: Bucket) -> str:
@@ -236,7 +241,7 @@ class Machine:
         if self.why_not_start(state, bucket):
             return None
         is_linked = len(bucket.members) > 1 and bucket.mask in state.linked
-        packs = len(bucket.members) > 1 and not is_linked
+        packs = bucket.packs and not is_linked
         copy_in = bucket.copy_in_seconds if packs else 0.0
         seconds = state.seconds + bucket.start_seconds + copy_in + bucket.core_seconds
         running = bucket.running_bytes - (bucket.in_bytes if is_linked else 0)

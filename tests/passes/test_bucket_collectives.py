@@ -1,5 +1,7 @@
 """bucket_collectives: one gather and one reduction per unit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from all_ranks import assert_same, pieces, run_halves, run_values, step_inputs
@@ -19,15 +21,17 @@ from small_graphs import (
     text_of,
 )
 
-from graphshard.buckets import PACK
+from graphshard.buckets import JOIN, PACK
 from graphshard.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from graphshard.context import PassContext
 from graphshard.errors import OptionError
 from graphshard.facts import Fact, check_bucketed
 from graphshard.params import padded_shape
 from graphshard.passes import BucketCollectives
-from graphshard.rewrite import copy_graph
+from graphshard.rewrite import GraphEmitter, copy_graph
+from graphshard.rows import moved_to_row
 
+CONVERT = torch.ops.prims.convert_element_type.default
 HELD = (Fact.TYPED, Fact.WAITED, Fact.GATHERED, Fact.REDUCED, Fact.LOWERED)
 
 
@@ -103,6 +107,79 @@ def test_parity(captured, name, num_ranks, reshard):
     after = run_halves(forward, backward, graphs.context, inputs)
     assert_same(after, before, bitwise=True)
     assert_same(after, expected)
+
+
+def _in_a_row(param_dtype=torch.bfloat16):
+    """Three neighbours, cast before they are gathered, with four unused elements between the last two."""
+    changes = {"dtype": torch.float32, "param_dtype": param_dtype}
+    return [
+        ParameterSpec((8, 3), row_offset=0, **changes),
+        ParameterSpec((8,), row_offset=12, **changes),
+        ParameterSpec((4, 2), row_offset=20, **changes),
+    ]
+
+
+def _bucketed_row(specs, num_ranks=2):
+    gm, ctx = parameter_graph(specs, num_ranks)
+    LOWERING.run(gm, ctx)
+    before = copy_graph(gm)
+    record, second = run_twice(BucketCollectives(), gm, ctx, *HELD)
+    assert record.report.changed and not second.report.changed
+    return before, gm, ctx
+
+
+def test_golden_of_neighbours(golden):
+    before, after, ctx = _bucketed_row(_in_a_row())
+    golden(text_of(before, ctx), "bucket_collectives.row.before")
+    golden(text_of(after, ctx), "bucket_collectives.row.after")
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_laid_out", [True, False], ids=["laid out", "elsewhere"])
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]], ids=str)
+def test_neighbours_are_sent_as_they_lie(order, is_laid_out, param_dtype):
+    """Or copied, where a user has put other tensors in their place."""
+    specs = [_in_a_row(param_dtype)[index] for index in order]
+    before, after, ctx = _bucketed_row(specs)
+    assert num_targets(after, JOIN) == 1
+    assert num_targets(after, PACK) == 1  # of the reduction
+    full = [torch.randn(spec.shape) for spec in specs]
+    grads = [torch.randn(spec.shape, dtype=param_dtype or torch.float32) for spec in specs]
+    inputs = []
+    for rank in range(2):
+        shards = {spec.row_offset: pieces(value, 0, 2)[rank] for spec, value in zip(specs, full, strict=True)}
+        if is_laid_out:
+            shards = moved_to_row(shards)
+        inputs.append([*(shards[spec.row_offset] for spec in specs), *grads])
+    expected, found = (run_values(graph, inputs, ctx.mesh) for graph in (before, after))
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"row_offset": -1}, {"row_offset": 100}, {"unit": "other"}, {"dtype": torch.float64}],
+    ids=["no place", "far away", "another unit", "another dtype"],
+)
+def test_others_are_packed(change):
+    specs = _in_a_row()
+    _, after, _ = _bucketed_row([*specs[:2], replace(specs[2], **change)])
+    is_apart = "unit" in change
+    assert num_targets(after, JOIN) == (1 if is_apart else 0)
+    assert num_targets(after, PACK) == (1 if is_apart else 2)
+
+
+def test_shards_cast_to_different_dtypes_are_packed():
+    """By a policy that only a hand-made graph has: what is gathered is equal, what is cast is not."""
+    first, second, _ = _in_a_row(param_dtype=None)
+    gm, ctx = parameter_graph([first, second], 2)
+    LOWERING.run(gm, ctx)
+    node = gm.graph.find_nodes(op="call_function", target=ALL_GATHER)[0]
+    with gm.graph.inserting_before(node):
+        emit = GraphEmitter(gm.graph, origin=node)
+        twice = emit(CONVERT, emit(CONVERT, node.args[0], torch.bfloat16), torch.float32)
+    node.args = (twice, *node.args[1:])
+    run_pass(BucketCollectives(), gm, ctx, *HELD)
+    assert num_targets(gm, JOIN) == 0
 
 
 SPECS = st.integers(1, 3).flatmap(

@@ -42,13 +42,20 @@ def all_schedules(problem, *, prunes: bool = False) -> Best:
         total = sum(ones[m].ready_bytes for m in unstarted if exists(m, gap, waited))
         for members, _, linked in flights:
             total += sum(ones[m].out_bytes + ones[m].copy_bytes for m in members)
-            if len(members) == 1:
-                total += ones[members[0]].staged_bytes + ones[members[0]].ready_bytes
+            if len(members) == 1 or lie_together(members):
+                total += sum(ones[m].staged_bytes + ones[m].ready_bytes for m in members)
             elif linked:
                 total += sum(ones[m].ready_bytes for m in members)
             else:
                 total += sum(ones[m].in_bytes for m in members)
         return total + sum(ones[m].kept_bytes for m in waited if ones[m].deadline >= gap)
+
+    def lie_together(members):
+        found = sorted((one.place.row, one.place.first, one.place.numel) for m in members if (one := ones[m]).place)
+        if len(found) < len(members) or len({row for row, *_ in found}) > 1:
+            return False
+        gaps = [nxt[1] - one[1] - one[2] for one, nxt in itertools.pairwise(found)]
+        return sum(gaps) <= max(64, (sum(gaps) + sum(numel for *_, numel in found)) / 64)
 
     def exists(m, gap, waited):
         return all(other in waited for other in ones[m].after) if ones[m].after else ones[m].earliest <= gap
@@ -106,7 +113,7 @@ def all_schedules(problem, *, prunes: bool = False) -> Best:
             return
         is_linked = len(members) > 1 and frozenset(members) in linked
         clock += sum(ones[m].before_seconds for m in members)
-        if len(members) > 1 and not is_linked:
+        if len(members) > 1 and not is_linked and not lie_together(members):
             clock += problem.prices.copy_seconds(sum(ones[m].in_bytes for m in members))
             staging = sum(ones[m].staged_bytes + ones[m].in_bytes for m in members)
             peak = max(peak, now + staging)
@@ -125,7 +132,9 @@ def all_schedules(problem, *, prunes: bool = False) -> Best:
         now = live_between(gap, unstarted, flights, waited)
         made = sum(ones[m].fresh_bytes for m in members)
         if copies_out:
-            made += sum(ones[m].out_bytes - ones[m].in_bytes - ones[m].copy_bytes for m in members)
+            together = lie_together(members)
+            freed = [ones[m].copy_bytes + (ones[m].staged_bytes if together else ones[m].in_bytes) for m in members]
+            made += sum(ones[m].out_bytes for m in members) - sum(freed)
         elif len(members) == 1:
             made = ones[members[0]].fresh_bytes
         peak = max(peak, now + max(made, 0))

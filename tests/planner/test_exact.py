@@ -15,6 +15,7 @@ from graphshard.planner.plan import InfeasibleBudgetError
 from graphshard.planner.problem import Collective, Problem, Task
 from graphshard.planner.simulate import Step, simulate
 from graphshard.planner.solve import plan
+from graphshard.rows import RowPlace
 
 FREE = [random_problem(seed, most=3, num_tasks=3) for seed in range(80)]
 TIGHT = [random_problem(seed, most=10, num_tasks=6, is_tight=True) for seed in range(80)]
@@ -197,6 +198,52 @@ def test_a_latency_that_passes_beside_another_is_no_reason_to_merge():
     assert len(plan(alone).buckets) < 4
     planned = plan(beside)
     assert (planned.seconds, planned.bounds.seconds, len(planned.buckets)) == (12.0, 12.0, 4)
+
+
+def _in_rows(problem):
+    """The gathers in two rows, with as much unused between some as may be sent along, or more."""
+    ends, found = [0, 0], []
+    for index, one in enumerate(problem.collectives):
+        if one.kind == "all_gather":
+            row = index % 3 % 2
+            place = RowPlace(f"row {row}", ends[row], 8 * one.in_bytes)
+            ends[row] += place.numel + (0, 64, 65)[index % 3]
+            one = replace(one, place=place)
+        found.append(one)
+    return replace(problem, collectives=found)
+
+
+IN_ROWS = [_in_rows(problem) for problem in (*DEAR_COPIES, *HEAVY)]
+IN_ROWS_LONG = [_in_rows(replace(problem, prices=LinePrices(copies=8.0))) for problem in LONG[:15]]
+
+
+@pytest.mark.parametrize("problem", IN_ROWS)
+def test_nothing_is_faster_where_shards_are_neighbours(problem):
+    _check(problem)
+
+
+@pytest.mark.parametrize("problem", IN_ROWS_LONG)
+def test_nothing_is_faster_where_shards_of_many_are_neighbours(problem):
+    _check_time(problem)
+
+
+def test_neighbours_are_merged_without_a_copy():
+    """Two gathers of 1 s of latency and 1 s of transfer each, 4 s of copies in and 8 s of copies out."""
+    ones = [_gather(i, 8, deadline=1) for i in range(2)]
+    apart = Problem(
+        tasks=[Task(seconds=9.0)] * 2,
+        collectives=ones,
+        prices=LinePrices(latency=1.0, bandwidth=8.0, copies=2.0),
+    )
+    places = [RowPlace("unit", 0, 100), RowPlace("unit", 100, 100)]
+    together = replace(
+        apart, collectives=[replace(one, place=place) for one, place in zip(ones, places, strict=True)]
+    )
+    merged = [Step(0, True, (0, 1)), Step(0, False, (0, 1))]
+    assert simulate(apart, merged).seconds == 4.0 + 3.0 + 8.0 + 18.0
+    assert simulate(together, merged).seconds == 3.0 + 8.0 + 18.0
+    other_row = replace(together.collectives[1], place=RowPlace("other", 100, 100))
+    assert simulate(replace(together, collectives=[ones[0], other_row]), merged).seconds == 33.0
 
 
 def test_what_starts_on_a_busy_queue_may_have_its_latency_over_before_the_next_gap():

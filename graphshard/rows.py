@@ -1,0 +1,91 @@
+"""Rows: the shards of a unit lie one after the other in memory, so that gathering several needs no copy.
+
+What a rank sends when it gathers a bucket is its shards, one after the other. Where these are neighbours in one
+storage, the storage itself is sent. The place of a shard is part of how the parameter is gathered
+(``UnshardCall.row_offset``), and equal on all ranks: only parameters that are cut evenly along their
+first dim have one. Whether a shard really lies there is asked when a graph runs (the op ``graphshard::join``):
+a user may have put another in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: A shard begins at a multiple of so many bytes, as generated kernels expect of their inputs.
+_ALIGNMENT = 16
+
+#: Neighbours are sent together if what lies unused between them is at most this share, or so many elements.
+_MOST_UNUSED, _FEW = 1 / 64, 64
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlace:
+    """Where a shard lies: its row, its first element there, and how many it has."""
+
+    row: str
+    first: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A part of a row: its first element, and how many it has."""
+
+    first: int
+    numel: int
+
+
+def has_place(shape: Sequence[int], dim: int, num_ranks: int) -> bool:
+    """Whether the shards of a parameter have places in a row: only those that are alike, and cut along dim 0."""
+    return num_ranks > 1 and dim == 0 and shape[0] % num_ranks == 0 and 0 not in shape
+
+
+def row_offsets(sizes: Iterable[tuple[int, int]]) -> list[int]:
+    """Where shards of so many elements, of so many bytes each, begin in one row, in elements."""
+    offsets, end = [], 0
+    for numel, itemsize in sizes:
+        step = max(1, _ALIGNMENT // itemsize)
+        offsets.append(-(-end // step) * step)
+        end = offsets[-1] + numel
+    return offsets
+
+
+def stretch_of(places: Sequence[RowPlace | None]) -> Stretch | None:
+    """The part of a row that holds all ``places`` and hardly anything else; None if there is none."""
+    known = [place for place in places if place is not None]
+    if len(known) < len(places) or len({place.row for place in known}) != 1:
+        return None
+    first = min(place.first for place in known)
+    numel = max(place.first + place.numel for place in known) - first
+    unused = numel - sum(place.numel for place in known)
+    return Stretch(first, numel) if unused <= max(_FEW, _MOST_UNUSED * numel) else None
+
+
+def is_row(pieces: Sequence[Tensor], offsets: Sequence[int]) -> bool:
+    """Whether tensors of one dtype lie in one storage at these distances, in elements, and are contiguous."""
+    first, start = pieces[0], pieces[0].data_ptr() - offsets[0] * pieces[0].element_size()
+    storage = first.untyped_storage().data_ptr()
+    return all(
+        piece.data_ptr() == start + offset * piece.element_size()
+        and piece.untyped_storage().data_ptr() == storage
+        and piece.is_contiguous()
+        for piece, offset in zip(pieces, offsets, strict=True)
+    )
+
+
+def moved_to_row(pieces: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Copies of contiguous tensors of one dtype and device in a storage of their own, by their offsets in it."""
+    first = next(iter(pieces.values()))
+    start = min(pieces)
+    row = first.new_zeros(max(offset + piece.numel() for offset, piece in pieces.items()) - start)
+    moved = {}
+    for offset, piece in pieces.items():
+        # A tensor of its own, whose version moves with no other's.
+        strides = torch.empty(piece.shape, device="meta").stride()
+        moved[offset] = row.new_empty(0).set_(row.untyped_storage(), offset - start, piece.shape, strides)
+        moved[offset].copy_(piece)
+    return moved

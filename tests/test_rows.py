@@ -1,0 +1,255 @@
+"""Rows: where shards lie, which of them are neighbours, and sending them as they lie."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from graphshard import fully_shard
+from graphshard.buckets import JOIN
+from graphshard.capture import ShardingRules, capture_step
+from graphshard.rows import RowPlace, Stretch, has_place, is_row, moved_to_row, row_offsets, stretch_of
+from graphshard.unit import UNIT, slots_of
+
+
+def test_only_even_cuts_along_the_first_dim_have_a_place():
+    assert has_place([6, 5], 0, 2) and has_place([4], 0, 4)
+    assert not has_place([5, 6], 0, 2), "the last rank has fewer rows"
+    assert not has_place([6, 6], 1, 2), "a gather of another dim copies anyway"
+    assert not has_place([6, 6], 0, 1), "nothing is gathered"
+    assert not has_place([6, 0], 0, 2), "there is nothing to lie anywhere"
+
+
+def test_shards_begin_at_multiples_of_16_bytes():
+    assert row_offsets([(5, 4), (3, 4), (8, 4)]) == [0, 8, 12]
+    assert row_offsets([(5, 2), (8, 2)]) == [0, 8]
+    assert row_offsets([(2, 8), (3, 8), (1, 8)]) == [0, 2, 6]
+    assert row_offsets([(5, 16), (1, 16)]) == [0, 5]
+    assert row_offsets([]) == []
+
+
+def test_neighbours_in_any_order_form_a_stretch():
+    places = [RowPlace("a", 1000, 50), RowPlace("a", 0, 500), RowPlace("a", 500, 500)]
+    assert stretch_of(places) == Stretch(0, 1050)
+    assert stretch_of(places[:1]) == Stretch(1000, 50)
+
+
+@pytest.mark.parametrize(("unused", "numel"), [(64, 10), (65, 10), (200, 6400 * 2), (201, 100 * 63)])
+def test_little_may_lie_unused_in_between(unused, numel):
+    found = stretch_of([RowPlace("a", 0, numel), RowPlace("a", numel + unused, numel)])
+    whole = 2 * numel + unused
+    assert found == (Stretch(0, whole) if unused <= max(64, whole / 64) else None)
+
+
+def test_no_stretch_without_places_or_in_two_rows():
+    one = RowPlace("a", 0, 8)
+    assert stretch_of([one, RowPlace("b", 8, 8)]) is None
+    assert stretch_of([one, None]) is None
+    assert stretch_of([]) is None
+
+
+def _row():
+    """Three tensors at 0, 8 and 12 of one storage."""
+    return moved_to_row({0: torch.arange(6.0).view(2, 3), 8: -torch.ones(4), 12: torch.full((2, 2), 7.0)})
+
+
+def test_tensors_are_copied_into_one_storage():
+    row = _row()
+    assert list(row) == [0, 8, 12]
+    assert is_row(list(row.values()), list(row))
+    assert torch.equal(row[0], torch.arange(6.0).view(2, 3)) and torch.equal(row[12], torch.full((2, 2), 7.0))
+    assert len({piece.untyped_storage().data_ptr() for piece in row.values()}) == 1
+    moved = moved_to_row({20: torch.ones(4), 24: torch.zeros(2)})
+    assert moved[20].untyped_storage().nbytes() == 6 * 4, "a row has no room in front of its first shard"
+
+
+def test_tensors_of_a_row_have_versions_of_their_own():
+    row = _row()
+    before = row[8]._version
+    row[0].add_(1.0)
+    assert row[8]._version == before
+
+
+def test_what_is_no_row():
+    row = _row()
+    pieces, offsets = list(row.values()), list(row)
+    assert not is_row([pieces[0], pieces[1].clone(), pieces[2]], offsets)
+    assert not is_row(pieces, [0, 8, 13])
+    assert not is_row([pieces[1], pieces[0]], [0, 8])
+    square = moved_to_row({0: torch.ones(2), 4: torch.ones(2, 2)})
+    assert is_row(list(square.values()), [0, 4])
+    assert not is_row([square[0], square[4].t()], [0, 4]), "elements in another order"
+
+
+def test_neighbours_are_joined_without_a_copy():
+    row = _row()
+    joined = JOIN([row[0], row[8], row[12]], [0, 8, 12], 16)
+    assert joined.data_ptr() == row[0].data_ptr() and joined.shape == (16,)
+    assert torch.equal(joined[:6], torch.arange(6.0)) and torch.equal(joined[8:12], -torch.ones(4))
+    part = JOIN([row[8], row[12]], [0, 4], 8)
+    assert part.data_ptr() == row[8].data_ptr() and torch.equal(part[4:], torch.full((4,), 7.0))
+
+
+def test_others_are_joined_by_copies():
+    row = _row()
+    joined = JOIN([row[0], torch.full((4,), 3.0), row[12]], [0, 8, 12], 16)
+    assert joined.data_ptr() != row[0].data_ptr()
+    assert torch.equal(joined[:6], torch.arange(6.0)) and torch.equal(joined[8:12], torch.full((4,), 3.0))
+    assert torch.equal(joined[12:], torch.full((4,), 7.0)) and not joined[6:8].any()
+
+
+def test_join_is_a_view_to_torch():
+    """So that the inner compiler reuses the memory for nothing else, and the memory model counts none."""
+    assert JOIN.is_view
+
+
+# the shards of a model ---------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Two parameters that have places, in two dtypes, and one that has none."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.low = nn.Parameter(torch.randn(4, dtype=torch.bfloat16))
+        self.uneven = nn.Parameter(torch.randn(5, 2))
+
+    def forward(self, x):
+        return self.inner(x) + self.low.sum() + self.uneven.sum()
+
+
+def _locals(model):
+    return {name: param.to_local() for name, param in model.named_parameters()}
+
+
+def _lies_in_a_row(model):
+    """Whether the shards of the blocks that have places are neighbours."""
+    found = []
+    for index in range(len(model)):
+        shards = [model[index].inner.weight.to_local(), model[index].inner.bias.to_local()]
+        found.append(is_row(shards, [2, 2 + shards[0].numel()]))
+    return all(found)
+
+
+def _sharded(mesh, **options):
+    model = nn.Sequential(Block(), Block())
+    for block in model:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def test_shards_of_a_unit_lie_in_a_row(fake_group):
+    model = _sharded(fake_group(2))
+    assert _lies_in_a_row(model)
+    offsets = {name: slot.row_offset for name, slot in slots_of(model[0])}
+    offsets |= {name: slot.row_offset for name, slot in slots_of(model[0].inner)}
+    assert offsets == {"low": 0, "weight": 4, "bias": 36, "uneven": -1}
+    storages = {name: value.untyped_storage().data_ptr() for name, value in _locals(model[0]).items()}
+    assert storages["inner.weight"] == storages["inner.bias"]
+    assert len({storages[name] for name in ("inner.weight", "low", "uneven")}) == 3
+    other = model[1].inner.weight.to_local()
+    assert other.untyped_storage().data_ptr() not in storages.values(), "each unit has its own"
+
+
+def test_shards_have_the_values_of_the_parameters(fake_group):
+    mesh = fake_group(2, rank=1)
+    torch.manual_seed(0)
+    model = _sharded(mesh)
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(), Block())
+    for name, param in plain.named_parameters():
+        assert torch.equal(_locals(model)[name], param.detach().chunk(2)[1]), name
+
+
+def test_parameters_stay_themselves_when_they_are_moved(fake_group):
+    model = _sharded(fake_group(2))
+    before = dict(model.named_parameters())
+    values = {name: value.double() for name, value in _locals(model).items()}
+    for param in before.values():
+        param.grad = torch.ones_like(param)
+    model.double()
+    assert _lies_in_a_row(model)
+    for name, param in model.named_parameters():
+        assert param is before[name]
+        assert param.dtype == param.grad.dtype == torch.float64
+        assert torch.equal(param.to_local(), values[name])
+
+
+def test_a_model_that_was_sharded_on_the_meta_device_is_laid_out(fake_group):
+    mesh = fake_group(2)
+    with torch.device("meta"):
+        model = _sharded(mesh)
+    assert {slot.row_offset for _, slot in slots_of(model[0].inner)} == {4, 36}
+    model.to_empty(device="cpu")
+    assert _lies_in_a_row(model)
+
+
+def test_a_copied_model_has_rows_of_its_own(fake_group):
+    model = _sharded(fake_group(2))
+    copied = copy.deepcopy(model)
+    assert _lies_in_a_row(copied)
+    ours, theirs = model[0].inner.weight.to_local(), copied[0].inner.weight.to_local()
+    assert torch.equal(ours, theirs)
+    assert ours.untyped_storage().data_ptr() != theirs.untyped_storage().data_ptr()
+
+
+def test_what_lies_in_a_row_is_not_moved(fake_group):
+    model = _sharded(fake_group(2))
+    before = {name: value.data_ptr() for name, value in _locals(model).items()}
+    model.to("cpu")
+    assert {name: value.data_ptr() for name, value in _locals(model).items()} == before
+
+
+def _move_away(param):
+    """As a user does who assigns a state dict."""
+    local = param.to_local().detach().clone()
+    torch.utils.swap_tensors(param, nn.Parameter(DTensor(local, param._spec, requires_grad=False)))
+
+
+def test_a_parameter_that_is_laid_out_again_keeps_what_belongs_to_it(fake_group):
+    model = _sharded(fake_group(2))
+    weight = model[0].inner.weight
+    _move_away(weight)
+    weight.requires_grad_(False)
+    weight.grad, weight.note, value = torch.ones_like(weight), "a user's", weight.to_local().clone()
+    assert not _lies_in_a_row(model)
+    model[0].__dict__[UNIT].lay_out()
+    assert _lies_in_a_row(model) and model[0].inner.weight is weight
+    assert weight.note == "a user's" and not weight.requires_grad
+    assert torch.equal(weight.grad.to_local(), torch.ones(4, 8)) and torch.equal(weight.to_local(), value)
+
+
+def test_a_parameter_in_use_elsewhere_stays_where_it_is(fake_group):
+    """Something holds a weak reference to it, as a compiled graph does: torch cannot exchange its memory."""
+    model = _sharded(fake_group(2))
+    weight = model[0].inner.weight
+    _move_away(weight)
+    value, held = weight.to_local().clone(), weakref.ref(weight)
+    model[0].__dict__[UNIT].lay_out()
+    assert not _lies_in_a_row(model) and torch.equal(held().to_local(), value)
+
+
+def test_what_one_rank_holds_whole_has_no_place(fake_group):
+    model = _sharded(fake_group(1))
+    assert {slot.row_offset for _, slot in slots_of(model[0].inner)} == {-1}
+
+
+@pytest.mark.parametrize("mesh", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=str)
+def test_an_inspected_model_has_the_places_of_a_sharded_one(fake_group, mesh):
+    sharded = _sharded(fake_group(2))
+    with torch.device("meta"):
+        model = nn.Sequential(Block(), Block())
+        x = torch.zeros(3, 8)
+    step = capture_step(
+        model, (x,), rules=ShardingRules(mesh=mesh, units=["0", "1"]), loss=lambda output: output.sum()
+    )
+    offsets = {
+        slot.name: slot.row_offset
+        for owner in sharded.modules()
+        for _, slot in slots_of(owner)
+    }  # fmt: skip
+    assert {binding.name: binding.row_offset for binding in step.context.parameters} == offsets
