@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ from ..boundary import cross_boundary
 from ..context import PassContext, context_from_shard_ops, pieces_of
 from ..passes import LowerShards
 from ..pipeline import Pipeline
+from ..rewrite import copy_graph
 
 
 @dataclass
@@ -58,13 +58,13 @@ def capture_graphs(
 
     def take(gm: fx.GraphModule) -> None:
         context = context_from_shard_ops(gm, full_checks=full_checks)
-        captured = copy.deepcopy(gm)
+        captured = copy_graph(gm)
         pipeline.run(gm, context)
         context = replace(context, pieces=pieces_of(gm))
-        found.append(CapturedGraphs(captured=captured, joint=copy.deepcopy(gm), context=context))
+        found.append(CapturedGraphs(captured=captured, joint=copy_graph(gm), context=context))
 
     def lower(half: fx.GraphModule, context: PassContext) -> fx.GraphModule:
-        lowered = copy.deepcopy(half)
+        lowered = copy_graph(half)
         Pipeline(LowerShards(), given=pipeline.facts_at_end).run(lowered, context)
         return lowered
 
