@@ -267,6 +267,7 @@ class _Reader:
         self._kept = set(kept_inputs(gm))
         self._staged: set[fx.Node] = set()
         self._finished: set[fx.Node] = set()
+        self._earliest: list[int] = []  # of the collectives so far
 
     def collectives(self) -> list[Collective]:
         return [self._collective(node) for node in self._movable]
@@ -286,6 +287,7 @@ class _Reader:
     def _collective(self, node: fx.Node) -> Collective:
         in_bytes, out_bytes = _sizes(node)
         earliest, after, staging = self._behind(node)
+        self._earliest.append(earliest)
         deadline, results, finishing, feeds = self._ahead(node)
         owned = sum(map(self._owned_bytes(node, earliest), operands(node)))
         is_staged = any(_base(source) in self._lazy and not after for source in operands(node))
@@ -341,7 +343,9 @@ class _Reader:
             if source in self._position:
                 earliest = max(earliest, self._position[source] + 1)
             elif is_wait(source):
-                after.add(self._index[source.args[0]])
+                other = self._index[source.args[0]]
+                after.add(other)
+                earliest = max(earliest, self._earliest[other])
             elif source in self._lazy and source not in staging:
                 staging[source] = None
                 pending.extend(source.all_input_nodes)

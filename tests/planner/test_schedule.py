@@ -163,6 +163,17 @@ def test_latency_decides_about_merging():
     assert [len(bucket.names) for bucket in _planned(*_two_gathers(latency=10.0))[1].buckets] == [2]
 
 
+def test_the_input_of_one_that_follows_another_exists_no_sooner():
+    build = GraphBuilder()
+    value = build.input("primals_0", 8, 8)
+    grad = build(aten.mm.default, build(aten.relu.default, value), value)
+    summed = build(WAIT, build(ALL_REDUCE, grad, "sum", "tensor_group"))
+    gm = build.finish(build.reduction(summed, 2), build(aten.relu.default, value))
+    found = problem_of_graph(gm, PRICES)
+    assert [one.after for one in found.problem.collectives] == [(), (0,)]
+    assert [one.earliest for one in found.problem.collectives] == [2, 2]
+
+
 def test_what_cannot_move_stays_and_is_named():
     build = GraphBuilder()
     x = build.input("primals_0", 4, 4)
