@@ -10,7 +10,8 @@
   first gather, the last reduction.
 - *windows*: a collective that may start in gap ``e`` and is read in gap ``d`` delays compute by its
   own time less that of the tasks in between. Delays in gaps that do not overlap add up; the heaviest
-  such choice is taken (weighted interval scheduling).
+  such choice is taken (weighted interval scheduling). Delays before the input of a collective exists, and
+  behind its first reader, count in ``a`` and ``b`` of the queue bound, too.
 
 The work of a set is the least that any merging of it costs. If prices are concave in bytes (latency +
 bytes / bandwidth is), that is one bucket for each merge key. Otherwise the best price per byte counts.
@@ -62,7 +63,7 @@ def lower_bounds(problem: Problem) -> Bounds:
     """Bounds on the time of any schedule that keeps the problem's budget."""
     surely = sum(one.before_seconds + one.after_seconds for one in problem.collectives)
     compute = sum(task.seconds for task in problem.tasks) + surely + _least_core_seconds(problem)
-    windows = [(one.earliest, one.deadline) for one in problem.collectives]
+    windows = _windows(problem)
     queue = _queue_bound(problem, windows)
     delays = _window_bound(problem, windows)
     memory = max(queue, delays)
@@ -120,32 +121,66 @@ def _windows_in_budget(problem: Problem, budget_bytes: int) -> list[tuple[int, i
     return windows
 
 
-def _window_bound(problem: Problem, windows: Sequence[tuple[int, int]]) -> float:
-    elapsed = [0.0, *itertools.accumulate(task.seconds for task in problem.tasks)]
-    delays = []
+def _delays(problem: Problem, windows: Sequence[tuple[int, int]]) -> list[tuple[int, int, float]]:
+    """The windows in which a collective takes longer than the tasks, and by how much."""
+    elapsed = _elapsed(problem)
+    found = []
     for one, (earliest, deadline) in zip(problem.collectives, windows, strict=True):
         seconds = problem.prices.collective_seconds(one.kind, one.num_bytes, one.queue)
         delay = seconds - (elapsed[deadline] - elapsed[earliest])
         if delay > 0:
-            delays.append((deadline, earliest, delay))
-    best = [0.0] * (problem.num_positions + 1)  # best[gap + 1]: of windows that end at or before it
+            found.append((earliest, deadline, delay))
+    return found
+
+
+def _added_up(delays: Sequence[tuple[int, int, float]], num_positions: int) -> list[float]:
+    """For each gap, and for behind the last, the most that windows which end before it delay, none overlapping."""
+    most = [0.0] * (num_positions + 1)
     position = 0
-    for deadline, earliest, delay in sorted(delays):
+    for deadline, earliest, delay in sorted((last, first, delay) for first, last, delay in delays):
         while position <= deadline:
-            best[position + 1] = best[position]
+            most[position + 1] = most[position]
             position += 1
-        best[deadline + 1] = max(best[deadline + 1], best[earliest] + delay)
-    return elapsed[-1] + best[position]
+        most[deadline + 1] = max(most[deadline + 1], most[earliest] + delay)
+    while position < num_positions:
+        most[position + 1] = most[position]
+        position += 1
+    return most
+
+
+def _window_bound(problem: Problem, windows: Sequence[tuple[int, int]]) -> float:
+    return _elapsed(problem)[-1] + _added_up(_delays(problem, windows), problem.num_positions)[-1]
+
+
+def _elapsed(problem: Problem) -> list[float]:
+    return [0.0, *itertools.accumulate(task.seconds for task in problem.tasks)]
+
+
+def _windows(problem: Problem) -> list[tuple[int, int]]:
+    return [(one.earliest, one.deadline) for one in problem.collectives]
+
+
+def _entered_and_left(
+    problem: Problem, windows: Sequence[tuple[int, int]]
+) -> tuple[list[float], list[float]]:
+    """Of each gap: the soonest that its first step can be, and the least that is to do behind its last one."""
+    elapsed, delays, end = _elapsed(problem), _delays(problem, windows), len(problem.tasks)
+    before = _added_up(delays, problem.num_positions)
+    mirrored = [(end - last, end - first, delay) for first, last, delay in delays]
+    behind = _added_up(mirrored, problem.num_positions)
+    entered = [seconds + before[gap] for gap, seconds in enumerate(elapsed)]
+    left = [elapsed[-1] - seconds + behind[end - gap] for gap, seconds in enumerate(elapsed)]
+    return entered, left
 
 
 def _queue_bound(problem: Problem, windows: Sequence[tuple[int, int]]) -> float:
-    elapsed = [0.0, *itertools.accumulate(task.seconds for task in problem.tasks)]
+    entered, left = _entered_and_left(problem, windows)
     ones = problem.collectives
     alone = [problem.prices.collective_seconds(one.kind, one.num_bytes, one.queue) for one in ones]
     heads: list[float] = []
     for one, (earliest, _) in zip(ones, windows, strict=True):
         after = [heads[other] + alone[other] + ones[other].after_seconds for other in one.after]
-        heads.append(max([elapsed[earliest], *after]) + one.before_seconds)
+        heads.append(max([entered[earliest], *after]) + one.before_seconds)
     dependents: dict[int, list[int]] = {}
     for index, one in enumerate(ones):
         for other in one.after:
@@ -156,7 +191,7 @@ def _queue_bound(problem: Problem, windows: Sequence[tuple[int, int]]) -> float:
         later = [
             tails[other] + alone[other] + ones[other].before_seconds for other in dependents.get(index, ())
         ]
-        tails[index] = max([elapsed[-1] - elapsed[deadline], *later]) + one.after_seconds
+        tails[index] = max([left[deadline], *later]) + one.after_seconds
     overlaps = [problem.prices.overlapped_seconds(one.kind, one.num_bytes, one.queue) for one in ones]
     best = 0.0
     links = [problem.link_of(one.queue) for one in ones]

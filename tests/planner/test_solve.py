@@ -141,6 +141,26 @@ def test_the_bound_knows_the_budget():
     assert "the budget: 8 bytes do not fit before task 0" in str(tight)
 
 
+def test_delays_by_another_group_are_in_the_bound_of_a_queue():
+    """Two reductions behind a sum that nothing hides, or two gathers in front of it: one group alone does not tell."""
+    tasks = [Task(seconds=1.0) for _ in range(3)]
+    whole = Collective(name="sum", kind="all_reduce", queue="tensor", in_bytes=32, out_bytes=32, earliest=1,
+                       deadline=1)  # fmt: skip
+    assert plan(Problem(tasks=tasks, collectives=[whole], prices=LinePrices())).seconds == 13.0
+    reductions = [
+        Collective(name=f"r{i}", kind="reduce_scatter", queue="q", in_bytes=8, out_bytes=2, earliest=2, deadline=3)
+        for i in range(2)
+    ]
+    gathers = [
+        Collective(name=f"g{i}", kind="all_gather", queue="q", in_bytes=2, out_bytes=8, earliest=0, deadline=0)
+        for i in range(2)
+    ]
+    for some, seconds in ((reductions, 20.0), (gathers, 21.0)):
+        problem = Problem(tasks=tasks, collectives=[*some, whole], prices=LinePrices())
+        bounds = lower_bounds(problem)
+        assert plan(problem).seconds == bounds.queue == seconds and bounds.windows == seconds - 4.0
+
+
 class SteppedPrices(LinePrices):
     """A protocol switch: dearer above 16 bytes, by more than a line says."""
 
