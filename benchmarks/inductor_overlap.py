@@ -16,9 +16,11 @@ from unittest import mock
 
 import torch.distributed as dist
 from torch import fx
+from torch.distributed.device_mesh import init_device_mesh
 
-from graphshard.collectives import group_name, is_collective
+from graphshard.collectives import group_name, is_collective, is_wait
 from graphshard.cost import CostModel
+from graphshard.mesh import MeshLayout
 from graphshard.planner.from_graph import KINDS, problem_of_graph
 from graphshard.planner.problem import Problem
 from graphshard.planner.simulate import Step
@@ -26,14 +28,14 @@ from graphshard.rewrite import apply_order, copy_graph
 
 
 def inductor_schedule(
-    gm: fx.GraphModule, model: CostModel, num_ranks: int, *, merges: bool = True
+    gm: fx.GraphModule, model: CostModel, layout: MeshLayout, *, merges: bool = True
 ) -> tuple[Problem, list[Step]]:
     """What Inductor's pass makes of ``gm``: the problem, with compute in its order, and a schedule of it.
 
     Args:
-        gm: a half with collectives of one process group; left as it is.
+        gm: a half; left as it is.
         model: seconds of its nodes, given to the pass as milliseconds.
-        num_ranks: of the process group.
+        layout: the axes of its process groups.
         merges: with Inductor's bucketing, before and after scheduling.
     """
     found = problem_of_graph(gm, model)
@@ -44,13 +46,15 @@ def inductor_schedule(
     twin = dict(zip(gm.graph.nodes, copied.graph.nodes, strict=True))
     tasks = {twin[node]: node for node in found.tasks}
     roots = {node: _roots(twin[node], tasks) for node in found.starts}
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.num_ranks)
     try:
-        ours = {group_name(node) for node in found.starts}
-        theirs = dist.distributed_c10d._get_default_group().group_name
+        sizes, labels = zip(*((axis.size, axis.label) for axis in layout.axes), strict=True)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=labels)
+        theirs = {axis.group_name: mesh.get_group(axis.label).group_name for axis in layout.axes}
+        ours = {new: old for old, new in theirs.items()}
         for node in filter(is_collective, copied.graph.nodes):
-            node.args = tuple(theirs if argument in ours else argument for argument in node.args)
-        estimate = _estimator(copied, gm, model, next(iter(ours)))
+            node.args = (*node.args[:-1], theirs[group_name(node)])
+        estimate = _estimator(copied, gm, model, ours)
         with mock.patch.object(
             overlap_scheduling, "estimate_roofline_runtime_ms", lambda node: estimate(node, None)
         ):
@@ -109,9 +113,9 @@ def _with_tasks_in_order(
 
 
 def _estimator(
-    copied: fx.GraphModule, gm: fx.GraphModule, model: CostModel, group: str
+    copied: fx.GraphModule, gm: fx.GraphModule, model: CostModel, ours: Mapping[str, str]
 ) -> Callable[[fx.Node, int | None], float | None]:
-    """Milliseconds of a node, as Inductor's pass asks for them."""
+    """Milliseconds of a node, as Inductor's pass asks for them; ``ours``: our group names by theirs."""
     seconds = model.compute_seconds(gm)
     known = {
         other: seconds.get(node, 0.0) for node, other in zip(gm.graph.nodes, copied.graph.nodes, strict=True)
@@ -123,7 +127,8 @@ def _estimator(
         values = [source.meta["val"] for source in (*node.all_input_nodes, node)]
         num_bytes = max(value.numel() * value.element_size() for value in values)
         size = num_bytes if override_size is None else override_size
-        return 1e3 * model.collective_seconds(KINDS.get(node.target, "all_gather"), size, group)
+        kind = KINDS.get(node.target, "all_gather")
+        return 1e3 * model.collective_seconds(kind, size, ours[group_name(node)])
 
     return estimate
 
@@ -159,7 +164,7 @@ def _steps(
             assert members, f"{node.format_node()} merges nothing known"
             open_buckets[node] = members
             steps.append(Step(position, True, members))
-        elif "wait_tensor" in str(node.target) and node.args[0] in open_buckets:
+        elif is_wait(node) and node.args[0] in open_buckets:
             steps.append(Step(position, False, open_buckets.pop(node.args[0])))
     return steps
 

@@ -3,6 +3,7 @@
     python benchmarks/planner_llama.py                                   # 8B, 32 layers, 8 to 1,024 ranks
     python benchmarks/planner_llama.py --model 405b --layers 8 32 126 --mesh shard=1024
     python benchmarks/planner_llama.py --mesh replicate=16,shard=64 --tokens 2048
+    python benchmarks/planner_llama.py --mesh shard=8,tp=8               # tensor parallelism inside a node
 
 A step is captured on fake tensors and sharded by layers, bf16 with fp32 reductions; nothing runs. All
 schedules are priced by one cost model and one simulation. Per half of a step, in milliseconds: "unit" is
@@ -25,16 +26,18 @@ from torch import fx
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard import passes
-from graphshard.capture import PLAIN_PIPELINE, CapturedStep, ShardingRules, capture_step
+from graphshard.capture import PLAIN_PIPELINE, ShardingRules, capture_step
 from graphshard.collectives import is_collective
 from graphshard.context import PassContext
 from graphshard.cost import CostModel, load_card
+from graphshard.mesh import MeshLayout
 from graphshard.pipeline import Pipeline
 from graphshard.planner.from_graph import problem_of_graph
 from graphshard.planner.simulate import Simulation, simulate
 from graphshard.planner.solve import plan
 from graphshard.rewrite import copy_graph
 from inductor_overlap import inductor_schedule
+from llama_tensor_parallel import capture_tensor_parallel
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 llama = importlib.import_module("llama_model")
@@ -42,6 +45,7 @@ llama = importlib.import_module("llama_model")
 MODELS = {"8b": llama.LLAMA_3_8B, "70b": llama.LLAMA_3_70B, "405b": llama.LLAMA_3_405B}
 MESHES = [{"shard": 8}, {"shard": 64}, {"shard": 256}, {"shard": 1024}]
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+TO_LEVEL_2 = Pipeline(passes.LowerShards(), given=PLAIN_PIPELINE.facts_at_end)
 
 
 def user_seconds() -> float:
@@ -49,23 +53,37 @@ def user_seconds() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_utime
 
 
-def captured(model: str, num_layers: int, mesh: dict[str, int], tokens: int) -> CapturedStep:
-    """The halves of a step on a batch of one sequence."""
-    module, args, kwargs = llama.on_meta(replace(MODELS[model], num_layers=num_layers), 1, tokens)
-    rules = ShardingRules(mesh=mesh, units=("layers.*",), mp_policy=POLICY)
-    return capture_step(module, args, kwargs, rules=rules)
-
-
-def lowered(half: fx.GraphModule, ctx: PassContext, *steps: object) -> fx.GraphModule:
-    """A copy at level 2, after further passes."""
+def lower(half: fx.GraphModule, ctx: PassContext) -> fx.GraphModule:
+    """A copy at level 2."""
     gm = copy_graph(half)
-    Pipeline(passes.LowerShards(), *steps, given=PLAIN_PIPELINE.facts_at_end).run(gm, ctx)
+    TO_LEVEL_2.run(gm, ctx)
     return gm
+
+
+def captured(
+    model: str, num_layers: int, mesh: dict[str, int], tokens: int
+) -> tuple[dict[str, tuple[fx.GraphModule, PassContext]], MeshLayout]:
+    """The halves of a step on a batch of one sequence, at level 2, and the mesh."""
+    module, args, kwargs = llama.on_meta(replace(MODELS[model], num_layers=num_layers), 1, tokens)
+    if "tp" in mesh:
+        graphs, layout = capture_tensor_parallel(module, args[0], mesh, POLICY)
+        forward, backward = graphs.context.for_forward(), graphs.context.for_backward()
+        return {"forward": (graphs.forward, forward), "backward": (graphs.backward, backward)}, layout
+    rules = ShardingRules(mesh=mesh, units=("layers.*",), mp_policy=POLICY)
+    step = capture_step(module, args, kwargs, rules=rules)
+    forward, backward = step.context.for_forward(), step.context.for_backward()
+    halves = {
+        "forward": (lower(step.forward, forward), forward),
+        "backward": (lower(step.backward, backward), backward),
+    }
+    return halves, step.context.mesh
 
 
 def unit_schedule(half: fx.GraphModule, ctx: PassContext, model: CostModel) -> Simulation:
     """One bucket a unit, each gather one bucket ahead."""
-    gm = lowered(half, ctx, passes.BucketCollectives(), passes.ScheduleCollectives(memory="any"))
+    gm = copy_graph(half)
+    by_unit = passes.BucketCollectives(), passes.ScheduleCollectives(memory="any")
+    Pipeline(*by_unit, given=TO_LEVEL_2.facts_at_end).run(gm, ctx)
     found = problem_of_graph(gm, model)
     return simulate(found.problem, found.unplanned)
 
@@ -75,28 +93,27 @@ def short(simulation: Simulation) -> str:
     return f"{1e3 * simulation.seconds:9.2f} {simulation.peak_bytes / 2**30:6.1f}"
 
 
-def row(name: str, half: fx.GraphModule, ctx: PassContext, with_inductor: bool) -> str:
+def row(name: str, gm: fx.GraphModule, ctx: PassContext, layout: MeshLayout, with_inductor: bool) -> str:
     """One line of the table."""
-    model = CostModel.of_mesh(load_card("h100-sxm"), ctx.mesh)
-    gm = lowered(half, ctx)
+    model = CostModel.of_mesh(load_card("h100-sxm"), layout)
     before = user_seconds()
     problem = problem_of_graph(gm, model).problem
     found = plan(problem)
     seconds = user_seconds() - before
     text = (
         f"{name} {len(gm.graph.nodes):>6} {sum(map(is_collective, gm.graph.nodes)):>5} "
-        f"{short(unit_schedule(half, ctx, model))} {short(simulate(problem, found.steps))} "
+        f"{short(unit_schedule(gm, ctx, model))} {short(simulate(problem, found.steps))} "
         f"{1e3 * found.bounds.seconds:9.2f} {100 * found.gap:6.2f} {len(found.buckets):>7} {seconds:6.1f}"
     )
-    if with_inductor and len(ctx.mesh.axes) == 1:
+    if with_inductor:
         for merges in (False, True):
-            moved, steps = inductor_schedule(gm, model, ctx.mesh.num_ranks, merges=merges)
+            moved, steps = inductor_schedule(gm, model, layout, merges=merges)
             text += " " + short(simulate(moved, steps))
     return text
 
 
 def parsed_mesh(text: str) -> dict[str, int]:
-    """A mesh from "replicate=16,shard=64"."""
+    """A mesh from "replicate=16,shard=64" or "shard=8,tp=8"."""
     return {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
 
 
@@ -116,8 +133,7 @@ if __name__ == "__main__":
           "gap % buckets plan s  Inductor   peak   merging   peak", flush=True)  # fmt: skip
     for num_layers in options.layers or [MODELS[options.model].num_layers]:
         for mesh in options.mesh:
-            step = captured(options.model, num_layers, mesh, options.tokens)
-            for half in ("forward", "backward"):
-                ctx = getattr(step.context, f"for_{half}")()
+            halves, layout = captured(options.model, num_layers, mesh, options.tokens)
+            for half, (gm, ctx) in halves.items():
                 name = f"{' x '.join(map(str, mesh.values())):>16} {num_layers:>6} {half:>8}"
-                print(row(name, getattr(step, half), ctx, not options.no_inductor), flush=True)
+                print(row(name, gm, ctx, layout, not options.no_inductor), flush=True)
