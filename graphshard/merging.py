@@ -34,10 +34,7 @@ def merge_gathers(graph: fx.Graph, members: list[fx.Node], places: Sequence[RowP
         members[0].prepend(moved)
     with graph.inserting_before(members[0]):
         emit = GraphEmitter(graph, origin=members[0], extra_meta=_tags(members[0]))
-        sent = _joined(emit, members, places)
-        if sent is None:
-            sent = emit(PACK, inputs, 1), [emit.tensor(value).numel() for value in inputs], range(len(inputs))
-        bucket, sizes, indices = sent
+        bucket, sizes, indices = _joined(emit, members, places) or _packed(emit, inputs)
         started = emit(members[0].target, bucket, group_size, *rest)
         gathered = emit(WAIT, started)
         unpacked = emit(UNPACK, gathered, group_size, sizes)
@@ -52,6 +49,12 @@ def merge_gathers(graph: fx.Graph, members: list[fx.Node], places: Sequence[RowP
     return started
 
 
+def _packed(emit: GraphEmitter, inputs: list[fx.Node]) -> tuple[fx.Node, list[int], list[int]]:
+    """As :func:`_joined`, by copies."""
+    sizes = [emit.tensor(value).numel() for value in inputs]
+    return emit(PACK, inputs, 1), sizes, list(range(len(inputs)))
+
+
 def _joined(
     emit: GraphEmitter, members: list[fx.Node], places: Sequence[RowPlace | None]
 ) -> tuple[fx.Node, list[int], list[int]] | None:
@@ -64,7 +67,8 @@ def _joined(
     ways = {(cast.target, cast.args[1:], *cast.kwargs.items()) if cast else () for cast in casts}
     if stretch is None or len(ways) > 1:
         return None
-    row = sorted(zip(places, members, strict=True), key=lambda item: item[0].first)
+    known = [(place, member) for place, member in zip(places, members, strict=True) if place is not None]
+    row = sorted(known, key=lambda item: item[0].first)
     sizes: list[int] = []
     index: dict[fx.Node, int] = {}
     for place, member in row:
