@@ -156,6 +156,12 @@ def _elapsed(problem: Problem) -> list[float]:
     return [0.0, *itertools.accumulate(task.seconds for task in problem.tasks)]
 
 
+def expected_clock(problem: Problem) -> list[float]:
+    """The soonest start of the task behind each gap, and of the end, as far as windows tell."""
+    delays = _added_up(_delays(problem, _windows(problem)), problem.num_positions)
+    return [seconds + delays[gap + 1] for gap, seconds in enumerate(_elapsed(problem))]
+
+
 def _windows(problem: Problem) -> list[tuple[int, int]]:
     return [(one.earliest, one.deadline) for one in problem.collectives]
 

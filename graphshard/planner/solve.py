@@ -1,7 +1,8 @@
-"""Plans a problem: exactly if it is small, else with the best of a few beam searches."""
+"""Plans a problem: exactly if it is small, else with the best of a few beam searches and list schedules."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from .bound import gap, lower_bounds
 from .condense import both_ends, condense, expand
 from .exact import TooLargeError, best_schedule, least_peak
 from .heuristic import Beam, good_schedule
+from .in_turn import Rule, schedule_in_turn
 from .plan import InfeasibleBudgetError, Plan, make_plan
 from .problem import Problem, ProblemError, RememberedPrices
 from .simulate import Machine, PlanError, Step, simulate
@@ -37,6 +39,12 @@ WIDE_BEAMS = (
     Beam(width=8, shared_by=1, splits_small=True),
 )
 MANY = 150
+
+#: List schedules, tried where no beam came close to the bound.
+RULES = tuple(
+    Rule(num_gathers=gathers, num_reductions=reductions)
+    for gathers, reductions in itertools.product((1, 8, 32, 64), repeat=2)
+)
 
 _TOO_MANY_WISHES = (
     "no schedule is found that keeps the buckets, prefetches and limits that were asked for, whatever the "
@@ -68,7 +76,7 @@ def plan(problem: Problem, *, unplanned: Sequence[Step] | None = None, notes: Se
     known = [list(unplanned)] if unplanned is not None else []
     before = simulate(problem.without_wishes(), known[0]).seconds if known else None
     found = [steps for steps in (*known, in_place(problem)) if is_possible(problem, steps)]
-    best = _best(problem, found + list(_beams(problem)))
+    best = _best(problem, found + list(_searched(problem)))
     solver, exact = "beam", _exactly(problem, best)
     if exact is not None:
         solver, best = "exact", exact or best
@@ -114,14 +122,17 @@ def _cost(problem: Problem, steps: Sequence[Step], machine: Machine) -> tuple[fl
     return float(f"{simulation.seconds:.9g}"), simulation.peak_bytes
 
 
-def _beams(problem: Problem) -> Iterator[list[Step]]:
-    """Schedules of the beam searches; stops at one that is close enough to the bound."""
+def _searched(problem: Problem) -> Iterator[list[Step]]:
+    """Schedules of the searches; stops at one that is close enough to the bound."""
     small, gaps = condense(problem)
     bounds = lower_bounds(problem)
     machine = Machine(small, budget_bytes=small.budget_bytes)
     free = Machine(small, budget_bytes=None)
-    for beam in _promising(small):
-        steps = good_schedule(small, beam, machine=machine)
+    searches = itertools.chain(
+        (good_schedule(small, beam, machine=machine) for beam in _promising(small)),
+        (schedule_in_turn(small, rule, machine=machine) for rule in RULES),
+    )
+    for steps in searches:
         if steps is not None:
             yield expand(steps, gaps)
             if gap(simulate(small, steps, machine=free).seconds, bounds) < CLOSE_ENOUGH:

@@ -288,7 +288,7 @@ def test_a_known_plan_of_more_or_less_compute_is_followed(captured, half, scale)
 @pytest.mark.parametrize("half", ["forward", "backward"])
 def test_a_known_plan_gives_way_to_the_budget_of_this_rank(captured, half):
     """Same collectives in the same order, but close to where their results are read."""
-    gm, ctx = _half(captured, "blocks_3", half, CHEAP)
+    gm, ctx = _half(captured, "blocks_2", half, CHEAP)
     free, late = copy_graph(gm), copy_graph(gm)
     known = run_pass(PlanCollectives(merge=False), free, ctx, *HELD).report.planned.known
     budget = _peak(free) - 1
