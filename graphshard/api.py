@@ -35,7 +35,7 @@ from .mesh import NO_AXIS, MeshAxis, axis_of
 from .module import sharded_class
 from .naming import relabel
 from .params import padded_rows, padded_shape, shard_shape
-from .rows import has_place, row_offsets
+from .rows import ShardedShape, row_offsets
 from .unit import SLOTS, UNIT, ParameterSlot, Tree, Unit
 from .versions import watch_optimizers
 
@@ -328,16 +328,13 @@ def _install(entry: _Owned, unit: Unit, layouts: dict[int, Layout], offload_poli
 
 
 def _arrange(unit: Unit) -> None:
-    """Gives shards their places in the unit's row, by dtype, in the order of the parameters."""
-    slots = [
-        slot
-        for slot in unit.slots
-        if has_place(slot.shape, slot.dim, slot.axis.size) and not (slot.is_extended or unit.compute_device)
+    """Gives shards their places in the unit's row."""
+    slots = [slot for slot in unit.slots if not (slot.is_extended or unit.compute_device)]
+    shapes = [
+        ShardedShape("", slot.shape, slot.dim, slot.axis.size, _local_piece(slot.param).dtype)
+        for slot in slots
     ]
-    slots.sort(key=lambda slot: str(slot.param.dtype))
-    pieces = [_local_piece(slot.param) for slot in slots]
-    offsets = row_offsets((piece.numel(), piece.element_size()) for piece in pieces)
-    for slot, offset in zip(slots, offsets, strict=True):
+    for slot, offset in zip(slots, row_offsets(shapes), strict=True):
         slot.row_offset = offset
     unit.lay_out()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -43,7 +42,7 @@ from .passes import InsertShards, KeepGathered, MergeUnshards, SpreadParameters,
 from .pipeline import PassRecord, Pipeline
 from .repeat_export import export_joint_of_blocks
 from .rewrite import copy_graph, no_garbage_collection, output_values
-from .rows import has_place, row_offsets
+from .rows import ShardedShape, row_offsets
 
 #: A frame of a traceback, and the folders whose frames are not the user's.
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+?)(?:, code: |\n)\s*([^\n]*)')
@@ -145,6 +144,7 @@ class CapturedStep:
         text: the joint graph as it was captured, before any of them; "" after a brief capture.
         records: what each joint pass did, with the graph text after it; none after a brief capture.
         num_results: how many outputs of the forward are results; the others are kept for the backward.
+        order: names of the model's parameters, as ``named_parameters`` has them.
     """
 
     joint: fx.GraphModule
@@ -154,6 +154,7 @@ class CapturedStep:
     text: str
     records: tuple[PassRecord, ...]
     num_results: int
+    order: tuple[str, ...]
 
 
 def capture_step(
@@ -224,7 +225,8 @@ def capture_step(
                 dtype = model.get_parameter(path).dtype
                 call = rules.call_of(path, node.meta["val"].shape, dtype.is_floating_point)
                 plain.append(PlainParameter(placeholder=node.name, call=call, dtype=dtype))
-        context = PassContext(plain=_with_places(plain, list(paths.values())[::-1]))
+        order = tuple(path for path, _ in fake.named_parameters())
+        context = PassContext(plain=_with_places(plain, order))
         found: list[tuple[fx.GraphModule, PassContext, str, list[PassRecord]]] = []
 
         def run_joint_passes(gm: fx.GraphModule) -> None:
@@ -263,25 +265,21 @@ def capture_step(
         text=text,
         records=tuple(records),
         num_results=num_results,
+        order=order,
     )
 
 
-def _with_places(plain: Sequence[PlainParameter], paths: Sequence[str]) -> tuple[PlainParameter, ...]:
-    """The parameters with the places that ``fully_shard`` would give their shards; ``paths`` are in its order."""
-    order = {path: index for index, path in enumerate(paths)}
-    units: dict[str, list[PlainParameter]] = {}
-    for given in sorted(plain, key=lambda given: (str(given.dtype), order[given.call.name])):
-        if has_place(given.call.shape, given.call.dim, given.call.group_size):
-            units.setdefault(given.call.unit, []).append(given)
-    offsets: dict[str, int] = {}
-    for members in units.values():
-        sizes = [
-            (math.prod(given.call.shape) // given.call.group_size, given.dtype.itemsize) for given in members
-        ]
-        offsets |= zip((given.placeholder for given in members), row_offsets(sizes), strict=True)
+def _with_places(plain: Sequence[PlainParameter], order: Sequence[str]) -> tuple[PlainParameter, ...]:
+    """The parameters with the places that ``fully_shard`` would give their shards."""
+    calls = {given.call.name: (given.call, given.dtype) for given in plain}
+    names = [name for name in order if name in calls]
+    shapes = [
+        ShardedShape(call.unit, call.shape, call.dim, call.group_size, dtype)
+        for call, dtype in map(calls.__getitem__, names)
+    ]
+    offsets = dict(zip(names, row_offsets(shapes), strict=True))
     return tuple(
-        replace(given, call=given.call._replace(row_offset=offsets.get(given.placeholder, -1)))
-        for given in plain
+        replace(given, call=given.call._replace(row_offset=offsets[given.call.name])) for given in plain
     )
 
 

@@ -22,6 +22,7 @@ from .mesh import MeshAxis, MeshLayout
 from .ops import REDUCE_GRAD, UNSHARD
 from .params import ReduceGradCall, UnshardCall, padded_shape
 from .rewrite import copy_graph, fake_result
+from .rows import ShardedShape, row_offsets
 
 
 def can_reshard(before: Mapping[str, int], after: Mapping[str, int]) -> bool:
@@ -40,11 +41,26 @@ def reshard_step(captured: CapturedStep, mesh: Mapping[str, int]) -> CapturedSte
         A step without texts and records; its joint graph is the original's.
     """
     with lazy_graph_modules():
+        offsets = _offsets(captured, mesh["shard"])
         forward, backward = (
-            _resharded(gm, captured.context, mesh) for gm in (captured.forward, captured.backward)
+            _resharded(gm, captured.context, mesh, offsets) for gm in (captured.forward, captured.backward)
         )
-    context = _context_on_mesh(captured.context, mesh)
+    context = _context_on_mesh(captured.context, mesh, offsets)
     return replace(captured, forward=forward, backward=backward, context=context, text="", records=())
+
+
+def _offsets(captured: CapturedStep, num_shards: int) -> dict[str, int]:
+    """Where shards lie in the rows of their units, by the names of the parameters."""
+    bindings = {binding.name: binding for binding in captured.context.parameters}
+    dtypes = {
+        node.name: node.meta["val"].dtype for node in captured.forward.graph.find_nodes(op="placeholder")
+    }
+    names = [name for name in captured.order if name in bindings]
+    shapes = [
+        ShardedShape(each.unit, each.shape, each.dim, num_shards, dtypes[each.placeholder])
+        for each in map(bindings.__getitem__, names)
+    ]
+    return dict(zip(names, row_offsets(shapes), strict=True))
 
 
 def _axes(mesh: Mapping[str, int]) -> dict[str, Any]:
@@ -59,7 +75,9 @@ def _axes(mesh: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def _context_on_mesh(context: PassContext, mesh: Mapping[str, int]) -> PassContext:
+def _context_on_mesh(
+    context: PassContext, mesh: Mapping[str, int], offsets: Mapping[str, int]
+) -> PassContext:
     num_shards, num_replicas = mesh["shard"], mesh.get("replicate", 1)
     sizes = {"replicate": num_replicas} if num_replicas > 1 else {}
     sizes["shard"] = num_shards
@@ -71,6 +89,7 @@ def _context_on_mesh(context: PassContext, mesh: Mapping[str, int]) -> PassConte
             replicate_axis="replicate" if num_replicas > 1 else "",
             replicate_size=num_replicas,
             group_names=tuple(reversed(sizes)),
+            row_offset=offsets[binding.name],
         )
         for binding in context.parameters
     )
@@ -78,7 +97,9 @@ def _context_on_mesh(context: PassContext, mesh: Mapping[str, int]) -> PassConte
     return replace(context, mesh=MeshLayout.of_axes(axes), parameters=bindings)
 
 
-def _resharded(gm: fx.GraphModule, context: PassContext, mesh: Mapping[str, int]) -> fx.GraphModule:
+def _resharded(
+    gm: fx.GraphModule, context: PassContext, mesh: Mapping[str, int], offsets: Mapping[str, int]
+) -> fx.GraphModule:
     gm = copy_graph(gm)
     num_shards, axes = mesh["shard"], _axes(mesh)
     inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
@@ -89,7 +110,8 @@ def _resharded(gm: fx.GraphModule, context: PassContext, mesh: Mapping[str, int]
             _retype(inputs[binding.placeholder], shapes[binding.name])
     for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
         call = UnshardCall(*node.args)
-        node.args = tuple(call._replace(reshard=num_shards if call.reshard > 1 else 1, **axes))
+        reshard = num_shards if call.reshard > 1 else 1
+        node.args = tuple(call._replace(reshard=reshard, row_offset=offsets[call.name], **axes))
     for node in gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD):
         reduction = ReduceGradCall(*node.args)
         node.args = tuple(reduction._replace(shard_shape=shapes[reduction.name], **axes))

@@ -9,8 +9,10 @@ a user may have put another in its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,18 +41,33 @@ class Stretch:
     numel: int
 
 
-def has_place(shape: Sequence[int], dim: int, num_ranks: int) -> bool:
-    """Whether the shards of a parameter have places in a row: only those that are alike, and cut along dim 0."""
-    return num_ranks > 1 and dim == 0 and shape[0] % num_ranks == 0 and 0 not in shape
+class ShardedShape(NamedTuple):
+    """A parameter of a unit, and how it is cut; ``dtype`` is that of the shards."""
+
+    unit: str
+    shape: Sequence[int]
+    dim: int
+    num_ranks: int
+    dtype: torch.dtype
+
+    @property
+    def has_place(self) -> bool:
+        """Only shards that are alike, and cut along dim 0, have one."""
+        is_even = self.dim == 0 and self.shape[0] % self.num_ranks == 0
+        return self.num_ranks > 1 and is_even and 0 not in self.shape
 
 
-def row_offsets(sizes: Iterable[tuple[int, int]]) -> list[int]:
-    """Where shards of so many elements, of so many bytes each, begin in one row, in elements."""
-    offsets, end = [], 0
-    for numel, itemsize in sizes:
-        step = max(1, _ALIGNMENT // itemsize)
-        offsets.append(-(-end // step) * step)
-        end = offsets[-1] + numel
+def row_offsets(parameters: Sequence[ShardedShape]) -> list[int]:
+    """Where the shards of ``parameters`` begin in the rows of their units, in elements; -1 for one without a place.
+
+    Those of one dtype follow each other in the order given.
+    """
+    offsets, ends = [-1] * len(parameters), dict.fromkeys((each.unit for each in parameters), 0)
+    for index, each in sorted(enumerate(parameters), key=lambda item: str(item[1].dtype)):
+        if each.has_place:
+            step = max(1, _ALIGNMENT // each.dtype.itemsize)
+            offsets[index] = -(-ends[each.unit] // step) * step
+            ends[each.unit] = offsets[index] + math.prod(each.shape) // each.num_ranks
     return offsets
 
 

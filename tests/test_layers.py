@@ -71,7 +71,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.planner.exact",
         "graphshard.planner.heuristic",
     ),
-    ("graphshard.planner.in_turn",),
+    ("graphshard.planner.in_turn", "graphshard.planner.polish"),
     ("graphshard.planner.plan",),
     ("graphshard.planner.solve",),
     # from graphs and back

@@ -11,24 +11,43 @@ from torch.distributed.tensor import DTensor
 from graphshard import fully_shard
 from graphshard.buckets import JOIN
 from graphshard.capture import ShardingRules, capture_step
-from graphshard.rows import RowPlace, Stretch, has_place, is_row, moved_to_row, row_offsets, stretch_of
+from graphshard.rows import (
+    RowPlace,
+    ShardedShape,
+    Stretch,
+    is_row,
+    moved_to_row,
+    row_offsets,
+    stretch_of,
+)
 from graphshard.unit import UNIT, slots_of
 
 
+def _shape(*shape, dim=0, num_ranks=2, dtype=torch.float32, unit="a"):
+    return ShardedShape(unit, shape, dim, num_ranks, dtype)
+
+
 def test_only_even_cuts_along_the_first_dim_have_a_place():
-    assert has_place([6, 5], 0, 2) and has_place([4], 0, 4)
-    assert not has_place([5, 6], 0, 2), "the last rank has fewer rows"
-    assert not has_place([6, 6], 1, 2), "a gather of another dim copies anyway"
-    assert not has_place([6, 6], 0, 1), "nothing is gathered"
-    assert not has_place([6, 0], 0, 2), "there is nothing to lie anywhere"
+    assert _shape(6, 5).has_place and _shape(4, num_ranks=4).has_place
+    assert not _shape(5, 6).has_place, "the last rank has fewer rows"
+    assert not _shape(6, 6, dim=1).has_place, "a gather of another dim copies anyway"
+    assert not _shape(6, 6, num_ranks=1).has_place, "nothing is gathered"
+    assert not _shape(6, 0).has_place, "there is nothing to lie anywhere"
 
 
 def test_shards_begin_at_multiples_of_16_bytes():
-    assert row_offsets([(5, 4), (3, 4), (8, 4)]) == [0, 8, 12]
-    assert row_offsets([(5, 2), (8, 2)]) == [0, 8]
-    assert row_offsets([(2, 8), (3, 8), (1, 8)]) == [0, 2, 6]
-    assert row_offsets([(5, 16), (1, 16)]) == [0, 5]
+    assert row_offsets([_shape(10), _shape(6), _shape(16)]) == [0, 8, 12]
+    half, double = torch.bfloat16, torch.float64
+    assert row_offsets([_shape(10, dtype=half), _shape(16, dtype=half)]) == [0, 8]
+    assert row_offsets([_shape(n, dtype=double) for n in (4, 6, 2)]) == [0, 2, 6]
+    assert row_offsets([_shape(10, dtype=torch.complex128), _shape(2, dtype=torch.complex128)]) == [0, 5]
     assert row_offsets([]) == []
+
+
+def test_each_unit_has_a_row_in_which_dtypes_follow_each_other():
+    first, second = _shape(16), _shape(16, dtype=torch.bfloat16)
+    assert row_offsets([first, second, first, second]) == [16, 0, 24, 8]
+    assert row_offsets([first, _shape(16, unit="b"), _shape(5), first]) == [0, 0, -1, 8]
 
 
 def test_neighbours_in_any_order_form_a_stretch():

@@ -12,6 +12,7 @@ from .exact import TooLargeError, best_schedule, least_peak
 from .heuristic import Beam, good_schedule
 from .in_turn import Rule, schedule_in_turn
 from .plan import InfeasibleBudgetError, Plan, make_plan
+from .polish import polished
 from .problem import Problem, ProblemError, RememberedPrices
 from .simulate import Machine, PlanError, Step, simulate
 
@@ -58,6 +59,10 @@ SAMPLE, NUM_DEAR = 120, 2
 #: A schedule this close to the bound ends the search.
 CLOSE_ENOUGH = 2e-3
 
+#: Where none is, a problem of at most ``MANY`` collectives is searched with these shares of its budget too (what a beam
+#: drops for want of memory depends on chance), and of all schedules found so many are made better by small changes.
+SHARES, NUM_POLISHED = (0.98, 0.96), 3
+
 
 def plan(problem: Problem, *, unplanned: Sequence[Step] | None = None, notes: Sequence[str] = ()) -> Plan:
     """The best schedule found for a problem.
@@ -76,7 +81,9 @@ def plan(problem: Problem, *, unplanned: Sequence[Step] | None = None, notes: Se
     known = [list(unplanned)] if unplanned is not None else []
     before = simulate(problem.without_wishes(), known[0]).seconds if known else None
     found = [steps for steps in (*known, in_place(problem)) if is_possible(problem, steps)]
-    best = _best(problem, found + list(_searched(problem)))
+    best = _best(problem, found := found + list(_searched(problem)))
+    if best is not None and _is_worth_more(problem, best):
+        best = _improved(problem, found, best)
     solver, exact = "beam", _exactly(problem, best)
     if exact is not None:
         solver, best = "exact", exact or best
@@ -159,6 +166,27 @@ def _promising(problem: Problem) -> Iterator[Beam]:
     ranked = [BEAMS[place] for *_, place in sorted(costs)]
     dear = [beam for beam in ranked if beam.merges and not beam.aligned]
     yield from (beam for beam in ranked if beam not in dear[NUM_DEAR:])
+
+
+def _is_worth_more(problem: Problem, best: Sequence[Step]) -> bool:
+    """Whether a schedule is to be improved: it may be far from the best, and that does not take long."""
+    if not EXACT_COLLECTIVES < len(problem.collectives) <= MANY:
+        return False
+    return gap(simulate(problem, best).seconds, lower_bounds(problem)) >= CLOSE_ENOUGH
+
+
+def _improved(problem: Problem, found: Sequence[list[Step]], best: list[Step]) -> list[Step]:
+    """The best schedule that searches with less memory and small changes lead to."""
+    machine = Machine(problem, budget_bytes=None)
+    costs = {_cost(problem, steps, machine): steps for steps in [*found, best]}
+    budget, peak = problem.budget_bytes, _cost(problem, best, machine)[1]
+    for share in SHARES if budget is not None and peak > SHARES[-1] * budget else ():
+        less = replace(problem, budget_bytes=round(share * budget))
+        costs |= {_cost(problem, steps, machine): steps for steps in _searched(less)}
+    first = [costs[cost] for cost in sorted(costs)[:NUM_POLISHED]]
+    return min(
+        (polished(problem, steps) for steps in first), key=lambda steps: _cost(problem, steps, machine)
+    )
 
 
 def _exactly(problem: Problem, best: list[Step] | None) -> list[Step] | None:
