@@ -75,7 +75,7 @@ def _changes(problem: Problem, steps: Schedule, bucket: tuple[int, ...]) -> Iter
 def _cut(
     problem: Problem, steps: Schedule, bucket: tuple[int, ...], parts: tuple[tuple[int, ...], ...]
 ) -> Iterator[Schedule]:
-    """The parts, one after the other: where the bucket stood; each waited for where it is read; each started when ready."""
+    """The parts where the bucket stood, one after the other; each waited for at its reader; each started when ready."""
     ones = problem.collectives
     read = {part: min(ones[index].deadline for index in part) for part in parts}
     ready = {part: max(ones[index].earliest for index in part) for part in parts}

@@ -63,6 +63,9 @@ CLOSE_ENOUGH = 2e-3
 #: drops for want of memory depends on chance), and of all schedules found so many are made better by small changes.
 SHARES, NUM_POLISHED = (0.98, 0.96), 3
 
+#: A schedule that came along stays if no faster one is found, and it takes at most this much of the memory of the best.
+HARDLY_LEANER = 1.02
+
 
 def plan(problem: Problem, *, unplanned: Sequence[Step] | None = None, notes: Sequence[str] = ()) -> Plan:
     """The best schedule found for a problem.
@@ -91,6 +94,7 @@ def plan(problem: Problem, *, unplanned: Sequence[Step] | None = None, notes: Se
         smallest, is_smallest = smallest_budget(problem)
         assert problem.budget_bytes is not None, "smallest_budget finds what keeps the user's wishes"
         raise InfeasibleBudgetError(problem.budget_bytes, smallest, is_smallest=is_smallest)
+    best = _known_unless_better(problem, [steps for steps in known if steps in found], best)
     return make_plan(problem, best, solver=solver, unplanned_seconds=before, notes=notes)
 
 
@@ -168,6 +172,17 @@ def _promising(problem: Problem) -> Iterator[Beam]:
     yield from (beam for beam in ranked if beam not in dear[NUM_DEAR:])
 
 
+def _known_unless_better(problem: Problem, known: list[list[Step]], best: list[Step]) -> list[Step]:
+    """A schedule that is known, where the best one is no faster and hardly leaner: planning again changes nothing."""
+    machine = Machine(problem, budget_bytes=None)
+    seconds, peak = _cost(problem, best, machine)
+    for steps in known:
+        found = _cost(problem, steps, machine)
+        if found[0] <= seconds and found[1] <= HARDLY_LEANER * peak:
+            return steps
+    return best
+
+
 def _is_worth_more(problem: Problem, best: Sequence[Step]) -> bool:
     """Whether a schedule is to be improved: it may be far from the best, and that does not take long."""
     if not EXACT_COLLECTIVES < len(problem.collectives) <= MANY:
@@ -180,9 +195,10 @@ def _improved(problem: Problem, found: Sequence[list[Step]], best: list[Step]) -
     machine = Machine(problem, budget_bytes=None)
     costs = {_cost(problem, steps, machine): steps for steps in [*found, best]}
     budget, peak = problem.budget_bytes, _cost(problem, best, machine)[1]
-    for share in SHARES if budget is not None and peak > SHARES[-1] * budget else ():
-        less = replace(problem, budget_bytes=round(share * budget))
-        costs |= {_cost(problem, steps, machine): steps for steps in _searched(less)}
+    if budget is not None and peak > SHARES[-1] * budget:
+        for share in SHARES:
+            less = replace(problem, budget_bytes=round(share * budget))
+            costs |= {_cost(problem, steps, machine): steps for steps in _searched(less)}
     first = [costs[cost] for cost in sorted(costs)[:NUM_POLISHED]]
     return min(
         (polished(problem, steps) for steps in first), key=lambda steps: _cost(problem, steps, machine)
