@@ -107,6 +107,7 @@ class PlanCollectives:
                 device_type=ctx.device_type,
             )
 
+        notes: list[str] = []
         if self.memory_budget != DEFAULT:
             planned = plan(self.memory_budget)
         elif ctx.known_plan is not None:
@@ -114,7 +115,7 @@ class PlanCollectives:
         else:
             beside = ctx.default_peak_bytes
             peak = default_peak(gm, ctx) if beside is None else beside + resident_bytes(gm)
-            planned = _leanest(plan, peak)
+            planned = _leanest(plan, peak, notes)
         changed = _names(planned.gm) != _names(gm)
         if changed:
             gm.graph = planned.gm.graph
@@ -122,21 +123,29 @@ class PlanCollectives:
         return PassReport(
             changed=changed,
             counts={"collectives": sum(len(bucket.names) for bucket in buckets), "buckets": len(buckets)},
-            skipped=planned.plan.notes,
+            skipped=(*planned.plan.notes, *notes),
             planned=planned,
         )
 
 
-def _leanest(plan: Callable[[int | None], PlannedGraph], peak: int) -> PlannedGraph:
-    """The plan within ``peak`` bytes, or within the least of a few more in which there is one."""
+def _leanest(plan: Callable[[int | None], PlannedGraph], peak: int, notes: list[str]) -> PlannedGraph:
+    """The plan within ``peak`` bytes, or, with a note, within the least of a few more in which there is one."""
+    too_little = f"no plan is found within the {peak} bytes that schedules without a cost model take"
     for share in _SHARES:
+        budget = round(share * peak)
         try:
-            planned = plan(round(share * peak))
+            planned = plan(budget)
         except InfeasibleBudgetError:
             continue
         if planned.plan.solver != "none" or not planned.plan.buckets:
+            if share > 1.0:
+                notes.append(f"{too_little}: this one is within {budget}")
             return planned
-    return plan(None)
+    planned = plan(None)
+    notes.append(
+        f"{too_little}, nor within {_SHARES[-1]:g} times as much: this one takes {planned.plan.peak_bytes}"
+    )
+    return planned
 
 
 def resident_bytes(gm: fx.GraphModule) -> int:

@@ -1,6 +1,7 @@
 """Calibration at tiny sizes: real probes, a real group, a card that reads back."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,15 @@ from torch.profiler import ProfilerActivity, profile
 
 import graphshard.cost.calibrate as calibrate_module
 from graphshard.cost import CostModel, GroupTopology, load_card
-from graphshard.cost.calibrate import CalibrationJob, _Timing, calibrate, describe_machine, probe_collectives
-from graphshard.cost.cards import COLLECTIVE_KINDS, KERNEL_CLASSES
+from graphshard.cost.calibrate import (
+    CalibrationJob,
+    CommProbe,
+    _Timing,
+    calibrate,
+    describe_machine,
+    probe_collectives,
+)
+from graphshard.cost.cards import COLLECTIVE_KINDS, KERNEL_CLASSES, LinkClass
 from graphshard.cost.probes import ProbeSizes, probe_compute, typical
 from graphshard.errors import CalibrationError
 
@@ -71,6 +79,21 @@ def test_another_card_gives_the_links_that_were_not_measured(tmp_path, monkeypat
     card = calibrate(_job(tmp_path / "here.json", like="cpu-ethernet-1g"))
     assert card.inter_node == load_card("cpu-ethernet-1g").inter_node
     assert card.sources["inter_node"] == "card cpu-ethernet-1g"
+
+
+def test_all_that_was_probed_of_collectives_is_in_the_card(tmp_path, monkeypatch, gloo_alone):
+    gloo_alone(monkeypatch)
+    probed = CommProbe(
+        link=LinkClass(latency_seconds=1.0, bandwidth=2.0, efficiency=0.5),
+        collective_start_seconds=0.125,
+        overlapped_latency_seconds=0.25,
+        comm_compute_seconds_per_byte=0.5,
+    )
+    monkeypatch.setattr(calibrate_module, "probe_collectives", lambda *_, **__: probed)
+    card = calibrate(_job(tmp_path / "here.json"))
+    assert card.intra_node == probed.link
+    for each in fields(probed)[1:]:
+        assert getattr(card, each.name) == getattr(probed, each.name), each.name
 
 
 @pytest.fixture

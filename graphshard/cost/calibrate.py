@@ -336,6 +336,7 @@ def _timing(op: str, num_bytes: int, device: torch.device, num_samples: int, *, 
 def _card(job: CalibrationJob, compute: ComputeProbe, comm: CommProbe, local_ranks: int) -> HardwareCard:
     num_ranks = dist.get_world_size()
     values: dict[str, Any] = {each.name: getattr(compute, each.name) for each in fields(compute)}
+    values |= {each.name: getattr(comm, each.name) for each in fields(comm) if each.name != "link"}
     if job.device_type == "cpu":
         values["memory_bytes"] = compute.memory_bytes // local_ranks
     source = f"measured by graphshard calibrate: {describe_machine(job.device_type)}"
@@ -346,7 +347,7 @@ def _card(job: CalibrationJob, compute: ComputeProbe, comm: CommProbe, local_ran
         measured: comm.link,
         other: getattr(like, other) if like else _without_rows(comm.link),
     }
-    sources = {name: source for name in (*values, measured, *(each.name for each in fields(comm)[1:]))}
+    sources = dict.fromkeys((*values, measured), source)
     sources["efficiency.vector"] = "vector_flops is what a pointwise kernel reached"
     sources[other] = f"card {job.like}" if job.like else f"not measured; as {measured}"
     sources["comm_compute_share"] = "not measured"
@@ -357,8 +358,6 @@ def _card(job: CalibrationJob, compute: ComputeProbe, comm: CommProbe, local_ran
         summary=f"{describe_machine(job.device_type)}, {num_ranks} ranks of {dist.get_backend()}",
         device_type=job.device_type,
         ranks_per_node=local_ranks,
-        collective_start_seconds=comm.collective_start_seconds,
-        comm_compute_seconds_per_byte=comm.comm_compute_seconds_per_byte,
         sources=sources,
         **values,
         **links,

@@ -170,6 +170,8 @@ def test_where_no_plan_keeps_the_default_budget_more_is_tried(captured, monkeypa
     monkeypatch.setattr(plan_collectives, "default_peak", lambda gm, ctx: default)
     report = run_pass(PlanCollectives(memory_budget="default"), gm, ctx, *HELD).report
     assert report.planned.plan.budget_bytes == (None if within is None else round(within * default))
+    found = f"is within {round((within or 0) * default)}" if within else f"1.5 times as much: this one takes {peak}"
+    assert any(note.startswith("no plan is found within the") and note.endswith(found) for note in report.skipped)
 
 
 def test_where_the_peak_of_the_step_is_known_it_counts_beside_what_lives_through_it(captured):
