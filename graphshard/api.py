@@ -328,10 +328,12 @@ def _install(entry: _Owned, unit: Unit, layouts: dict[int, Layout], offload_poli
 
 
 def _arrange(unit: Unit) -> None:
-    """Gives shards their places in the unit's row."""
+    """Gives shards their places in the unit's rows, one for each process group."""
     slots = [slot for slot in unit.slots if not (slot.is_extended or unit.compute_device)]
     shapes = [
-        ShardedShape("", slot.shape, slot.dim, slot.axis.size, _local_piece(slot.param).dtype)
+        ShardedShape(
+            slot.axis.group_name, slot.shape, slot.dim, slot.axis.size, _local_piece(slot.param).dtype
+        )
         for slot in slots
     ]
     for slot, offset in zip(slots, row_offsets(shapes), strict=True):

@@ -182,4 +182,5 @@ def _binding(call: UnshardCall, position: int) -> ParameterBinding:
             filter(None, (call.group_name, call.reshard_group, call.replicate_group, call.reduce_group))
         ),
         row_offset=call.row_offset,
+        handle=getattr(call.handle, "name", ""),
     )

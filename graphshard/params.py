@@ -219,7 +219,8 @@ class ParameterBinding:
     ``placeholder`` is the name of the graph input that holds its shard, ``position`` the index of
     that input among the forward's inputs, and so of its gradient among the backward's outputs.
     ``group_names`` are the process groups that gather and reduce it: a collective on another group
-    (of tensor parallelism, say) is compute on its values. ``row_offset`` is as in :class:`UnshardCall`.
+    (of tensor parallelism, say) is compute on its values. ``row_offset`` is as in :class:`UnshardCall`;
+    ``handle`` is the input that stands for the unit, whose label may be that of another model's, too.
     """
 
     placeholder: str
@@ -235,6 +236,7 @@ class ParameterBinding:
     replicate_size: int = 1
     group_names: tuple[str, ...] = ()
     row_offset: int = -1
+    handle: str = ""
 
     @property
     def num_ranks(self) -> int:

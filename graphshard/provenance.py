@@ -99,7 +99,7 @@ def row_places(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, RowPlace]:
         shard, _ = gathered_shard(node)
         if shard.name in bindings and shard.op == "placeholder":
             value, binding = shard.meta["val"], bindings[shard.name]
-            row = f"{binding.unit} {value.dtype} {value.device}"
+            row = f"{binding.handle} {group_name(node)} {value.dtype} {value.device}"
             found[node] = RowPlace(row, binding.row_offset, value.numel())
     return found
 

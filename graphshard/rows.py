@@ -9,6 +9,7 @@ a user may have put another in its place.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,9 +43,13 @@ class Stretch:
 
 
 class ShardedShape(NamedTuple):
-    """A parameter of a unit, and how it is cut; ``dtype`` is that of the shards."""
+    """A parameter, and how it is cut; ``dtype`` is that of the shards.
 
-    unit: str
+    Parameters of one ``row`` lie in one. They must be of one unit and process group: with tensor or expert parallelism
+    ranks of different groups may hold shards of different sizes.
+    """
+
+    row: str
     shape: Sequence[int]
     dim: int
     num_ranks: int
@@ -58,16 +63,16 @@ class ShardedShape(NamedTuple):
 
 
 def row_offsets(parameters: Sequence[ShardedShape]) -> list[int]:
-    """Where the shards of ``parameters`` begin in the rows of their units, in elements; -1 for one without a place.
+    """Where the shards of ``parameters`` begin in their rows, in elements; -1 for one without a place.
 
     Those of one dtype follow each other in the order given.
     """
-    offsets, ends = [-1] * len(parameters), dict.fromkeys((each.unit for each in parameters), 0)
+    offsets, ends = [-1] * len(parameters), dict.fromkeys((each.row for each in parameters), 0)
     for index, each in sorted(enumerate(parameters), key=lambda item: str(item[1].dtype)):
         if each.has_place:
             step = max(1, _ALIGNMENT // each.dtype.itemsize)
-            offsets[index] = -(-ends[each.unit] // step) * step
-            ends[each.unit] = offsets[index] + math.prod(each.shape) // each.num_ranks
+            offsets[index] = -(-ends[each.row] // step) * step
+            ends[each.row] = offsets[index] + math.prod(each.shape) // each.num_ranks
     return offsets
 
 
@@ -76,8 +81,11 @@ def stretch_of(places: Sequence[RowPlace | None]) -> Stretch | None:
     known = [place for place in places if place is not None]
     if len(known) < len(places) or len({place.row for place in known}) != 1:
         return None
-    first = min(place.first for place in known)
-    numel = max(place.first + place.numel for place in known) - first
+    known.sort(key=lambda place: place.first)
+    if any(one.first + one.numel > other.first for one, other in itertools.pairwise(known)):
+        return None  # one of them is there twice
+    first = known[0].first
+    numel = known[-1].first + known[-1].numel - first
     unused = numel - sum(place.numel for place in known)
     return Stretch(first, numel) if unused <= max(_FEW, _MOST_UNUSED * numel) else None
 

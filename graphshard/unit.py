@@ -425,15 +425,16 @@ class Unit:
             slot.refresh()
 
     def lay_out(self) -> None:
-        """Puts the shards that have a place in the row there, where they are not."""
-        rows: dict[tuple[torch.dtype, torch.device], dict[int, DTensor]] = {}
+        """Puts the shards that have a place in a row there, where they are not."""
+        rows: dict[tuple[str, torch.dtype, torch.device], dict[int, DTensor]] = {}
         for slot in self.slots:
-            param = slot.param
+            param = slot.owners[0][0]._parameters.get(slot.owners[0][1]) if slot.owners else None
             if slot.row_offset < 0 or not isinstance(param, DTensor) or param.is_meta:
                 continue
             local = param._local_tensor
-            if local.is_contiguous():
-                rows.setdefault((local.dtype, local.device), {})[slot.row_offset] = param
+            if type(local) is Tensor and local.is_contiguous():  # no fake one: it lies nowhere
+                row = (slot.axis.group_name, local.dtype, local.device)
+                rows.setdefault(row, {})[slot.row_offset] = param
         for members in rows.values():
             pieces = {offset: param._local_tensor for offset, param in members.items()}
             if len(pieces) > 1 and not is_row(list(pieces.values()), list(pieces)):

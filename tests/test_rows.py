@@ -6,11 +6,16 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor, Shard
 
 from graphshard import fully_shard
-from graphshard.buckets import JOIN
+from graphshard.buckets import JOIN, PACK
 from graphshard.capture import ShardingRules, capture_step
+from graphshard.passes import BucketCollectives
+from graphshard.provenance import row_places
 from graphshard.rows import (
     RowPlace,
     ShardedShape,
@@ -20,11 +25,12 @@ from graphshard.rows import (
     row_offsets,
     stretch_of,
 )
+from graphshard.testing import capture_graphs
 from graphshard.unit import UNIT, slots_of
 
 
-def _shape(*shape, dim=0, num_ranks=2, dtype=torch.float32, unit="a"):
-    return ShardedShape(unit, shape, dim, num_ranks, dtype)
+def _shape(*shape, dim=0, num_ranks=2, dtype=torch.float32, row="a"):
+    return ShardedShape(row, shape, dim, num_ranks, dtype)
 
 
 def test_only_even_cuts_along_the_first_dim_have_a_place():
@@ -44,10 +50,10 @@ def test_shards_begin_at_multiples_of_16_bytes():
     assert row_offsets([]) == []
 
 
-def test_each_unit_has_a_row_in_which_dtypes_follow_each_other():
+def test_in_a_row_dtypes_follow_each_other():
     first, second = _shape(16), _shape(16, dtype=torch.bfloat16)
     assert row_offsets([first, second, first, second]) == [16, 0, 24, 8]
-    assert row_offsets([first, _shape(16, unit="b"), _shape(5), first]) == [0, 0, -1, 8]
+    assert row_offsets([first, _shape(16, row="b"), _shape(5), first]) == [0, 0, -1, 8]
 
 
 def test_neighbours_in_any_order_form_a_stretch():
@@ -68,6 +74,11 @@ def test_no_stretch_without_places_or_in_two_rows():
     assert stretch_of([one, RowPlace("b", 8, 8)]) is None
     assert stretch_of([one, None]) is None
     assert stretch_of([]) is None
+
+
+def test_no_stretch_where_places_overlap():
+    assert stretch_of([RowPlace("a", 0, 8), RowPlace("a", 0, 8)]) is None
+    assert stretch_of([RowPlace("a", 4, 8), RowPlace("a", 0, 8), RowPlace("a", 12, 8)]) is None
 
 
 def _row():
@@ -255,6 +266,46 @@ def test_a_parameter_in_use_elsewhere_stays_where_it_is(fake_group):
 def test_what_one_rank_holds_whole_has_no_place(fake_group):
     model = _sharded(fake_group(1))
     assert {slot.row_offset for _, slot in slots_of(model[0].inner)} == {-1}
+
+
+def test_parameters_of_another_process_group_lie_in_a_row_of_their_own(fake_group):
+    """Its ranks may hold shards of other sizes, such as fewer experts."""
+    mesh = fake_group(4)
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "ep"))
+    model = nn.Linear(8, 8)
+    own = ShardPlacementResult(Shard(0), FSDPMeshInfo(both["shard"], shard_mesh_dim=0))
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: own if param.ndim == 2 else None)
+    slots = dict(slots_of(model))
+    assert {name: slot.row_offset for name, slot in slots.items()} == {"weight": 0, "bias": 0}
+    storages = {value.untyped_storage().data_ptr() for value in _locals(model).values()}
+    assert len(storages) == 2
+
+
+def test_units_of_two_models_lie_in_two_rows(fake_group):
+    """The outermost unit of each is called root."""
+    mesh = fake_group(2)
+    student, teacher = (fully_shard(nn.Linear(8, 8), mesh=mesh) for _ in range(2))
+    graphs = capture_graphs(lambda x: (student(x) - teacher(x)).square().sum(), torch.randn(2, 8))
+    ctx = graphs.context.for_forward()
+    places = row_places(graphs.forward, ctx)
+    assert len(places) == 4 and len({place.row for place in places.values()}) == 2
+    BucketCollectives().run(graphs.forward, ctx)
+    assert not graphs.forward.graph.find_nodes(op="call_function", target=JOIN)
+    assert len(graphs.forward.graph.find_nodes(op="call_function", target=PACK)) == 1
+
+
+def test_a_deleted_parameter_is_not_looked_for(fake_group):
+    model = _sharded(fake_group(2))
+    del model[0].inner.bias
+    model.double()
+    assert model[0].inner.weight.dtype == torch.float64
+
+
+def test_fake_parameters_lie_nowhere(fake_group):
+    mesh = fake_group(2)
+    with FakeTensorMode():
+        model = _sharded(mesh)
+    assert {slot.row_offset for _, slot in slots_of(model[0].inner)} == {4, 36}
 
 
 @pytest.mark.parametrize("mesh", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=str)
