@@ -58,7 +58,7 @@ def _packed(emit: GraphEmitter, inputs: list[fx.Node]) -> tuple[fx.Node, list[in
 def _joined(
     emit: GraphEmitter, members: list[fx.Node], places: Sequence[RowPlace | None]
 ) -> tuple[fx.Node, list[int], list[int]] | None:
-    """Shards as they lie in their row, the sizes of what lies there, and which of that each member is.
+    """Shards as they lie in their row, their sizes, and which of them each member is.
 
     None where the shards are no neighbours, or are cast in different ways.
     """
@@ -69,13 +69,8 @@ def _joined(
         return None
     known = [(place, member) for place, member in zip(places, members, strict=True) if place is not None]
     row = sorted(known, key=lambda item: item[0].first)
-    sizes: list[int] = []
-    index: dict[fx.Node, int] = {}
-    for place, member in row:
-        if unused := place.first - stretch.first - sum(sizes):
-            sizes.append(unused)
-        index[member] = len(sizes)
-        sizes.append(place.numel)
+    sizes = [place.numel for place, _ in row]
+    index = {member: position for position, (_, member) in enumerate(row)}
     shards = [gathered_shard(member)[0] for _, member in row]
     joined = emit(JOIN, shards, [place.first - stretch.first for place, _ in row], stretch.numel)
     if (cast := casts[0]) is not None:

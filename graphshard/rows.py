@@ -18,12 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: A shard begins at a multiple of so many bytes, as generated kernels expect of their inputs.
-_ALIGNMENT = 16
-
-#: Neighbours are sent together if what lies unused between them is at most this share, or so many elements.
-_MOST_UNUSED, _FEW = 1 / 64, 64
-
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
@@ -70,47 +64,47 @@ def row_offsets(parameters: Sequence[ShardedShape]) -> list[int]:
     offsets, ends = [-1] * len(parameters), dict.fromkeys((each.row for each in parameters), 0)
     for index, each in sorted(enumerate(parameters), key=lambda item: str(item[1].dtype)):
         if each.has_place:
-            step = max(1, _ALIGNMENT // each.dtype.itemsize)
-            offsets[index] = -(-ends[each.row] // step) * step
-            ends[each.row] = offsets[index] + math.prod(each.shape) // each.num_ranks
+            offsets[index] = ends[each.row]
+            ends[each.row] += math.prod(each.shape) // each.num_ranks
     return offsets
 
 
 def stretch_of(places: Sequence[RowPlace | None]) -> Stretch | None:
-    """The part of a row that holds all ``places`` and hardly anything else; None if there is none."""
+    """The part of a row that holds all ``places`` and nothing else; None if there is none."""
     known = [place for place in places if place is not None]
     if len(known) < len(places) or len({place.row for place in known}) != 1:
         return None
     known.sort(key=lambda place: place.first)
-    if any(one.first + one.numel > other.first for one, other in itertools.pairwise(known)):
-        return None  # one of them is there twice
-    first = known[0].first
-    numel = known[-1].first + known[-1].numel - first
-    unused = numel - sum(place.numel for place in known)
-    return Stretch(first, numel) if unused <= max(_FEW, _MOST_UNUSED * numel) else None
+    if any(one.first + one.numel != other.first for one, other in itertools.pairwise(known)):
+        return None
+    return Stretch(known[0].first, sum(place.numel for place in known))
 
 
 def is_row(pieces: Sequence[Tensor], offsets: Sequence[int]) -> bool:
-    """Whether tensors of one dtype lie in one storage at these distances, in elements, and are contiguous."""
+    """Whether tensors of one dtype lie at these distances, in elements, and the storage of the first reaches them all."""
     first, start = pieces[0], pieces[0].data_ptr() - offsets[0] * pieces[0].element_size()
-    storage = first.untyped_storage().data_ptr()
-    return all(
-        piece.data_ptr() == start + offset * piece.element_size()
-        and piece.untyped_storage().data_ptr() == storage
-        and piece.is_contiguous()
+    storage = first.untyped_storage()
+    end = start + first.element_size() * max(
+        offset + piece.numel() for offset, piece in zip(offsets, pieces, strict=True)
+    )
+    return storage.data_ptr() + storage.nbytes() >= end and all(
+        piece.data_ptr() == start + offset * piece.element_size() and piece.is_contiguous()
         for piece, offset in zip(pieces, offsets, strict=True)
     )
 
 
 def moved_to_row(pieces: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Copies of contiguous tensors of one dtype and device in a storage of their own, by their offsets in it."""
+    """Copies of contiguous tensors of one dtype and device in one piece of memory, by their offsets in it.
+
+    Each begins its own storage, which reaches to the end of the row: a DTensor whose local tensor has a storage offset
+    cannot be copied (torch 2.13).
+    """
     first = next(iter(pieces.values()))
     start = min(pieces)
     row = first.new_zeros(max(offset + piece.numel() for offset, piece in pieces.items()) - start)
     moved = {}
     for offset, piece in pieces.items():
-        # A tensor of its own, whose version moves with no other's.
-        strides = torch.empty(piece.shape, device="meta").stride()
-        moved[offset] = row.new_empty(0).set_(row.untyped_storage(), offset - start, piece.shape, strides)
+        rest = torch.from_dlpack(row[offset - start :].view(torch.uint8)).view(row.dtype)
+        moved[offset] = rest[: piece.numel()].view(piece.shape).data
         moved[offset].copy_(piece)
     return moved
