@@ -81,7 +81,7 @@ def stretch_of(places: Sequence[RowPlace | None]) -> Stretch | None:
 
 
 def is_row(pieces: Sequence[Tensor], offsets: Sequence[int]) -> bool:
-    """Whether tensors of one dtype lie at these distances, in elements, and the storage of the first reaches them all."""
+    """Whether tensors of one dtype lie so far apart, in elements, and the storage of the first reaches them all."""
     first, start = pieces[0], pieces[0].data_ptr() - offsets[0] * pieces[0].element_size()
     storage = first.untyped_storage()
     end = start + first.element_size() * max(
