@@ -43,11 +43,11 @@ from graphshard.errors import PassError
 from graphshard.facts import Fact
 from graphshard.memory import kept_inputs, tensor_bytes
 from graphshard.pipeline import PassReport
-from graphshard.placement import Decisions, Movable, Placement, at_once
+from graphshard.placement import Movable
 from graphshard.planner.plan import InfeasibleBudgetError
 from graphshard.planner.wishes import Wishes
 from graphshard.provenance import row_places, shards_behind
-from graphshard.rewrite import apply_order, copy_graph
+from graphshard.rewrite import copy_graph
 from graphshard.schedule import PlannedGraph, measured_peak, parse_bytes, plan_graph
 
 from .bucket_collectives import BucketCollectives
@@ -154,18 +154,11 @@ def resident_bytes(gm: fx.GraphModule) -> int:
 
 
 def default_peak(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Bytes live at the peak of the schedules that need no cost model, of a graph at level 2.
-
-    The larger of two: what ``bucket_collectives`` and ``schedule_collectives`` make of it; and its units gathered one
-    ahead, with each collective waited for at once, which is what FSDP2 holds where nothing overlaps.
-    """
-    bucketed = copy_graph(gm)
-    BucketCollectives().run(bucketed, ctx)
-    one_ahead = copy_graph(bucketed)
-    order = at_once(Placement(Movable(one_ahead, ctx), Decisions(prefetch=1)).order())
-    apply_order(one_ahead.graph, order)
-    ScheduleCollectives().run(bucketed, ctx)
-    return max(measured_peak(each, ctx.device_type) for each in (bucketed, one_ahead))
+    """Bytes live at the peak of the graph that the passes without a cost model make of one at level 2."""
+    default = copy_graph(gm)
+    BucketCollectives().run(default, ctx)
+    ScheduleCollectives().run(default, ctx)
+    return measured_peak(default, ctx.device_type)
 
 
 def _wishes(gm: fx.GraphModule, ctx: PassContext, merge: bool) -> Wishes:
