@@ -30,12 +30,12 @@ from .errors import (
 )
 from .extensions import has_extension
 from .fsdp_module import FSDPModule
+from .laying_out import give_places
 from .layouts import DataParallelAxes, Layout, layout_of
 from .mesh import NO_AXIS, MeshAxis, axis_of
 from .module import sharded_class
 from .naming import relabel
 from .params import padded_rows, padded_shape, shard_shape
-from .rows import ShardedShape, row_offsets
 from .unit import SLOTS, UNIT, ParameterSlot, Tree, Unit
 from .versions import watch_optimizers
 
@@ -121,7 +121,7 @@ def fully_shard(
     for entry in owned:
         if not _is_sharded(entry):
             _install(entry, unit, layouts, offload_policy)
-    _arrange(unit)
+    give_places(unit)
     _swap_classes(modules, unit)
     relabel(modules)
     for each in modules:
@@ -325,20 +325,6 @@ def _install(entry: _Owned, unit: Unit, layouts: dict[int, Layout], offload_poli
     slot.owners.append((entry.owner, entry.name))
     entry.owner._parameters[entry.name] = param
     entry.owner.__dict__.setdefault(SLOTS, {})[entry.name] = slot
-
-
-def _arrange(unit: Unit) -> None:
-    """Gives shards their places in the unit's rows, one for each process group."""
-    slots = [slot for slot in unit.slots if not (slot.is_extended or unit.compute_device)]
-    shapes = [
-        ShardedShape(
-            slot.axis.group_name, slot.shape, slot.dim, slot.axis.size, _local_piece(slot.param).dtype
-        )
-        for slot in slots
-    ]
-    for slot, offset in zip(slots, row_offsets(shapes), strict=True):
-        slot.row_offset = offset
-    unit.lay_out()
 
 
 def _local_piece(param: nn.Parameter) -> torch.Tensor:

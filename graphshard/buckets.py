@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .rows import is_row
+from .rows import lie_in_a_row
 
 # Plain dispatcher kernels: these ops run in compiled graphs, after autograd, dozens of times a step,
 # where the Python layers of torch.library.custom_op cost more than the copies of small units.
 torch.library.define("graphshard::pack", "(Tensor[] pieces, SymInt num_rows) -> Tensor")
-torch.library.define("graphshard::join", "(Tensor(a)[] pieces, SymInt[] offsets, SymInt numel) -> Tensor(a)")
+torch.library.define("graphshard::join", "(Tensor(a)[] pieces) -> Tensor(a)")
 torch.library.define("graphshard::unpack", "(Tensor bucket, SymInt num_rows, SymInt[] sizes) -> Tensor[]")
 torch.library.define("graphshard::add_rows", "(Tensor bucket, SymInt num_rows, bool is_mean) -> Tensor")
 
@@ -39,25 +39,19 @@ def pack(pieces: Sequence[Tensor], num_rows: int) -> Tensor:
 
 
 @torch.library.impl("graphshard::join", "CompositeExplicitAutograd")
-def join(pieces: Sequence[Tensor], offsets: Sequence[int], numel: int) -> Tensor:
-    """The part of a row that ``pieces`` lie in (:mod:`graphshard.rows`): a view, with no copy.
+def join(pieces: Sequence[Tensor]) -> Tensor:
+    """The part of a row that ``pieces`` make up (:mod:`graphshard.rows`): a view, with no copy.
 
     Args:
         pieces: contiguous tensors of one dtype, in the order of their places.
-        offsets: where each begins, in elements; 0 for the first.
-        numel: elements up to the end of the last.
 
     Returns:
-        A 1-D tensor of ``numel`` elements. Where the pieces are no neighbours, because a user put another tensor in
-        the place of one, it is made of copies.
+        A 1-D tensor with the elements of all pieces. Where these are no neighbours, because a user put another tensor
+        in the place of one, it is made of copies.
     """
-    first = pieces[0]
-    if is_row(pieces, offsets):
-        return first.as_strided((numel,), (1,), first.storage_offset())
-    row = first.new_zeros(numel)
-    for piece, offset in zip(pieces, offsets, strict=True):
-        row[offset : offset + piece.numel()] = piece.reshape(-1)
-    return row
+    if not lie_in_a_row(pieces):
+        return torch.cat([piece.reshape(-1) for piece in pieces])
+    return pieces[0].as_strided((sum(piece.numel() for piece in pieces),), (1,))
 
 
 @torch.library.impl("graphshard::unpack", "CompositeExplicitAutograd")
@@ -104,8 +98,8 @@ def _(pieces: Sequence[Tensor], num_rows: int) -> Tensor:
 
 
 @torch.library.register_fake("graphshard::join")
-def _(pieces: Sequence[Tensor], offsets: Sequence[int], numel: int) -> Tensor:
-    return pieces[0].new_empty(numel)
+def _(pieces: Sequence[Tensor]) -> Tensor:
+    return pieces[0].new_empty(sum(piece.numel() for piece in pieces))
 
 
 @torch.library.register_fake("graphshard::unpack")

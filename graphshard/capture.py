@@ -272,12 +272,12 @@ def capture_step(
 def _with_places(plain: Sequence[PlainParameter], order: Sequence[str]) -> tuple[PlainParameter, ...]:
     """The parameters with the places that ``fully_shard`` would give their shards."""
     calls = {given.call.name: (given.call, given.dtype) for given in plain}
-    names = [name for name in order if name in calls]
-    shapes = [
-        ShardedShape(call.unit, call.shape, call.dim, call.group_size, dtype)
-        for call, dtype in map(calls.__getitem__, names)
-    ]
-    offsets = dict(zip(names, row_offsets(shapes), strict=True))
+    offsets = row_offsets(
+        {
+            name: ShardedShape(call.unit, call.shape, call.dim, call.group_size, dtype)
+            for name, (call, dtype) in ((name, calls[name]) for name in order if name in calls)
+        }
+    )
     return tuple(
         replace(given, call=given.call._replace(row_offset=offsets[given.call.name])) for given in plain
     )

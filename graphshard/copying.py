@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .errors import AlreadyShardedError
+from .laying_out import lay_out
 from .naming import relabel
 from .params import padded_shape
 from .unit import UNIT, ParameterSlot, Unit, slots_of
@@ -66,5 +67,5 @@ def _regroup_copies(copied: nn.Module) -> None:
                 slot.unit.slots.append(slot)
             if not slot.unit.modules:  # tied to a parameter that a unit outside of the copy owns
                 slot.unit.tree = unit.tree
-    unit.lay_out()
+    lay_out(unit)
     relabel(unit.modules)

@@ -24,6 +24,7 @@ from .errors import (
     ParameterStateError,
     UnsupportedShardingError,
 )
+from .laying_out import lay_out
 from .unit import UNIT, PendingGather, Unit, slots_of
 
 
@@ -100,7 +101,7 @@ class FSDPModule:
         """``nn.Module._apply`` (``.to()`` and its like) on the shards, never on gathered parameters."""
         self.reshard()
         result = super()._apply(fn, recurse)  # type: ignore[misc]
-        _unit(self).lay_out()
+        lay_out(_unit(self))
         return result
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:

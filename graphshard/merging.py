@@ -17,7 +17,7 @@ from .buckets import JOIN, PACK, UNPACK
 from .collectives import REDUCE_SCATTERS, WAIT, aten, is_wait, operands
 from .provenance import gathered_shard, is_layout
 from .rewrite import GraphEmitter
-from .rows import RowPlace, stretch_of
+from .rows import RowPlace, are_neighbours
 
 
 def merge_gathers(graph: fx.Graph, members: list[fx.Node], places: Sequence[RowPlace | None] = ()) -> fx.Node:
@@ -62,17 +62,16 @@ def _joined(
 
     None where the shards are no neighbours, or are cast in different ways.
     """
-    stretch = stretch_of(places)
     casts = [cast for _, cast in map(gathered_shard, members)]
     ways = {(cast.target, cast.args[1:], *cast.kwargs.items()) if cast else () for cast in casts}
-    if stretch is None or len(ways) > 1:
+    if not are_neighbours(places) or len(ways) > 1:
         return None
     known = [(place, member) for place, member in zip(places, members, strict=True) if place is not None]
     row = sorted(known, key=lambda item: item[0].first)
     sizes = [place.numel for place, _ in row]
     index = {member: position for position, (_, member) in enumerate(row)}
     shards = [gathered_shard(member)[0] for _, member in row]
-    joined = emit(JOIN, shards, [place.first - stretch.first for place, _ in row], stretch.numel)
+    joined = emit(JOIN, shards)
     if (cast := casts[0]) is not None:
         joined = emit(cast.target, joined, *cast.args[1:], **cast.kwargs)
     return joined, sizes, [index[member] for member in members]

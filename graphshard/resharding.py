@@ -55,12 +55,13 @@ def _offsets(captured: CapturedStep, num_shards: int) -> dict[str, int]:
     dtypes = {
         node.name: node.meta["val"].dtype for node in captured.forward.graph.find_nodes(op="placeholder")
     }
-    names = [name for name in captured.order if name in bindings]
-    shapes = [
-        ShardedShape(each.unit, each.shape, each.dim, num_shards, dtypes[each.placeholder])
-        for each in map(bindings.__getitem__, names)
-    ]
-    return dict(zip(names, row_offsets(shapes), strict=True))
+    ordered = [bindings[name] for name in captured.order if name in bindings]
+    return row_offsets(
+        {
+            each.name: ShardedShape(each.unit, each.shape, each.dim, num_shards, dtypes[each.placeholder])
+            for each in ordered
+        }
+    )
 
 
 def _axes(mesh: Mapping[str, int]) -> dict[str, Any]:

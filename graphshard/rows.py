@@ -28,14 +28,6 @@ class RowPlace:
     numel: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """A part of a row: its first element, and how many it has."""
-
-    first: int
-    numel: int
-
-
 class ShardedShape(NamedTuple):
     """A parameter, and how it is cut; ``dtype`` is that of the shards.
 
@@ -56,55 +48,53 @@ class ShardedShape(NamedTuple):
         return self.num_ranks > 1 and is_even and 0 not in self.shape
 
 
-def row_offsets(parameters: Sequence[ShardedShape]) -> list[int]:
-    """Where the shards of ``parameters`` begin in their rows, in elements; -1 for one without a place.
+def row_offsets(parameters: Mapping[str, ShardedShape]) -> dict[str, int]:
+    """Where the shards of parameters begin in their rows, in elements, by name; -1 for one without a place.
 
-    Those of one dtype follow each other in the order given.
+    Those of one dtype follow each other, in the order given and biases last: few backwards gather biases again, and
+    what they gather is to be neighbours.
     """
-    offsets, ends = [-1] * len(parameters), dict.fromkeys((each.row for each in parameters), 0)
-    for index, each in sorted(enumerate(parameters), key=lambda item: str(item[1].dtype)):
+    offsets = dict.fromkeys(parameters, -1)
+    ends = dict.fromkeys((each.row for each in parameters.values()), 0)
+    for name in sorted(parameters, key=lambda name: (str(parameters[name].dtype), name.endswith("bias"))):
+        each = parameters[name]
         if each.has_place:
-            offsets[index] = ends[each.row]
+            offsets[name] = ends[each.row]
             ends[each.row] += math.prod(each.shape) // each.num_ranks
     return offsets
 
 
-def stretch_of(places: Sequence[RowPlace | None]) -> Stretch | None:
-    """The part of a row that holds all ``places`` and nothing else; None if there is none."""
-    known = [place for place in places if place is not None]
-    if len(known) < len(places) or len({place.row for place in known}) != 1:
-        return None
-    known.sort(key=lambda place: place.first)
-    if any(one.first + one.numel != other.first for one, other in itertools.pairwise(known)):
-        return None
-    return Stretch(known[0].first, sum(place.numel for place in known))
-
-
-def is_row(pieces: Sequence[Tensor], offsets: Sequence[int]) -> bool:
-    """Whether tensors of one dtype lie so far apart, in elements, and the storage of the first reaches them all."""
-    first, start = pieces[0], pieces[0].data_ptr() - offsets[0] * pieces[0].element_size()
-    storage = first.untyped_storage()
-    end = start + first.element_size() * max(
-        offset + piece.numel() for offset, piece in zip(offsets, pieces, strict=True)
-    )
-    return storage.data_ptr() + storage.nbytes() >= end and all(
-        piece.data_ptr() == start + offset * piece.element_size() and piece.is_contiguous()
-        for piece, offset in zip(pieces, offsets, strict=True)
+def are_neighbours(places: Sequence[RowPlace | None]) -> bool:
+    """Whether ``places``, in any order, make up a part of one row, with nothing in between."""
+    known = sorted((place for place in places if place is not None), key=lambda place: place.first)
+    return (
+        0 < len(known) == len(places)
+        and len({place.row for place in known}) == 1
+        and all(one.first + one.numel == other.first for one, other in itertools.pairwise(known))
     )
 
 
-def moved_to_row(pieces: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Copies of contiguous tensors of one dtype and device in one piece of memory, by their offsets in it.
+def lie_in_a_row(pieces: Sequence[Tensor]) -> bool:
+    """Whether tensors of one dtype lie one after the other, within the storage of the first."""
+    address = pieces[0].data_ptr()
+    for piece in pieces:
+        if piece.data_ptr() != address or not piece.is_contiguous():
+            return False
+        address += piece.nbytes
+    storage = pieces[0].untyped_storage()
+    return storage.data_ptr() + storage.nbytes() >= address
+
+
+def moved_to_row(pieces: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of contiguous tensors of one dtype and device, one after the other in one piece of memory.
 
     Each begins its own storage, which reaches to the end of the row: a DTensor whose local tensor has a storage offset
     cannot be copied (torch 2.13).
     """
-    first = next(iter(pieces.values()))
-    start = min(pieces)
-    row = first.new_zeros(max(offset + piece.numel() for offset, piece in pieces.items()) - start)
-    moved = {}
-    for offset, piece in pieces.items():
-        rest = torch.from_dlpack(row[offset - start :].view(torch.uint8)).view(row.dtype)
-        moved[offset] = rest[: piece.numel()].view(piece.shape).data
-        moved[offset].copy_(piece)
+    row = torch.cat([piece.reshape(-1) for piece in pieces])
+    moved, end = [], 0
+    for piece in pieces:
+        rest = torch.from_dlpack(row[end:].view(torch.uint8)).view(row.dtype)
+        moved.append(rest[: piece.numel()].view(piece.shape).data)
+        end += piece.numel()
     return moved

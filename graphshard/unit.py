@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +26,6 @@ from .lockstep import meet
 from .mesh import NO_AXIS, MeshAxis
 from .outer_layout import OuterLayout
 from .params import ReduceGradCall, UnshardCall, gradient_call
-from .rows import is_row, moved_to_row
 from .together import StartedGather, reduce_together
 from .user_comms import COMMS, UserComms
 from .versions import Version, version_of
@@ -424,23 +422,6 @@ class Unit:
         for slot in self.slots:
             slot.refresh()
 
-    def lay_out(self) -> None:
-        """Puts the shards that have a place in a row there, where they are not."""
-        rows: dict[tuple[str, torch.dtype, torch.device], dict[int, DTensor]] = {}
-        for slot in self.slots:
-            param = slot.owners[0][0]._parameters.get(slot.owners[0][1]) if slot.owners else None
-            if slot.row_offset < 0 or not isinstance(param, DTensor) or param.is_meta:
-                continue
-            local = param._local_tensor
-            if type(local) is Tensor and local.is_contiguous():  # no fake one: it lies nowhere
-                row = (slot.axis.group_name, local.dtype, local.device)
-                rows.setdefault(row, {})[slot.row_offset] = param
-        for members in rows.values():
-            pieces = {offset: param._local_tensor for offset, param in members.items()}
-            if len(pieces) > 1 and not is_row(list(pieces.values()), list(pieces)):
-                for offset, moved in moved_to_row(pieces).items():
-                    _replace_shard(members[offset], moved)
-
     # -- gradients that are not reduced yet -------------------------------------------------------
 
     def slot_of(self, name: str) -> ParameterSlot:
@@ -613,19 +594,6 @@ def _add_gradient(param: nn.Parameter, reduced: Tensor) -> None:
     param.grad = grad if param.grad is None else param.grad + grad
     for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
         hook(param)
-
-
-def _replace_shard(param: DTensor, local: Tensor) -> None:
-    """Gives a parameter another local tensor and keeps the parameter itself, its gradient and its attributes.
-
-    Not by assignment: the DTensor's own storage offset must be that of its local tensor (torch 2.13 cannot trace
-    it otherwise).
-    """
-    fresh = nn.Parameter(DTensor(local, param._spec, requires_grad=False), requires_grad=param.requires_grad)
-    fresh.grad = param.grad
-    vars(fresh).update(vars(param))
-    with suppress(RuntimeError):  # something holds the old one (a compiled graph): it stays where it is
-        torch.utils.swap_tensors(param, fresh)
 
 
 def _fill_with_zeros(params: Iterable[nn.Parameter]) -> None:

@@ -40,7 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # a unit and its state; the ops find it
     ("graphshard.together", "graphshard.extensions"),
     ("graphshard.unit",),
-    ("graphshard.uncompiled",),
+    ("graphshard.laying_out", "graphshard.uncompiled"),
     ("graphshard.ops",),
     # what can be said about a graph
     (

@@ -14,16 +14,16 @@ from torch.distributed.tensor import DTensor, Shard
 from graphshard import fully_shard
 from graphshard.buckets import JOIN, PACK
 from graphshard.capture import ShardingRules, capture_step
+from graphshard.laying_out import lay_out
 from graphshard.passes import BucketCollectives
 from graphshard.provenance import row_places
 from graphshard.rows import (
     RowPlace,
     ShardedShape,
-    Stretch,
-    is_row,
+    are_neighbours,
+    lie_in_a_row,
     moved_to_row,
     row_offsets,
-    stretch_of,
 )
 from graphshard.testing import capture_graphs
 from graphshard.unit import UNIT, slots_of
@@ -41,88 +41,94 @@ def test_only_even_cuts_along_the_first_dim_have_a_place():
     assert not _shape(6, 0).has_place, "there is nothing to lie anywhere"
 
 
+def _offsets(*shapes):
+    return list(row_offsets({f"{index}.weight": shape for index, shape in enumerate(shapes)}).values())
+
+
 def test_shards_follow_each_other():
-    assert row_offsets([_shape(10), _shape(6), _shape(16)]) == [0, 5, 8]
-    assert row_offsets([]) == []
+    assert _offsets(_shape(10), _shape(6), _shape(16)) == [0, 5, 8]
+    assert row_offsets({}) == {}
 
 
 def test_in_a_row_dtypes_follow_each_other():
     first, second = _shape(16), _shape(16, dtype=torch.bfloat16)
-    assert row_offsets([first, second, first, second]) == [16, 0, 24, 8]
-    assert row_offsets([first, _shape(16, row="b"), _shape(5), first]) == [0, 0, -1, 8]
+    assert _offsets(first, second, first, second) == [16, 0, 24, 8]
+    assert _offsets(first, _shape(16, row="b"), _shape(5), first) == [0, 0, -1, 8]
 
 
-def test_neighbours_in_any_order_form_a_stretch():
+def test_biases_come_last():
+    """Backwards need the other parameters only."""
+    names = ("norm.weight", "norm.bias", "in_proj_weight", "in_proj_bias", "biased.weight")
+    offsets = row_offsets(dict.fromkeys(names, _shape(16)))
+    assert list(offsets) == list(names) and list(offsets.values()) == [0, 24, 8, 32, 16]
+    low = dict.fromkeys(("low.weight", "low.bias"), _shape(16, dtype=torch.bfloat16))
+    assert row_offsets({"a.weight": _shape(16), "a.bias": _shape(16), **low}) == {
+        "a.weight": 16, "a.bias": 24, "low.weight": 0, "low.bias": 8,
+    }  # fmt: skip
+
+
+def test_neighbours_in_any_order():
     places = [RowPlace("a", 1000, 50), RowPlace("a", 0, 500), RowPlace("a", 500, 500)]
-    assert stretch_of(places) == Stretch(0, 1050)
-    assert stretch_of(places[:1]) == Stretch(1000, 50)
+    assert are_neighbours(places) and are_neighbours(places[:1])
 
 
-def test_nothing_may_lie_in_between():
-    assert stretch_of([RowPlace("a", 0, 1000), RowPlace("a", 1001, 1000)]) is None
-
-
-def test_no_stretch_without_places_or_in_two_rows():
+def test_what_are_no_neighbours():
     one = RowPlace("a", 0, 8)
-    assert stretch_of([one, RowPlace("b", 8, 8)]) is None
-    assert stretch_of([one, None]) is None
-    assert stretch_of([]) is None
-
-
-def test_no_stretch_where_places_overlap():
-    assert stretch_of([RowPlace("a", 0, 8), RowPlace("a", 0, 8)]) is None
-    assert stretch_of([RowPlace("a", 4, 8), RowPlace("a", 0, 8), RowPlace("a", 12, 8)]) is None
+    assert not are_neighbours([one, RowPlace("a", 9, 8)]), "something lies in between"
+    assert not are_neighbours([one, RowPlace("b", 8, 8)]), "another row"
+    assert not are_neighbours([one, None]), "no place"
+    assert not are_neighbours([])
+    assert not are_neighbours([one, one]), "two at one place"
+    assert not are_neighbours([RowPlace("a", 4, 8), one, RowPlace("a", 12, 8)]), "one in another"
 
 
 def _row():
-    """Three tensors at 0, 8 and 12 of one storage."""
-    return moved_to_row({0: torch.arange(6.0).view(2, 3), 8: -torch.ones(4), 12: torch.full((2, 2), 7.0)})
+    """Three tensors, one after the other."""
+    return moved_to_row([torch.arange(6.0).view(2, 3), -torch.ones(4), torch.full((2, 2), 7.0)])
 
 
 def test_tensors_are_copied_into_one_storage():
     row = _row()
-    assert list(row) == [0, 8, 12]
-    assert is_row(list(row.values()), list(row))
-    assert torch.equal(row[0], torch.arange(6.0).view(2, 3)) and torch.equal(row[12], torch.full((2, 2), 7.0))
-    assert {piece.storage_offset() for piece in row.values()} == {0}
-    moved = moved_to_row({20: torch.ones(4), 24: torch.zeros(2)})
-    assert moved[20].untyped_storage().nbytes() == 6 * 4, "a row has no room in front of its first shard"
-    assert moved[24].untyped_storage().nbytes() == 2 * 4, "a storage begins with its shard"
+    assert lie_in_a_row(row)
+    assert torch.equal(row[0], torch.arange(6.0).view(2, 3)) and torch.equal(row[1], -torch.ones(4))
+    assert torch.equal(row[2], torch.full((2, 2), 7.0))
+    assert [piece.storage_offset() for piece in row] == [0, 0, 0]
+    assert [piece.untyped_storage().nbytes() for piece in row] == [14 * 4, 8 * 4, 4 * 4]
 
 
 def test_tensors_of_a_row_have_versions_of_their_own():
     row = _row()
-    before = row[8]._version
+    before = row[1]._version
     row[0].add_(1.0)
-    assert row[8]._version == before
+    assert row[1]._version == before
 
 
 def test_what_is_no_row():
     row = _row()
-    pieces, offsets = list(row.values()), list(row)
-    assert not is_row([pieces[0], pieces[1].clone(), pieces[2]], offsets)
-    assert not is_row(pieces, [0, 8, 13])
-    assert not is_row([pieces[1], pieces[0]], [0, 8])
-    square = moved_to_row({0: torch.ones(2), 4: torch.ones(2, 2)})
-    assert is_row(list(square.values()), [0, 4])
-    assert not is_row([square[0], square[4].t()], [0, 4]), "elements in another order"
+    assert not lie_in_a_row([row[0], row[1].clone(), row[2]])
+    assert not lie_in_a_row([row[0], row[2]])
+    assert not lie_in_a_row([row[1], row[0]])
+    assert not lie_in_a_row([row[0], row[1], row[2].t()]), "elements in another order"
+    memory = torch.arange(8.0).numpy()
+    apart = [torch.from_numpy(memory[:4]), torch.from_numpy(memory[4:])]
+    assert not lie_in_a_row(apart), "neighbours by chance, in two storages"
 
 
 def test_neighbours_are_joined_without_a_copy():
     row = _row()
-    joined = JOIN([row[0], row[8], row[12]], [0, 8, 12], 16)
-    assert joined.data_ptr() == row[0].data_ptr() and joined.shape == (16,)
-    assert torch.equal(joined[:6], torch.arange(6.0)) and torch.equal(joined[8:12], -torch.ones(4))
-    part = JOIN([row[8], row[12]], [0, 4], 8)
-    assert part.data_ptr() == row[8].data_ptr() and torch.equal(part[4:], torch.full((4,), 7.0))
+    joined = JOIN(row)
+    assert joined.data_ptr() == row[0].data_ptr() and joined.shape == (14,)
+    assert torch.equal(joined[:6], torch.arange(6.0)) and torch.equal(joined[6:10], -torch.ones(4))
+    part = JOIN(row[1:])
+    assert part.data_ptr() == row[1].data_ptr() and torch.equal(part[4:], torch.full((4,), 7.0))
 
 
 def test_others_are_joined_by_copies():
     row = _row()
-    joined = JOIN([row[0], torch.full((4,), 3.0), row[12]], [0, 8, 12], 16)
+    joined = JOIN([row[0], torch.full((4,), 3.0), row[2]])
     assert joined.data_ptr() != row[0].data_ptr()
-    assert torch.equal(joined[:6], torch.arange(6.0)) and torch.equal(joined[8:12], torch.full((4,), 3.0))
-    assert torch.equal(joined[12:], torch.full((4,), 7.0)) and not joined[6:8].any()
+    assert torch.equal(joined[:6], torch.arange(6.0)) and torch.equal(joined[6:10], torch.full((4,), 3.0))
+    assert torch.equal(joined[10:], torch.full((4,), 7.0))
 
 
 def test_join_is_a_view_to_torch():
@@ -155,7 +161,7 @@ def _lies_in_a_row(model):
     found = []
     for index in range(len(model)):
         shards = [model[index].inner.weight.to_local(), model[index].inner.bias.to_local()]
-        found.append(is_row(shards, [2, 2 + shards[0].numel()]))
+        found.append(lie_in_a_row(shards))
     return all(found)
 
 
@@ -175,7 +181,7 @@ def test_shards_of_a_unit_lie_in_a_row(fake_group):
     ends = {name: value.data_ptr() + value.nbytes for name, value in _locals(model[0]).items()}
     assert ends["inner.weight"] == model[0].inner.bias.to_local().data_ptr()
     other = model[1].inner.weight.to_local()
-    assert other.data_ptr() not in ends.values() or not is_row([model[0].inner.bias.to_local(), other], [0, 4])
+    assert other.data_ptr() not in ends.values() or not lie_in_a_row([model[0].inner.bias.to_local(), other])
 
 
 def test_shards_have_the_values_of_the_parameters(fake_group):
@@ -240,7 +246,7 @@ def test_a_parameter_that_is_laid_out_again_keeps_what_belongs_to_it(fake_group)
     weight.requires_grad_(False)
     weight.grad, weight.note, value = torch.ones_like(weight), "a user's", weight.to_local().clone()
     assert not _lies_in_a_row(model)
-    model[0].__dict__[UNIT].lay_out()
+    lay_out(model[0].__dict__[UNIT])
     assert _lies_in_a_row(model) and model[0].inner.weight is weight
     assert weight.note == "a user's" and not weight.requires_grad
     assert torch.equal(weight.grad.to_local(), torch.ones(4, 8)) and torch.equal(weight.to_local(), value)
@@ -252,7 +258,7 @@ def test_a_parameter_in_use_elsewhere_stays_where_it_is(fake_group):
     weight = model[0].inner.weight
     _move_away(weight)
     value, held = weight.to_local().clone(), weakref.ref(weight)
-    model[0].__dict__[UNIT].lay_out()
+    lay_out(model[0].__dict__[UNIT])
     assert not _lies_in_a_row(model) and torch.equal(held().to_local(), value)
 
 
@@ -271,7 +277,7 @@ def test_parameters_of_another_process_group_lie_in_a_row_of_their_own(fake_grou
     slots = dict(slots_of(model))
     assert {name: slot.row_offset for name, slot in slots.items()} == {"weight": 0, "bias": 0}
     weight, bias = _locals(model).values()
-    assert not is_row([weight, bias], [0, weight.numel()])
+    assert not lie_in_a_row([weight, bias])
 
 
 def test_units_of_two_models_lie_in_two_rows(fake_group):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import GraphShardError
-from ..rows import stretch_of
+from ..rows import are_neighbours
 from .problem import Collective, Problem
 
 
@@ -188,7 +188,7 @@ class Machine:
         num_bytes = sum(one.num_bytes for one in ones)
         copies_out = is_merged and not first.views_result
         copy_out = prices.copy_seconds(out_bytes) if copies_out else 0.0
-        packs = is_merged and stretch_of([one.place for one in ones]) is None
+        packs = is_merged and not are_neighbours([one.place for one in ones])
         packed = in_bytes if packs else staged
         return Bucket(
             members=members,

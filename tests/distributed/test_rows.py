@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard import buckets
-from graphshard.rows import is_row
+from graphshard.rows import lie_in_a_row
 
 from .parity import start_lockstep
 from .toy_models import WORKLOADS
@@ -23,11 +23,11 @@ def _asked() -> Iterator[list[bool]]:
     """For each bucket of gathers that is sent as it lies, or is to be, whether its shards were neighbours."""
     found: list[bool] = []
 
-    def ask(pieces: object, offsets: object) -> bool:
-        found.append(is_row(pieces, offsets))
+    def ask(pieces: object) -> bool:
+        found.append(lie_in_a_row(pieces))
         return found[-1]
 
-    with mock.patch.object(buckets, "is_row", ask):
+    with mock.patch.object(buckets, "lie_in_a_row", ask):
         yield found
 
 
