@@ -61,7 +61,7 @@ class PassContext:
         max_reductions: reductions that may be open at a time; 0 for the schedule's own.
         prices: the cost model; None where nothing is planned by cost.
         known_plan: the plan to follow, of another rank; None to make one.
-        default_peak_bytes: the most that a half of the step holds in the schedule of the passes, beside inputs
+        default_peak_bytes: the most that a half of the step holds with units gathered one ahead, beside inputs
             that live through all of it, where that is known: what plans may take without a user's budget.
         device_type: where the graph will run, if not where its values are: a capture on fake tensors of
             the CPU may be for another device.

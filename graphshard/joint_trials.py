@@ -36,7 +36,7 @@ class StepChoice:
 
     Attributes:
         kept: the units that keep their parameters.
-        peak_bytes: the most that a half holds with the default schedule and the default choice, beside inputs that
+        peak_bytes: the most that a half holds with the default choice, its units gathered one ahead, beside inputs that
             live through the step (each half reads only some of those), where nothing else limits the plans.
         input_bytes: of all inputs of the joint graph: for steps of other sizes ``peak_bytes`` says nothing.
     """
@@ -92,7 +92,7 @@ class JointTrials:
 
         Args:
             budget_of: the user's budget; without one the halves of all choices hold no more than those of the default
-                choice do at most in the schedule of the passes.
+                choice do at most with units gathered one ahead.
 
         Raises:
             InfeasibleBudgetError: no choice keeps the user's budget.

@@ -215,6 +215,16 @@ class Placement:
         )
 
 
+def at_once(order: Sequence[fx.Node]) -> list[fx.Node]:
+    """An order with the waits of each collective right behind its start."""
+    result: dict[fx.Node, None] = {}
+    for node in order:
+        result[node] = None
+        if is_collective(node):
+            result |= dict.fromkeys(filter(is_wait, node.users))
+    return list(result)
+
+
 def _is_of_data_parallelism(node: fx.Node, ctx: PassContext) -> bool:
     """On an axis of the mesh; in a graph that names none, any may be."""
     return not ctx.mesh.axes or ctx.mesh.find(group_name(node)) is not None

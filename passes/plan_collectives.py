@@ -43,20 +43,19 @@ from graphshard.errors import PassError
 from graphshard.facts import Fact
 from graphshard.memory import kept_inputs, tensor_bytes
 from graphshard.pipeline import PassReport
-from graphshard.placement import Movable
+from graphshard.placement import Decisions, Movable, Placement, at_once
 from graphshard.planner.plan import InfeasibleBudgetError
 from graphshard.planner.wishes import Wishes
 from graphshard.provenance import row_places, shards_behind
-from graphshard.rewrite import copy_graph
+from graphshard.rewrite import apply_order, copy_graph
 from graphshard.schedule import PlannedGraph, measured_peak, parse_bytes, plan_graph
 
 from .bucket_collectives import BucketCollectives
-from .schedule_collectives import ScheduleCollectives
 
-#: A memory budget: what schedules without a cost model take.
+#: A memory budget: what units gathered one ahead take.
 DEFAULT = "default"
 
-#: Budgets to try for it, as shares of what those passes take, where no plan keeps the first.
+#: Budgets to try for it, as shares of what these take, where no plan keeps the first.
 _SHARES = (1.0, 1.02, 1.05, 1.1, 1.25, 1.5)
 
 
@@ -68,7 +67,7 @@ class PlanCollectives:
         merge: whether collectives may be merged; where not, they are only placed.
         memory_budget: the most that may be live while the graph runs, inputs that its caller keeps
             included: bytes, or a text like "60GiB". None for no limit. "default" for what
-            schedules without a cost model take (:func:`default_peak`; of both halves of a step, if the
+            units gathered one ahead take (:func:`default_peak`; of both halves of a step, if the
             context knows), or a little more where no plan is found within it.
     """
 
@@ -130,7 +129,7 @@ class PlanCollectives:
 
 def _leanest(plan: Callable[[int | None], PlannedGraph], peak: int, notes: list[str]) -> PlannedGraph:
     """The plan within ``peak`` bytes, or, with a note, within the least of a few more in which there is one."""
-    too_little = f"no plan is found within the {peak} bytes that schedules without a cost model take"
+    too_little = f"no plan is found within the {peak} bytes that units gathered one ahead take"
     for share in _SHARES:
         budget = round(share * peak)
         try:
@@ -154,11 +153,14 @@ def resident_bytes(gm: fx.GraphModule) -> int:
 
 
 def default_peak(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Bytes live at the peak of the graph that the passes without a cost model make of one at level 2."""
-    default = copy_graph(gm)
-    BucketCollectives().run(default, ctx)
-    ScheduleCollectives().run(default, ctx)
-    return measured_peak(default, ctx.device_type)
+    """Bytes live at the peak of a graph at level 2 whose units are gathered one ahead, as FSDP2 does.
+
+    Each collective is waited for at once: what FSDP2 holds where nothing overlaps.
+    """
+    one_ahead = copy_graph(gm)
+    BucketCollectives().run(one_ahead, ctx)
+    apply_order(one_ahead.graph, at_once(Placement(Movable(one_ahead, ctx), Decisions(prefetch=1)).order()))
+    return measured_peak(one_ahead, ctx.device_type)
 
 
 def _wishes(gm: fx.GraphModule, ctx: PassContext, merge: bool) -> Wishes:

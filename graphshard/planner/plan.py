@@ -71,7 +71,8 @@ class Plan:
         gap: ``seconds`` / the best bound - 1.
         peak_bytes: the most that is live.
         budget_bytes: the most that may be; None for no limit.
-        solver: "exact" (nothing is faster under the model), "beam", or "none" (the graph as it came).
+        solver: "exact" (nothing is faster under the model), "beam" (the best of searches), or "none" (the graph as
+            it came).
         steps: the schedule itself.
         notes: what was left as it is, and why.
     """

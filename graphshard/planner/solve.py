@@ -84,7 +84,8 @@ def plan(problem: Problem, *, unplanned: Sequence[Step] | None = None, notes: Se
     known = [list(unplanned)] if unplanned is not None else []
     before = simulate(problem.without_wishes(), known[0]).seconds if known else None
     found = [steps for steps in (*known, in_place(problem)) if is_possible(problem, steps)]
-    best = _best(problem, found := found + list(_searched(problem)))
+    found += _searched(problem)
+    best = _best(problem, found)
     if best is not None and _is_worth_more(problem, best):
         best = _improved(problem, found, best)
     solver, exact = "beam", _exactly(problem, best)

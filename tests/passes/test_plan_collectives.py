@@ -127,13 +127,18 @@ def test_the_budget_is_kept_or_refused(captured, half):
 
 @pytest.mark.parametrize("prices", [DEAR, CHEAP], ids=["dear", "cheap"])
 @pytest.mark.parametrize("half", ["forward", "backward"])
-def test_the_default_budget_is_what_the_passes_without_a_cost_model_take(captured, half, prices):
+def test_the_default_budget_is_what_units_gathered_one_ahead_take(captured, half, prices):
+    """With each collective waited for at once."""
     gm, ctx = _half(captured, "blocks_3", half, prices)
-    passes, default = copy_graph(gm), copy_graph(gm)
-    for step in (BucketCollectives(), ScheduleCollectives()):
-        run_pass(step, passes, ctx, *HELD)
+    one_ahead, default = copy_graph(gm), copy_graph(gm)
+    for step in (BucketCollectives(), ScheduleCollectives(memory="any", reductions_in_flight=1)):
+        run_pass(step, one_ahead, ctx, *HELD)
+    for node in list(one_ahead.graph.nodes):
+        if is_collective(node):
+            (wait,) = node.users
+            node.append(wait)
     plan = run_pass(PlanCollectives(memory_budget="default"), default, ctx, *HELD).report.planned.plan
-    assert _peak(default) == plan.peak_bytes <= plan.budget_bytes == _peak(passes)
+    assert _peak(default) == plan.peak_bytes <= plan.budget_bytes == _peak(one_ahead)
     assert plan.solver != "none"
 
 
