@@ -257,9 +257,9 @@ def _within_budget(
 
 
 def _with_excess(problem: Problem, result: Plan, live: Mapping[str, int], budget: int) -> Problem:
-    """The problem with more memory in the tasks that took more than planned, and than the budget.
+    """The problem with more memory in the tasks that took more than planned, if one took more than the budget.
 
-    Where none did, it was a copy or a collective: the problem with a budget smaller by the excess.
+    If none did, it was a copy or a collective: the problem with a budget smaller by the excess.
     """
     planned = simulate(problem, result.steps).live_bytes
     taken = [live[name] for name in problem.position_names]
@@ -267,12 +267,9 @@ def _with_excess(problem: Problem, result: Plan, live: Mapping[str, int], budget
         assert problem.budget_bytes is not None
         excess = max(live.values()) - budget
         return replace(problem, budget_bytes=min(problem.budget_bytes, result.peak_bytes) - excess)
-    more = [
-        max(0, most - expected) if most > budget else 0 for most, expected in zip(taken, planned, strict=True)
-    ]
     tasks = [
-        replace(task, live_bytes=task.live_bytes + excess)
-        for task, excess in zip(problem.tasks, more, strict=True)
+        replace(task, live_bytes=task.live_bytes + max(0, most - expected))
+        for task, most, expected in zip(problem.tasks, taken, planned, strict=True)
     ]
     return replace(problem, tasks=tasks)
 
