@@ -35,6 +35,7 @@ from graphshard.pipeline import Pipeline
 from graphshard.planner.from_graph import problem_of_graph
 from graphshard.planner.simulate import Simulation, simulate
 from graphshard.planner.solve import plan
+from graphshard.provenance import row_places
 from graphshard.rewrite import copy_graph
 from inductor_overlap import inductor_schedule
 from llama_tensor_parallel import capture_tensor_parallel
@@ -97,7 +98,7 @@ def row(name: str, gm: fx.GraphModule, ctx: PassContext, layout: MeshLayout, wit
     """One line of the table."""
     model = CostModel.of_mesh(load_card("h100-sxm"), layout)
     before = user_seconds()
-    problem = problem_of_graph(gm, model).problem
+    problem = problem_of_graph(gm, model, places=row_places(gm, ctx)).problem
     found = plan(problem)
     seconds = user_seconds() - before
     text = (

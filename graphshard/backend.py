@@ -163,16 +163,20 @@ class _Compilation:
         self._dump("joint", "0-captured", self._text(gm, self.context))
         first, tag = JOINT_PIPELINE.split(-1)
         records = first.run(gm, self.context)
-        peak = None
+        choice = None
         # Of a part of a model's step nobody knows what the rest holds; ranks that do not meet must not differ.
         is_whole = self.options.verify != "off" and self._has_every_parameter()
         is_chosen = self.options.memory_budget is not None or is_whole
         if self.options.hardware is not None and self.context.first_gradient is not None and is_chosen:
-            kept, peak = self.planning.keep(gm, self.context, tag, self.options.memory_budget)
+            kept, choice = self.planning.keep(gm, self.context, tag, self.options.memory_budget)
             records += kept
+            tag = choice.extended(tag) if choice is not None else tag
             self.context = context_from_shard_ops(gm, full_checks=self.context.full_checks)
         self._dump_records("joint", records + tag.run(gm, self.context))
+        peak = choice.peak_bytes if choice is not None else None
         self.context = replace(self.context, pieces=pieces_of(gm), default_peak_bytes=peak)
+        if choice is not None:
+            self._dump("joint", "choice", f"{choice}\n")
 
     def _has_every_parameter(self) -> bool:
         """True unless the model's step is in several graphs, or leaves out some parameters."""

@@ -145,6 +145,7 @@ class CapturedStep:
         records: what each joint pass did, with the graph text after it; none after a brief capture.
         num_results: how many outputs of the forward are results; the others are kept for the backward.
         order: names of the model's parameters, as ``named_parameters`` has them.
+        choice: what was chosen by cost for both halves, if anything was.
     """
 
     joint: fx.GraphModule
@@ -155,6 +156,7 @@ class CapturedStep:
     records: tuple[PassRecord, ...]
     num_results: int
     order: tuple[str, ...]
+    choice: StepChoice | None = None
 
 
 def capture_step(
@@ -228,6 +230,7 @@ def capture_step(
         order = tuple(path for path, _ in fake.named_parameters())
         context = PassContext(plain=_with_places(plain, order))
         found: list[tuple[fx.GraphModule, PassContext, str, list[PassRecord]]] = []
+        choices: list[StepChoice] = []
 
         def run_joint_passes(gm: fx.GraphModule) -> None:
             text = "" if is_brief else graph_text(gm)
@@ -243,8 +246,10 @@ def capture_step(
             run(first, context)
             known, peak = replace(context_from_shard_ops(gm), device_type=device_type), None
             if choose is not None and (choice := choose(gm, known, tag)) is not None:
+                choices.append(choice)
                 peak = choice.peak_bytes
                 run(Pipeline(KeepGathered(units=choice.kept), given=tag.given), context)
+                tag = choice.extended(tag)
             run(tag, context)
             known = replace(
                 context_from_shard_ops(gm),
@@ -266,6 +271,7 @@ def capture_step(
         records=tuple(records),
         num_results=num_results,
         order=order,
+        choice=choices[0] if choices else None,
     )
 
 

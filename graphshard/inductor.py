@@ -70,6 +70,9 @@ _DEFAULTS: dict[str, Any] = {"allow_buffer_reuse": False}
 #: Set by the backend for each compilation.
 _JOINT_PASS = "joint_custom_pre_pass"
 
+#: The user's word on how many activations are saved.
+_SAVED_SHARE = "activation_memory_budget"
+
 #: The autograd cache would skip our passes, and with them the agreement of the ranks; the decision
 #: sync runs collectives while compiling, which hangs when one rank compiles alone.
 _FUNCTORCH: dict[str, Any] = {"enable_autograd_cache": False, "_sync_decision_cross_ranks": False}
@@ -105,6 +108,11 @@ def functorch_patch() -> Any:
     )
 
 
+def saved_share() -> float:
+    """The share of the activations that the partitioner saves of those it would save by itself; 1 unless set."""
+    return float(getattr(functorch_config, _SAVED_SHARE, 1.0))
+
+
 def inductor_decompositions() -> Mapping[Any, Any]:
     """The decompositions Inductor traces with."""
     return select_decomp_table()
@@ -127,6 +135,7 @@ def partition_as_inductor(
     num_results: int,
     parameters: Sequence[int],
     joint_pass: Callable[[fx.GraphModule], None],
+    share: float | None = None,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Inductor's joint passes, ``joint_pass`` in front of them, and its partitioner.
 
@@ -134,6 +143,7 @@ def partition_as_inductor(
         joint: a joint graph, edited in place.
         num_results: how many of its outputs are the forward's.
         parameters: positions of the inputs that are parameters, which live on whatever is saved.
+        share: of the activations that are saved; None for what is set.
 
     Returns:
         Forward and backward.
@@ -141,7 +151,8 @@ def partition_as_inductor(
     inputs = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
     patches = config_patches({}) | {_JOINT_PASS: _JointPass(joint_pass)}
     # Inductor's replacement of random ops asks for the mode of the values, as its compiler sets it.
-    with inductor_config.patch(patches), V.set_fake_mode(detect_fake_mode(inputs)):
+    saved = functorch_config.patch({_SAVED_SHARE: share}) if share is not None else contextlib.nullcontext()
+    with inductor_config.patch(patches), saved, V.set_fake_mode(detect_fake_mode(inputs)):
         forward, backward = partition_fn(
             joint,
             inputs,

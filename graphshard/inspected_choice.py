@@ -1,4 +1,4 @@
-"""Which units keep gathered parameters in an inspected step: the backend's choice, without ranks."""
+"""Which units keep gathered parameters in an inspected step, and which activations are saved, without ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from torch import fx, nn
 
 from .backend import half_pipeline
 from .context import PassContext
+from .errors import BudgetError
 from .inspection_settings import Settings
 from .joint_trials import JointTrials, StepChoice
 from .options import BackendOptions
@@ -26,6 +27,9 @@ def choose_inspected(
         gm: the joint graph at level 1; it is not changed.
         context: what passes on it know.
         tag: the joint passes that follow.
+
+    Raises:
+        BudgetError: no choice keeps the budget.
     """
     if settings.plan != "auto":
         return None
@@ -38,18 +42,20 @@ def choose_inspected(
         merge=True,
         prices=lambda _: settings.prices(context.mesh),
     )
-    if not trials.open_units():
-        return None
     budget = settings.budget_bytes
     if budget is None:
-        return trials.choose(None)
+        return trials.choose(None) if trials.open_units() else None
     persistent = persistent_bytes_of_joint(module, gm, context, settings.optimizer)
     always = sum(always_bytes(persistent, settings.micro_batches).values())
 
+    beside = [0]
+
     def left(half: fx.GraphModule, ctx: PassContext) -> int:
-        return max(budget - always + sum(kept_bytes_by_category(half, ctx)), 1)
+        beside.append(always - sum(kept_bytes_by_category(half, ctx)))
+        return max(budget - beside[-1], 1)
 
     try:
         return trials.choose(left)
-    except InfeasibleBudgetError:
-        return None  # the plans of the halves will say what they need
+    except InfeasibleBudgetError as error:
+        needed = error.smallest_bytes + max(beside)
+        raise BudgetError(budget, needed, "the leanest plan that was found") from error

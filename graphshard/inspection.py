@@ -246,6 +246,8 @@ class Inspection:
                 f"{self.settings.micro_batches} micro-batches: each backward reduces its gradients and adds them to "
                 "those before (two reads and a write); memory is that of a micro-batch that is not the first."
             )
+        if self.captured.choice is not None:
+            said += self.captured.choice.notes()
         if self.settings.optimizer.name == "none":
             said.append("No optimizer: neither its state nor its step is counted.")
         return said

@@ -1,30 +1,35 @@
-"""A joint graph cut into halves and planned, with one choice of kept units after the other.
+"""A joint graph cut into halves and planned, with one choice of kept units and saved activations after the other.
 
 What it costs that a unit keeps its gathered parameters shows only in both halves: a gather less in the backward,
-memory in between, and another schedule on either side. So a choice is tried on a copy of the joint graph:
-``keep_gathered``, the partitioner, the passes on halves, the planner.
+memory in between, and another schedule on either side; so it is with activations that are computed again. So a choice
+is tried on a copy of the joint graph: ``keep_gathered``, ``recompute_activations``, the partitioner, the passes on
+halves, the planner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from .context import PassContext, context_from_shard_ops, pieces_of
-from .inductor import drop_rng_states, partition_as_inductor
-from .keeping import KeepingCost, choose_kept, extend_kept
+from .inductor import partition_as_inductor, saved_share, type_rng_states
+from .keeping import KeepingCost, extend_kept
 from .memory import tensor_bytes
 from .ops import UNSHARD
 from .params import UnshardCall
-from .passes import KeepGathered, PlanCollectives
+from .passes import KeepGathered, PlanCollectives, RecomputeActivations
 from .passes.plan_collectives import default_peak, resident_bytes
 from .pipeline import Pipeline
 from .planner.plan import InfeasibleBudgetError
 from .prices import GraphPrices
-from .rewrite import copy_graph
+from .recomputing import SHARES, choose_saved
+from .rewrite import copy_graph, output_values
 
 #: Bytes that may be live in a half, from the half and its context.
 BudgetOf = Callable[[fx.GraphModule, PassContext], int | str]
@@ -36,26 +41,52 @@ class StepChoice:
 
     Attributes:
         kept: the units that keep their parameters.
-        peak_bytes: the most that a half holds with the default choice, its units gathered one ahead, beside inputs that
-            live through the step (each half reads only some of those), where nothing else limits the plans.
+        peak_bytes: the most that a half holds with the default choice, its units gathered one ahead, beside inputs
+            that live through the step (each half reads only some of those), where nothing else limits the plans.
         input_bytes: of all inputs of the joint graph: for steps of other sizes ``peak_bytes`` says nothing.
+        saved_share: of the activations that the partitioner would save by itself; None if all of these are saved.
+        recomputed, saved: what that share comes to, by the names of nodes; see ``recompute_activations``.
     """
 
     kept: tuple[str, ...]
     peak_bytes: int | None = None
     input_bytes: int = 0
+    saved_share: float | None = None
+    recomputed: tuple[str, ...] = ()
+    saved: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [f"units that keep their parameters: {', '.join(self.kept) or 'none'}", *self.notes()]
+        )
+
+    def notes(self) -> list[str]:
+        """For people: that activations are computed again."""
+        if self.saved_share is None:
+            return []
+        return [
+            f"{len(self.recomputed)} ops of the forward are computed again in the backward, to keep the memory budget: "
+            f"{self.saved_share:g} of the activations that torch would save by itself is saved."
+        ]
+
+    def extended(self, tag: Pipeline) -> Pipeline:
+        """The passes that tag a joint graph for the partitioner, with the choice of activations."""
+        if self.saved_share is None:
+            return tag
+        step = RecomputeActivations(recomputed=self.recomputed, saved=self.saved)
+        return Pipeline(*tag.passes, step, given=tag.given)
 
     def to_dict(self) -> dict[str, object]:
         """As JSON can hold it."""
-        return {"kept": self.kept, "peak_bytes": self.peak_bytes, "input_bytes": self.input_bytes}
+        return asdict(self)
 
     @staticmethod
     def from_dict(data: Mapping[str, object]) -> StepChoice:
         """Reads :meth:`to_dict` back."""
-        kept, peak, size = data["kept"], data["peak_bytes"], data["input_bytes"]
-        assert isinstance(kept, (list, tuple)) and isinstance(size, int)
-        assert peak is None or isinstance(peak, int)
-        return StepChoice(kept=tuple(kept), peak_bytes=peak, input_bytes=size)
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
+        }
+        return StepChoice(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +100,7 @@ class JointTrials:
         lower: the passes on a half in front of the planner.
         merge: whether the planner may merge collectives.
         prices: of a half.
+        recomputes: whether activations may be computed again.
     """
 
     gm: fx.GraphModule
@@ -77,6 +109,7 @@ class JointTrials:
     lower: Pipeline
     merge: bool
     prices: Callable[[fx.GraphModule], GraphPrices]
+    recomputes: bool = True
 
     def open_units(self) -> list[str]:
         """Units whose user left it open whether they keep their parameters, in the order of their last use."""
@@ -88,19 +121,18 @@ class JointTrials:
         return list(dict.fromkeys(call.unit for call in self._calls() if call.reshard == 1))
 
     def choose(self, budget_of: BudgetOf | None) -> StepChoice:
-        """The choice for the open units, of which there must be some.
+        """The choice for the open units, of which there must be some if there is no budget.
 
         Args:
-            budget_of: the user's budget; without one the halves of all choices hold no more than those of the default
-                choice do at most with units gathered one ahead.
+            budget_of: the user's budget, for which activations may be computed again; without one the halves of all
+                choices hold no more than those of the default choice do at most with units gathered one ahead.
 
         Raises:
             InfeasibleBudgetError: no choice keeps the user's budget.
         """
         units, default = self.open_units(), self.default()
         if budget_of is not None:
-            given = budget_of
-            return StepChoice(kept=choose_kept(units, default, lambda kept: self._cost(kept, given)).units)
+            return self._within(budget_of)
         peak = max(default_peak(half, ctx) - resident_bytes(half) for half, ctx in self._halves(None))
 
         def within(half: fx.GraphModule, ctx: PassContext) -> int:
@@ -110,7 +142,7 @@ class JointTrials:
         with suppress(
             InfeasibleBudgetError
         ):  # if so the default, whose halves are planned with a little more
-            kept = extend_kept(units, kept, lambda kept: self._cost(kept, within)).units
+            kept = extend_kept(units, kept, lambda kept: self._cost(StepChoice(kept=kept), within)).units
         return StepChoice(kept=kept, peak_bytes=peak, input_bytes=self.input_bytes())
 
     def input_bytes(self) -> int:
@@ -123,11 +155,40 @@ class JointTrials:
             UnshardCall(*node.args) for node in self.gm.graph.find_nodes(op="call_function", target=UNSHARD)
         ]
 
-    def _cost(self, kept: tuple[str, ...], budget_of: BudgetOf) -> KeepingCost:
-        """Both halves, planned with these units kept; the error of the half that needs more, if one does."""
+    def _within(self, budget_of: BudgetOf) -> StepChoice:
+        """Kept units and saved activations within the user's budget."""
+        default = StepChoice(kept=tuple(self.default()), input_bytes=self.input_bytes())
+        with_share: dict[float | None, StepChoice] = {None: default}
+
+        def cost(kept: tuple[str, ...], share: float | None) -> KeepingCost:
+            if share not in with_share:
+                with_share[share] = self._saving(share)
+            return self._cost(replace(with_share[share], kept=kept), budget_of)
+
+        may_recompute = self.recomputes and saved_share() == 1.0 and not draws_random_numbers(self.gm.graph)
+        shares = SHARES if may_recompute else ()
+        share, kept = choose_saved(self.open_units(), default.kept, cost, shares)
+        return replace(with_share[share], kept=kept, input_bytes=default.input_bytes)
+
+    def _saving(self, share: float | None) -> StepChoice:
+        """What the partitioner computes again where it saves a share of the activations, with the default units."""
+        trial = copy_graph(self.gm)
+        forward, backward = self._partitioned(trial, self.tag, share)
+        ops = {node.name for node in forward.graph.nodes if node.op == "call_function"}
+        saved = [value.name for value in output_values(forward.graph) if isinstance(value, fx.Node)]
+        again = ops & {node.name for node in backward.graph.nodes}
+        return StepChoice(
+            kept=(),
+            saved_share=share,
+            recomputed=tuple(with_sources(self.gm.graph, again, saved)),
+            saved=tuple(name for name in saved if name in ops),
+        )
+
+    def _cost(self, choice: StepChoice, budget_of: BudgetOf) -> KeepingCost:
+        """Both halves, planned with this choice; the error of the half that needs more, if one does."""
         seconds, peak = 0.0, 0
         refused: list[InfeasibleBudgetError] = []
-        for half, ctx in self._halves(kept):
+        for half, ctx in self._halves(choice):
             place = PlanCollectives(merge=self.merge, memory_budget=budget_of(half, ctx))
             ctx = replace(ctx, prices=self.prices(half))
             try:
@@ -142,18 +203,65 @@ class JointTrials:
             raise max(refused, key=lambda error: error.smallest_bytes)
         return KeepingCost(seconds=seconds, peak_bytes=peak)
 
-    def _halves(self, kept: tuple[str, ...] | None) -> Iterator[tuple[fx.GraphModule, PassContext]]:
-        """Forward and backward at level 2 with these units kept; None for the default."""
-        trial = copy_graph(self.gm)
-        if kept is not None:
-            Pipeline(KeepGathered(units=kept), given=self.tag.given).run(trial, self.context)
-        context = replace(context_from_shard_ops(trial), device_type=self.context.device_type)
-        self.tag.run(trial, context)
-        context = replace(context, pieces=pieces_of(trial))
-        assert context.first_gradient is not None
-        parameters = [binding.position for binding in context.parameters]
-        forward, backward = partition_as_inductor(trial, context.first_gradient, parameters, lambda _: None)
-        drop_rng_states(forward, backward)
+    def _halves(self, choice: StepChoice | None) -> Iterator[tuple[fx.GraphModule, PassContext]]:
+        """Forward and backward at level 2 with a choice; None for the default."""
+        trial, tag = copy_graph(self.gm), self.tag
+        if choice is not None:
+            Pipeline(KeepGathered(units=choice.kept), given=self.tag.given).run(trial, self.context)
+            tag = choice.extended(tag)
+        known = replace(context_from_shard_ops(trial), device_type=self.context.device_type)
+        context = replace(known, pieces=pieces_of(trial))
+        forward, backward = self._partitioned(trial, tag)
         for half, ctx in ((forward, context.for_forward()), (backward, context.for_backward())):
             self.lower.run(half, ctx)
             yield half, ctx
+
+    def _partitioned(
+        self, trial: fx.GraphModule, tag: Pipeline, share: float | None = None
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The halves of a joint graph that is tagged here; ``share`` is as for ``partition_as_inductor``."""
+        context = replace(context_from_shard_ops(trial), device_type=self.context.device_type)
+        tag.run(trial, context)
+        assert context.first_gradient is not None
+        parameters = [binding.position for binding in context.parameters]
+        halves = partition_as_inductor(trial, context.first_gradient, parameters, lambda _: None, share)
+        for half in halves:
+            type_rng_states(half)
+        return halves
+
+
+def with_sources(graph: fx.Graph, names: Set[str], saved: Collection[str]) -> list[str]:
+    """The ops of these names and all that they are computed from, up to what is saved or gathered, in graph order.
+
+    Of an op between two that are computed again the partitioner may know no way to save the result.
+    """
+    found: list[str] = []
+    needed = set(names)
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and node.name in needed and node.target is not UNSHARD:
+            found.append(node.name)
+            needed.update(source.name for source in node.all_input_nodes if source.name not in saved)
+    return found[::-1]
+
+
+def draws_random_numbers(graph: fx.Graph) -> bool:
+    """Whether an op without a tag may draw random numbers: attention without dropout does not.
+
+    torch's partitioner restores the random state only of what has a tag (github.com/pytorch/pytorch/issues/190758).
+    """
+    return any(
+        isinstance(node.target, OpOverload)
+        and torch.Tag.nondeterministic_seeded in node.target.tags
+        and "recompute" not in node.meta
+        and _argument(node, "dropout_p") != 0.0
+        for node in graph.nodes
+    )
+
+
+def _argument(node: fx.Node, name: str) -> object:
+    """The value of an argument; None for an op that has none of this name."""
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
+            given = node.args[position] if position < len(node.args) else argument.default_value
+            return node.kwargs.get(name, given)
+    return None

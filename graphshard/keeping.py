@@ -30,6 +30,11 @@ class KeepingCost:
     seconds: float
     peak_bytes: int
 
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Lower is better: time, and then memory."""
+        return float(f"{self.seconds:.9g}"), self.peak_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepingChoice:
@@ -89,7 +94,7 @@ def choose_kept(
     found = [(cost, kept) for kept, cost in tried.items() if cost is not None]
     if not found:
         raise min(refused, key=lambda error: error.smallest_bytes)
-    cost, kept = min(found, key=lambda one: (float(f"{one[0].seconds:.9g}"), one[0].peak_bytes, len(one[1])))
+    cost, kept = min(found, key=lambda one: (one[0].rank, len(one[1])))
     return KeepingChoice(units=kept, cost=cost, tried=tuple(tried.items()))
 
 

@@ -1,7 +1,7 @@
 """Decisions by cost while a model compiles, made by one rank and followed by all.
 
 Where collectives stand is decided for each half (``plan_collectives``); which units keep gathered
-parameters for the backward, for both halves at once (``keep_gathered``).
+parameters for the backward (``keep_gathered``), and how many activations are saved, for both halves at once.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from .collectives import group_name, is_collective
 from .context import KnownPlan, PassContext
 from .cost import CostModel, HardwareCard
 from .graph_text import text_fingerprint
+from .inductor import saved_share
 from .joint_trials import JointTrials, StepChoice
 from .ops import UNSHARD
 from .params import UnshardCall
@@ -74,8 +75,11 @@ class Planning:
 
     def keep(
         self, gm: fx.GraphModule, context: PassContext, tag: Pipeline, memory_budget: int | str | None
-    ) -> tuple[list[PassRecord], int | None]:
+    ) -> tuple[list[PassRecord], StepChoice | None]:
         """Chooses which units keep gathered parameters for the backward, where the user left it open.
+
+        With a budget also which activations are saved, where all ranks do the same: what is computed again decides
+        which parameters the backward gathers. The caller tags them (``StepChoice.extended``).
 
         Args:
             gm: a joint graph at level 1, edited in place.
@@ -84,15 +88,16 @@ class Planning:
             memory_budget: the user's; None for what the default choice takes.
 
         Returns:
-            What was done, and what the halves may take where the user gave no budget, if that is known.
+            What was done, and the choice, if there was one. Its ``peak_bytes`` are None where they are not known.
         """
         lower, _ = self.halves.split(-1)
         trials = JointTrials(
-            gm=gm, context=context, tag=tag, lower=lower, merge=self.merge, prices=self._prices
-        )
-        if not trials.open_units():
-            return [], None
+            gm=gm, context=context, tag=tag, lower=lower, merge=self.merge, prices=self._prices,
+            recomputes=self.is_shared,
+        )  # fmt: skip
         calls = [UnshardCall(*node.args) for node in gm.graph.find_nodes(op="call_function", target=UNSHARD)]
+        if not calls or (memory_budget is None and not trials.open_units()):
+            return [], None
         groups = dict.fromkeys(
             name for call in calls for name in (call.group_name, call.replicate_group) if name
         )
@@ -118,10 +123,12 @@ class Planning:
             records.extend(Pipeline(step, given=tag.given).run(gm, context))
             return chosen[-1].to_dict()
 
-        decide_together(self._stores(groups), self._key("joint", *texts), run, what=f"{self.what} (joint)")
-        # A choice is made once; what it was made for may have had other sizes.
-        is_known = chosen[-1].input_bytes == trials.input_bytes()
-        return records, chosen[-1].peak_bytes if is_known else None
+        key = self._key("joint", f"{saved_share():g}", *texts)
+        decide_together(self._stores(groups), key, run, what=f"{self.what} (joint)")
+        choice = chosen[-1]
+        if choice.input_bytes != trials.input_bytes():  # a choice is made once; this step has other sizes
+            choice = replace(choice, peak_bytes=None)
+        return records, choice
 
     def _prices(self, gm: fx.GraphModule) -> CostModel:
         return CostModel(card=self.card, groups=topologies(gm, self.card, {}))

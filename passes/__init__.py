@@ -13,6 +13,7 @@ from .keep_gathered import KeepGathered
 from .lower_shards import LowerShards
 from .merge_unshards import MergeUnshards
 from .plan_collectives import PlanCollectives
+from .recompute_activations import RecomputeActivations
 from .schedule_collectives import ScheduleCollectives
 from .spread_parameters import SpreadParameters
 from .tag_recompute import TagRecompute
@@ -25,6 +26,7 @@ KNOWN = {
         SpreadParameters,
         KeepGathered,
         TagRecompute,
+        RecomputeActivations,
         LowerShards,
         BucketCollectives,
         ScheduleCollectives,
@@ -42,6 +44,7 @@ __all__ = [
     "LowerShards",
     "MergeUnshards",
     "PlanCollectives",
+    "RecomputeActivations",
     "ScheduleCollectives",
     "SpreadParameters",
     "TagRecompute",

@@ -55,18 +55,19 @@ class TagRecompute:
         for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
             reshard = UnshardCall(*node.args).reshard > 1
             policy = CheckpointPolicy.MUST_RECOMPUTE if reshard else CheckpointPolicy.MUST_SAVE
-            changed |= _tag(node, policy)
+            changed |= set_policy(node, policy)
             counts["recomputed" if reshard else "saved"] += 1
         for node in gm.graph.find_nodes(op="call_function", target=KEEP_PIECE):
             for kept in (node, *node.users):
-                changed |= _tag(kept, CheckpointPolicy.MUST_SAVE)
+                changed |= set_policy(kept, CheckpointPolicy.MUST_SAVE)
         for node in gm.graph.nodes:
             if _is_view_of_recomputed(node):
-                changed |= _tag(node, CheckpointPolicy.MUST_RECOMPUTE)
+                changed |= set_policy(node, CheckpointPolicy.MUST_RECOMPUTE)
         return PassReport(changed=changed, counts=counts)
 
 
-def _tag(node: fx.Node, policy: CheckpointPolicy) -> bool:
+def set_policy(node: fx.Node, policy: CheckpointPolicy) -> bool:
+    """Tags a node for the partitioner; whether that changed anything."""
     changed = node.meta.get("recompute") != policy
     node.meta["recompute"] = policy
     node.meta["ac_graph_id"] = _REGION_ID

@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 import jsonschema
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 from cost_cards import round_card
 from small_models import MODELS, Blocks, WithHead, example_batch, shard_units
 from test_capture import llama_model
@@ -447,6 +448,24 @@ def test_a_plan_keeps_parameters_of_further_units_as_training_does():
     assert "keep_gathered" not in joint and fixed >= by_default
     _, within = gathered_again(plan="auto", memory_budget="1TiB")
     assert within == 0
+
+
+def test_a_plan_computes_activations_again_where_the_budget_is_too_small_for_them():
+    def step(reshard=None, **options) -> Report:
+        return graphshard.inspect(
+            WithHead(), [torch.zeros(1024, 8)], mesh={"shard": 2}, hardware="cpu-ethernet-1g", units=["blocks.*"],
+            plan="auto", reshard_after_forward=reshard, **options,
+        )  # fmt: skip
+
+    default = step()
+    assert not any("computed again" in note for note in default.notes)
+    for reshard in (None, True):
+        budget = round(0.9 * default.memory.peak_bytes)
+        lean = step(reshard, memory_budget=budget)
+        assert lean.memory.peak_bytes <= budget and "recompute_activations" in {step.name for step in lean.passes}
+        assert any("ops of the forward are computed again" in note for note in lean.notes)
+    with functorch_config.patch(activation_memory_budget=0.99), pytest.raises(BudgetError):
+        step(True, memory_budget=budget)
 
 
 @pytest.mark.parametrize("plan", ["unit", "auto"])

@@ -3,18 +3,23 @@
 import contextlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from small_graphs import text_of
+import torch._functorch.config as functorch_config
+from small_graphs import GraphBuilder, aten, text_of
 from small_models import WithHead
+from torch import nn
 
 import graphshard
 import graphshard.planning as planning
+from graphshard.backend import JOINT_PIPELINE
 from graphshard.capture import ShardingRules, capture_step
+from graphshard.context import PassContext
 from graphshard.cost import CostModel, load_card
-from graphshard.joint_trials import JointTrials, StepChoice
+from graphshard.joint_trials import JointTrials, StepChoice, draws_random_numbers
 from graphshard.passes import LowerShards, PlanCollectives
 from graphshard.passes.plan_collectives import default_peak, resident_bytes
 from graphshard.pipeline import Pipeline
@@ -22,6 +27,16 @@ from graphshard.planner.plan import InfeasibleBudgetError
 from graphshard.rewrite import copy_graph
 
 CARD = load_card("cpu-ethernet-1g")
+
+
+class Attention(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.view(1, 1, *x.shape)
+        return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=self.dropout)[0, 0]
 
 
 def in_capture(ask: Callable[[JointTrials], Any], batch: int = 64, reshard: bool | None = None) -> Any:
@@ -68,7 +83,7 @@ def test_without_a_budget_the_choice_takes_no_more_than_the_default_schedule():
         costs = {}
         for kept in (("root",), step.kept):
             with contextlib.suppress(InfeasibleBudgetError):
-                costs[kept] = trials._cost(kept, within)
+                costs[kept] = trials._cost(StepChoice(kept=kept), within)
         return step, peaks, costs
 
     step, peaks, costs = in_capture(ask)
@@ -94,8 +109,70 @@ def test_a_users_budget_decides_between_none_and_all():
     assert lean.peak_bytes is None
 
 
+@pytest.fixture(scope="module")
+def lean_step():
+    """The least memory of a step whose activations weigh more than its parameters, and what is chosen for it."""
+
+    def least(trials):
+        with pytest.raises(InfeasibleBudgetError) as refused:
+            trials.choose(lambda *_: 100)
+        return refused.value.smallest_bytes
+
+    def ask(trials):
+        whole, lean = least(replace(trials, recomputes=False)), least(trials)
+        with functorch_config.patch(activation_memory_budget=0.99):
+            users = least(trials)
+        return whole, users, lean, trials.choose(lambda *_: lean)
+
+    return in_capture(ask, batch=1024)
+
+
+def test_with_too_little_memory_activations_are_computed_again(lean_step):
+    whole, users, least, choice = lean_step
+    assert least < 0.9 * users <= 0.9 * whole, "where the user has chosen a share, no other is tried"
+    assert 0 < choice.saved_share < 1 and choice.recomputed and choice.saved and choice.input_bytes > 0
+    assert f"{len(choice.recomputed)} ops of the forward are computed again" in str(choice)
+    assert StepChoice.from_dict(json.loads(json.dumps(choice.to_dict()))) == choice
+
+
+def test_with_enough_memory_nothing_is_computed_again():
+    wide = in_capture(lambda trials: trials.choose(lambda *_: 2**40), batch=1024)
+    assert wide.saved_share is None and not wide.notes() and len(wide.kept) == 4
+
+
+def test_a_choice_is_the_same_partition_for_other_sizes(lean_step):
+    """Ranks with small batches follow: what is computed again decides which parameters are gathered again."""
+    *_, choice = lean_step
+
+    def backwards(trials):
+        return [
+            [node.target for node in list(trials._halves(each))[1][0].graph.nodes if node.op == "call_function"]
+            for each in (choice, None)
+        ]
+
+    large, small = (in_capture(backwards, batch=batch) for batch in (1024, 16))
+    assert large == small and len(large[0]) > len(large[1])
+
+
+@pytest.mark.parametrize(
+    ("layer", "draws"),
+    [(nn.Dropout(0.1), True), (nn.Dropout(0.0), False), (Attention(0.1), True), (Attention(0.0), False)],
+    ids=["dropout", "no dropout", "attention with dropout", "attention"],
+)
+def test_nothing_is_computed_again_where_random_numbers_would_be_drawn_again(layer, draws):
+    found = []
+
+    def remember(gm, context, tag):
+        found.append(draws_random_numbers(gm.graph))
+
+    model = nn.Sequential(nn.Linear(8, 16), layer, nn.Linear(16, 8))
+    rules = ShardingRules(mesh={"shard": 2})
+    capture_step(model, [torch.zeros(4, 8)], rules=rules, choose=remember, loss=lambda result: result.sum())
+    assert found == [draws]
+
+
 def test_where_no_plan_keeps_the_default_peak_the_default_stays(monkeypatch):
-    def refuse(self, kept, budget_of):
+    def refuse(self, choice, budget_of):
         raise InfeasibleBudgetError(1, 2, is_smallest=False)
 
     monkeypatch.setattr(JointTrials, "_cost", refuse)
@@ -135,7 +212,31 @@ def test_a_choice_for_other_sizes_does_not_say_what_the_halves_may_take(monkeypa
         monkeypatch.setattr(planning, "decide_together", lambda _, __, run, what: run(stored))
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
         planner = planning.Planning(card=CARD, halves=halves, merge=True, is_shared=False, what="graph")
-        records, peak = planner.keep(copy_graph(trials.gm), trials.context, trials.tag, None)
-        return [record.name for record in records], peak
+        records, choice = planner.keep(copy_graph(trials.gm), trials.context, trials.tag, None)
+        return [record.name for record in records], choice.peak_bytes
 
     assert in_capture(ask) == (["keep_gathered"], None if is_other else 123)
+
+
+def test_ranks_that_do_not_meet_compute_nothing_again(lean_step):
+    """Each would choose alone, and gather other parameters again."""
+    *_, least, choice = lean_step
+    assert choice.recomputed
+
+    def ask(trials):
+        halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
+        planner = planning.Planning(card=CARD, halves=halves, merge=True, is_shared=False, what="graph")
+        with pytest.raises(InfeasibleBudgetError):
+            planner.keep(copy_graph(trials.gm), trials.context, trials.tag, least)
+        return True
+
+    assert in_capture(ask, batch=1024)
+
+
+def test_a_graph_without_sharded_parameters_is_left_alone():
+    build = GraphBuilder()
+    gm = build.finish(build(aten.relu.default, build.input("primals_1", 2, 2)))
+    halves = Pipeline(LowerShards(), PlanCollectives(), given=JOINT_PIPELINE.facts_at_end)
+    planner = planning.Planning(card=CARD, halves=halves, merge=True, is_shared=True, what="graph")
+    _, tag = JOINT_PIPELINE.split(-1)
+    assert planner.keep(gm, PassContext(), tag, 1) == ([], None)

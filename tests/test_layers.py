@@ -78,7 +78,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("graphshard.planner.follow", "graphshard.planner.wishes"),
     ("graphshard.planner.from_graph",),
     ("graphshard.planner.apply", "graphshard.keeping"),
-    ("graphshard.schedule",),
+    ("graphshard.recomputing", "graphshard.schedule"),
     ("graphshard.pipeline",),
     (
         "graphshard.passes.bucket_collectives",
@@ -91,7 +91,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.passes.spread_parameters",
         "graphshard.passes.tag_recompute",
     ),
-    ("graphshard.passes.plan_collectives",),  # asks what the other two would make of a graph
+    # asks what others would make of a graph; tags as another does
+    ("graphshard.passes.plan_collectives", "graphshard.passes.recompute_activations"),
     ("graphshard.passes",),
     # what the backend is made of
     (

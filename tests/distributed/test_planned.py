@@ -15,6 +15,7 @@ from .parity import check_sharded_parity, make_adam, start_lockstep
 from .toy_models import WORKLOADS, mlp_workload
 
 SLOW_LINK = "cpu-ethernet-1g"
+NARROW_WIDE = mlp_workload((32, 128), (128, 32), (32, 128), (128, 32))
 
 
 def train_planned(workload: str, num_steps: int, options: dict[str, Any]) -> None:
@@ -67,10 +68,33 @@ def train_hybrid_on_other_batches(sizes: list[list[int]]) -> None:
 
 
 def train_within(folder: str, budget: str) -> None:
-    lockstep = start_lockstep(mlp_workload((32, 128), (128, 32), (32, 128), (128, 32)), "sharded")
+    lockstep = start_lockstep(NARROW_WIDE, "sharded")
     options = {"hardware": SLOW_LINK, "bucket": "auto", "memory_budget": budget, "dump": folder}
     lockstep.forward = compile_if_asked("compiled", lockstep.model, **options)
     lockstep.train(2)
+
+
+def train_with_little_memory(folder: str, name: str, budget: str, sizes: list[int]) -> None:
+    """Batches of so many rows on each rank: most of the memory is activations'."""
+    small = NARROW_WIDE if name == "mlp" else WORKLOADS[name]
+    rank = dist.get_rank()
+    folder = f"{folder}/rank{rank}"
+    torch.manual_seed(42)
+    reference = small.build()
+    model = copy.deepcopy(reference)
+    for module in [*small.list_units(model), model]:
+        pick_fully_shard("sharded")(module)
+    options = {"hardware": SLOW_LINK, "bucket": "auto", "memory_budget": budget, "dump": folder}
+    forward = compile_if_asked("compiled", model, verify="full", **options)
+    for step in range(2):
+        for parameter in (*reference.parameters(), *model.parameters()):
+            parameter.grad = None
+        for other, size in enumerate(sizes):
+            (small.loss(reference, small.batch_of(other, step, size)) / len(sizes)).backward()
+        small.loss(forward, small.batch_of(rank, step, sizes[rank])).backward()
+        for name, expected in reference.named_parameters():
+            assert_close(model.get_parameter(name).grad.full_tensor(), expected.grad)
+    assert torch._functorch.config.activation_memory_budget == 1.0
 
 
 def exceed_the_budget() -> str:
@@ -118,6 +142,28 @@ def test_with_a_budget_units_keep_what_fits(run_on_gloo_ranks, tmp_path: Path, b
     } == kept
     backward = (tmp_path / "graph0.backward.1-lower_shards.txt").read_text()
     assert (" all_gather_into_tensor(" in backward) == ("2" not in kept)
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "sizes"),
+    [
+        pytest.param("mlp", "1.06MB", [512, 512], marks=pytest.mark.slow),
+        ("mlp", "1.06MB", [512, 16]),
+        ("transformer", "560kB", [64, 64]),
+    ],
+)
+def test_with_little_memory_activations_are_computed_again(run_on_gloo_ranks, tmp_path: Path, name, budget, sizes):
+    """On all ranks the same ones, whatever their sizes: the gathers of the backward depend on it."""
+    run_on_gloo_ranks(2, train_with_little_memory, str(tmp_path), name, budget, sizes)
+    tagged = [tmp_path / f"rank{rank}" / "graph0.joint.5-recompute_activations.txt" for rank in range(2)]
+    again = [
+        [line.partition(":")[0] for line in file.read_text().splitlines() if line.endswith("!recompute")]
+        for file in tagged
+    ]
+    ops = {op.partition("_")[0].lstrip("%") for op in again[0]}
+    assert again[0] == again[1] and ops & {"relu", "erf"}
+    choice = (tmp_path / "rank1" / "graph0.joint.choice.txt").read_text()
+    assert "ops of the forward are computed again" in choice
 
 
 def test_without_a_budget_further_last_units_are_kept_where_that_takes_no_more(run_on_gloo_ranks, tmp_path: Path):

@@ -1,0 +1,103 @@
+"""recompute_activations: activations that are computed again in the backward."""
+
+import pytest
+from all_ranks import assert_same, run_halves, step_inputs
+from small_graphs import GraphBuilder, aten, run_pass, run_twice, text_of
+from torch.utils.checkpoint import CheckpointPolicy
+
+from graphshard.backend import JOINT_PIPELINE
+from graphshard.collectives import ALL_GATHER, WAIT
+from graphshard.context import context_from_shard_ops
+from graphshard.facts import Fact
+from graphshard.joint_trials import with_sources
+from graphshard.passes import RecomputeActivations
+from graphshard.pipeline import Pipeline
+from graphshard.rewrite import output_values
+from graphshard.testing import capture_graphs
+
+TAGGED = frozenset({Fact.MERGED, Fact.REDUCED, Fact.TAGGED})
+
+
+def _tagged(captured, name="two_linears"):
+    graphs = captured(name, 2)
+    return graphs.joint, graphs.context
+
+
+def _names(gm, *targets):
+    return tuple(node.name for node in gm.graph.nodes if node.target in targets)
+
+
+def _tags(gm, names):
+    return {node.name: node.meta.get("recompute") for node in gm.graph.nodes if node.name in names}
+
+
+def test_golden(captured, golden):
+    gm, ctx = _tagged(captured)
+    golden(text_of(gm, ctx), "recompute_activations.before")
+    (activation,) = _names(gm, aten.relu.default)
+    (first, *_) = _names(gm, aten.addmm.default)
+    record = run_pass(RecomputeActivations(recomputed=(activation,), saved=(first,)), gm, ctx, *TAGGED)
+    assert record.report.counts == {"recomputed": 1, "saved": 1}
+    golden(text_of(gm, ctx), "recompute_activations.after")
+    assert _tags(gm, (activation, first)) == {
+        activation: CheckpointPolicy.MUST_RECOMPUTE, first: CheckpointPolicy.MUST_SAVE,
+    }  # fmt: skip
+
+
+def test_nothing_to_tag(captured):
+    record = run_pass(RecomputeActivations(), *_tagged(captured), *TAGGED)
+    assert not record.report.changed
+    assert record.report.counts == {"recomputed": 0, "saved": 0}
+
+
+def test_second_run_changes_nothing(captured):
+    gm, ctx = _tagged(captured)
+    first, second = run_twice(RecomputeActivations(recomputed=_names(gm, aten.relu.default)), gm, ctx, *TAGGED)
+    assert first.report.changed and not second.report.changed
+
+
+def test_names_that_are_missing_are_skipped(captured):
+    record = run_pass(RecomputeActivations(recomputed=("a",), saved=("b",)), *_tagged(captured), *TAGGED)
+    assert not record.report.changed
+    assert record.report.skipped == ("no node 'a' in this graph", "no node 'b' in this graph")
+
+
+def test_what_has_a_tag_keeps_it(captured):
+    gm, ctx = _tagged(captured)
+    before = {node.name: node.meta["recompute"] for node in gm.graph.nodes if "recompute" in node.meta}
+    assert before
+    record = run_pass(RecomputeActivations(saved=tuple(before)), gm, ctx, *TAGGED)
+    assert not record.report.changed and _tags(gm, before) == before
+
+
+def test_a_collective_runs_once():
+    build = GraphBuilder()
+    gathered = build(ALL_GATHER, build.input("primals_1", 2, 2), 2, "shard")
+    gm = build.finish(build(aten.relu.default, build(WAIT, gathered)))
+    names = _names(gm, ALL_GATHER, WAIT)
+    step = RecomputeActivations(recomputed=names)
+    record = run_pass(step, gm, context_from_shard_ops(gm), *TAGGED)
+    assert record.report.skipped == tuple(f"{name}: communicates" for name in names)
+    assert set(_tags(gm, names).values()) == {None}
+
+
+@pytest.mark.parametrize("name", ["two_linears", "blocks_2"])
+def test_parity_and_what_is_saved(captured, fake_group, name):
+    from small_models import MODELS, example_batch, shard_units
+
+    plain = captured(name, 2)
+    results = {value.name for value in output_values(plain.joint.graph) if value is not None}
+    saved = [value.name for value in output_values(plain.forward.graph) if value.name not in results]
+    nodes = plain.joint.graph.nodes
+    ops = {node.name for node in nodes if node.op == "call_function" and "recompute" not in node.meta}
+    dropped = ops & set(saved[::2])
+    assert dropped
+    again = tuple(with_sources(plain.joint.graph, dropped, set(saved) - dropped))
+    pipeline = Pipeline(*JOINT_PIPELINE.passes, RecomputeActivations(recomputed=again), given=JOINT_PIPELINE.given)
+    assert pipeline.facts_at_end == JOINT_PIPELINE.facts_at_end
+    model = shard_units(MODELS[name]().double(), fake_group(2))
+    graphs = capture_graphs(model, example_batch(name).double(), pipeline=pipeline)
+    assert not {value.name for value in output_values(graphs.forward.graph)} & dropped
+    inputs, values = step_inputs(name, 2)
+    assert_same(run_halves(graphs.forward, graphs.backward, graphs.context, inputs), values)
+
