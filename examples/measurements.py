@@ -55,7 +55,7 @@ def held_bytes(model: nn.Module, optimizer: Optimizer) -> HeldBytes:
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the local storages behind the tensors, each byte once: the shards of a unit lie in one piece of memory."""
+    """Bytes of the local storages behind the tensors, each byte once: those of a unit's shards overlap."""
     num_bytes = end = 0
     for start, size in sorted(_storage(tensor) for tensor in tensors):
         num_bytes += max(0, start + size - max(start, end))
