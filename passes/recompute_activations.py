@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import fx
+from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -63,10 +63,15 @@ class RecomputeActivations:
                 skipped.append(f"no node {name!r} in this graph")
             elif _communicates(node) and policy is CheckpointPolicy.MUST_RECOMPUTE:
                 skipped.append(f"{name}: communicates")
-            elif node.op == "call_function" and node.meta.get("recompute") in (None, policy):
+            elif _is_activation(node) and node.meta.get("recompute") in (None, policy):
                 changed |= set_policy(node, policy)
                 counts["recomputed" if policy is CheckpointPolicy.MUST_RECOMPUTE else "saved"] += 1
         return PassReport(changed=changed, counts=counts, skipped=tuple(skipped))
+
+
+def _is_activation(node: fx.Node) -> bool:
+    """Not a symbolic size, which the partitioner saves or computes again as it sees fit."""
+    return node.op == "call_function" and isinstance(node.meta.get("val"), (Tensor, tuple, list))
 
 
 def _communicates(node: fx.Node) -> bool:

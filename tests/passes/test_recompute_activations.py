@@ -70,6 +70,17 @@ def test_what_has_a_tag_keeps_it(captured):
     assert not record.report.changed and _tags(gm, before) == before
 
 
+def test_sizes_are_left_alone():
+    build = GraphBuilder()
+    x = build.input("primals_1", 2, 2)
+    gm = build.finish(build(aten.relu.default, x))
+    with gm.graph.inserting_after(x):
+        size = gm.graph.call_function(aten.sym_size.int, (x, 0))
+    size.meta["val"] = 2
+    report = RecomputeActivations(recomputed=(size.name,)).run(gm, context_from_shard_ops(gm))
+    assert not report.changed and "recompute" not in size.meta
+
+
 def test_a_collective_runs_once():
     build = GraphBuilder()
     gathered = build(ALL_GATHER, build.input("primals_1", 2, 2), 2, "shard")
