@@ -168,7 +168,7 @@ class _Compilation:
         is_whole = self.options.verify != "off" and self._has_every_parameter()
         is_chosen = self.options.memory_budget is not None or is_whole
         if self.options.hardware is not None and self.context.first_gradient is not None and is_chosen:
-            kept, choice = self.planning.keep(gm, self.context, tag, self.options.memory_budget)
+            kept, choice = self.planning.choose(gm, self.context, tag, self.options.memory_budget)
             records += kept
             tag = choice.extended(tag) if choice is not None else tag
             self.context = context_from_shard_ops(gm, full_checks=self.context.full_checks)

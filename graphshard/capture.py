@@ -229,8 +229,7 @@ def capture_step(
                 plain.append(PlainParameter(placeholder=node.name, call=call, dtype=dtype))
         order = tuple(path for path, _ in fake.named_parameters())
         context = PassContext(plain=_with_places(plain, order))
-        found: list[tuple[fx.GraphModule, PassContext, str, list[PassRecord]]] = []
-        choices: list[StepChoice] = []
+        found: list[tuple[fx.GraphModule, PassContext, str, list[PassRecord], StepChoice | None]] = []
 
         def run_joint_passes(gm: fx.GraphModule) -> None:
             text = "" if is_brief else graph_text(gm)
@@ -244,10 +243,9 @@ def capture_step(
 
             first, tag = PLAIN_PIPELINE.split(-1)
             run(first, context)
-            known, peak = replace(context_from_shard_ops(gm), device_type=device_type), None
-            if choose is not None and (choice := choose(gm, known, tag)) is not None:
-                choices.append(choice)
-                peak = choice.peak_bytes
+            known = replace(context_from_shard_ops(gm), device_type=device_type)
+            choice = choose(gm, known, tag) if choose is not None else None
+            if choice is not None:
                 run(Pipeline(KeepGathered(units=choice.kept), given=tag.given), context)
                 tag = choice.extended(tag)
             run(tag, context)
@@ -255,13 +253,13 @@ def capture_step(
                 context_from_shard_ops(gm),
                 pieces=pieces_of(gm),
                 device_type=device_type,
-                default_peak_bytes=peak,
+                default_peak_bytes=choice.peak_bytes if choice is not None else None,
             )
-            found.append((copy_graph(gm), known, text, records))
+            found.append((copy_graph(gm), known, text, records, choice))
 
         forward, backward = partition_as_inductor(joint, num_results, range(len(plain)), run_joint_passes)
         drop_rng_states(forward, backward)
-    ((sharded, sharded_context, text, records),) = found
+    ((sharded, sharded_context, text, records, choice),) = found
     return CapturedStep(
         joint=sharded,
         forward=forward,
@@ -271,7 +269,7 @@ def capture_step(
         records=tuple(records),
         num_results=num_results,
         order=order,
-        choice=choices[0] if choices else None,
+        choice=choice,
     )
 
 

@@ -8,7 +8,7 @@ halves, the planner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -174,13 +174,17 @@ class JointTrials:
         """What the partitioner computes again where it saves a share of the activations, with the default units."""
         trial = copy_graph(self.gm)
         forward, backward = self._partitioned(trial, self.tag, share)
-        ops = {node.name for node in forward.graph.nodes if node.op == "call_function"}
-        saved = [value.name for value in output_values(forward.graph) if isinstance(value, fx.Node)]
-        again = ops & {node.name for node in backward.graph.nodes}
+        ops = {
+            node.name
+            for node in forward.graph.nodes
+            if node.op == "call_function" and node.target is not UNSHARD
+        }
+        behind_results = output_values(forward.graph)[self.context.first_gradient :]
+        saved = [value.name for value in behind_results if isinstance(value, fx.Node)]
         return StepChoice(
             kept=(),
             saved_share=share,
-            recomputed=tuple(with_sources(self.gm.graph, again, saved)),
+            recomputed=tuple(node.name for node in backward.graph.nodes if node.name in ops),
             saved=tuple(name for name in saved if name in ops),
         )
 
@@ -228,20 +232,6 @@ class JointTrials:
         for half in halves:
             type_rng_states(half)
         return halves
-
-
-def with_sources(graph: fx.Graph, names: Set[str], saved: Collection[str]) -> list[str]:
-    """The ops of these names and all that they are computed from, up to what is saved or gathered, in graph order.
-
-    Of an op between two that are computed again the partitioner may know no way to save the result.
-    """
-    found: list[str] = []
-    needed = set(names)
-    for node in reversed(graph.nodes):
-        if node.op == "call_function" and node.name in needed and node.target is not UNSHARD:
-            found.append(node.name)
-            needed.update(source.name for source in node.all_input_nodes if source.name not in saved)
-    return found[::-1]
 
 
 def draws_random_numbers(graph: fx.Graph) -> bool:

@@ -73,13 +73,13 @@ class Planning:
         decide_together(self._stores(groups), self._key(half, unplanned), run, what=f"{self.what} ({half})")
         return records
 
-    def keep(
+    def choose(
         self, gm: fx.GraphModule, context: PassContext, tag: Pipeline, memory_budget: int | str | None
     ) -> tuple[list[PassRecord], StepChoice | None]:
-        """Chooses which units keep gathered parameters for the backward, where the user left it open.
+        """Chooses which units keep gathered parameters for the backward, where the user left it open, and tags them.
 
         With a budget also which activations are saved, where all ranks do the same: what is computed again decides
-        which parameters the backward gathers. The caller tags them (``StepChoice.extended``).
+        which parameters the backward gathers. The caller tags these (``StepChoice.extended``).
 
         Args:
             gm: a joint graph at level 1, edited in place.

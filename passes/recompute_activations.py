@@ -1,8 +1,9 @@
 """recompute_activations: activations that are computed again in the backward, and those that are saved instead.
 
-Of the ops named here the results are not saved for the backward, which computes them again; the other names are of
-what it computes them from. Both come from a partition that was tried (:mod:`graphshard.joint_trials`). What has a
-tag keeps it: gathered parameters, and regions of ``torch.utils.checkpoint``. A collective runs once.
+Of the ops named here the results are not saved for the backward, which computes them again, with all that lies between
+them and what is saved: of an op in between the partitioner may know no way to save the result. Both lists come from
+a partition that was tried (:mod:`graphshard.joint_trials`). What has a tag keeps it: gathered parameters, and regions
+of ``torch.utils.checkpoint``. A collective runs once.
 
 Before::
 
@@ -39,7 +40,7 @@ class RecomputeActivations:
     """See the module docstring.
 
     Attributes:
-        recomputed: names of nodes of the forward.
+        recomputed: names of nodes of the forward; those that are saved are left out.
         saved: names of nodes whose results the forward saves.
     """
 
@@ -52,21 +53,25 @@ class RecomputeActivations:
     saved: tuple[str, ...] = ()
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
-        """Counts nodes "recomputed" and "saved"; what communicates, and names that are missing, are skipped."""
-        policies = dict.fromkeys(self.recomputed, CheckpointPolicy.MUST_RECOMPUTE)
-        policies |= dict.fromkeys(self.saved, CheckpointPolicy.MUST_SAVE)
-        counts, changed, skipped = {"recomputed": 0, "saved": 0}, False, []
-        nodes = {node.name: node for node in gm.graph.nodes}
-        for name, policy in policies.items():
-            node = nodes.get(name)
-            if node is None:
-                skipped.append(f"no node {name!r} in this graph")
-            elif _communicates(node) and policy is CheckpointPolicy.MUST_RECOMPUTE:
-                skipped.append(f"{name}: communicates")
-            elif _is_activation(node) and node.meta.get("recompute") in (None, policy):
-                changed |= set_policy(node, policy)
-                counts["recomputed" if policy is CheckpointPolicy.MUST_RECOMPUTE else "saved"] += 1
-        return PassReport(changed=changed, counts=counts, skipped=tuple(skipped))
+        """Counts nodes "recomputed" and "saved" that had no tag; names that are missing are skipped."""
+        counts = {"recomputed": 0, "saved": 0}
+        saved, again = set(self.saved), set(self.recomputed) - set(self.saved)
+        for node in reversed(gm.graph.nodes):
+            if "recompute" in node.meta or not _is_activation(node):
+                continue
+            if node.name in saved:
+                set_policy(node, CheckpointPolicy.MUST_SAVE)
+                counts["saved"] += 1
+            elif node.name in again and not _communicates(node):
+                set_policy(node, CheckpointPolicy.MUST_RECOMPUTE)
+                counts["recomputed"] += 1
+                again.update(source.name for source in node.all_input_nodes)
+        missing = {*self.recomputed, *self.saved} - {node.name for node in gm.graph.nodes}
+        return PassReport(
+            changed=any(counts.values()),
+            counts=counts,
+            skipped=tuple(f"no node {name!r} in this graph" for name in sorted(missing)),
+        )
 
 
 def _is_activation(node: fx.Node) -> bool:

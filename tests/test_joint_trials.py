@@ -212,7 +212,7 @@ def test_a_choice_for_other_sizes_does_not_say_what_the_halves_may_take(monkeypa
         monkeypatch.setattr(planning, "decide_together", lambda _, __, run, what: run(stored))
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
         planner = planning.Planning(card=CARD, halves=halves, merge=True, is_shared=False, what="graph")
-        records, choice = planner.keep(copy_graph(trials.gm), trials.context, trials.tag, None)
+        records, choice = planner.choose(copy_graph(trials.gm), trials.context, trials.tag, None)
         return [record.name for record in records], choice.peak_bytes
 
     assert in_capture(ask) == (["keep_gathered"], None if is_other else 123)
@@ -227,10 +227,27 @@ def test_ranks_that_do_not_meet_compute_nothing_again(lean_step):
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
         planner = planning.Planning(card=CARD, halves=halves, merge=True, is_shared=False, what="graph")
         with pytest.raises(InfeasibleBudgetError):
-            planner.keep(copy_graph(trials.gm), trials.context, trials.tag, least)
+            planner.choose(copy_graph(trials.gm), trials.context, trials.tag, least)
         return True
 
     assert in_capture(ask, batch=1024)
+
+
+def test_a_stored_choice_is_for_one_setting_of_the_user(monkeypatch):
+    """Of ``activation_memory_budget``: what was chosen without does not hold with it."""
+    keys = []
+
+    def ask(trials):
+        stored = StepChoice(kept=("root",), input_bytes=trials.input_bytes()).to_dict()
+        monkeypatch.setattr(planning, "decide_together", lambda _, key, run, what: keys.append(key) or run(stored))
+        halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
+        planner = planning.Planning(card=CARD, halves=halves, merge=True, is_shared=False, what="graph")
+        for share in (1.0, 1.0, 0.5):
+            with functorch_config.patch(activation_memory_budget=share):
+                planner.choose(copy_graph(trials.gm), trials.context, trials.tag, None)
+
+    in_capture(ask)
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_a_graph_without_sharded_parameters_is_left_alone():
@@ -239,4 +256,4 @@ def test_a_graph_without_sharded_parameters_is_left_alone():
     halves = Pipeline(LowerShards(), PlanCollectives(), given=JOINT_PIPELINE.facts_at_end)
     planner = planning.Planning(card=CARD, halves=halves, merge=True, is_shared=True, what="graph")
     _, tag = JOINT_PIPELINE.split(-1)
-    assert planner.keep(gm, PassContext(), tag, 1) == ([], None)
+    assert planner.choose(gm, PassContext(), tag, 1) == ([], None)

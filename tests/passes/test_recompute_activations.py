@@ -9,7 +9,6 @@ from graphshard.backend import JOINT_PIPELINE
 from graphshard.collectives import ALL_GATHER, WAIT
 from graphshard.context import context_from_shard_ops
 from graphshard.facts import Fact
-from graphshard.joint_trials import with_sources
 from graphshard.passes import RecomputeActivations
 from graphshard.pipeline import Pipeline
 from graphshard.rewrite import output_values
@@ -63,11 +62,32 @@ def test_names_that_are_missing_are_skipped(captured):
 
 
 def test_what_has_a_tag_keeps_it(captured):
+    """With its region: between regions of ``torch.utils.checkpoint`` the partitioner saves what crosses."""
     gm, ctx = _tagged(captured)
-    before = {node.name: node.meta["recompute"] for node in gm.graph.nodes if "recompute" in node.meta}
-    assert before
-    record = run_pass(RecomputeActivations(saved=tuple(before)), gm, ctx, *TAGGED)
-    assert not record.report.changed and _tags(gm, before) == before
+    (activation,) = gm.graph.find_nodes(op="call_function", target=aten.relu.default)
+    activation.meta |= {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": 7}
+
+    def tags():
+        return {node.name: (node.meta["recompute"], node.meta["ac_graph_id"]) for node in tagged}
+
+    tagged = [node for node in gm.graph.nodes if "recompute" in node.meta]
+    before, names = tags(), tuple(node.name for node in tagged)
+    assert len(set(before.values())) == 2
+    for step in (RecomputeActivations(saved=names), RecomputeActivations(recomputed=names)):
+        record = run_pass(step, gm, ctx, *TAGGED)
+        assert not record.report.changed and tags() == before
+
+
+def test_what_lies_between_is_computed_again_too(captured):
+    """Of a layer norm only parts could be saved, and it would not be computed again by itself."""
+    gm, ctx = _tagged(captured, "blocks_2")
+    relu, *_ = gm.graph.find_nodes(op="call_function", target=aten.relu.default)
+    norm, *_ = gm.graph.find_nodes(op="call_function", target=aten.native_layer_norm.default)
+    (before,) = [source for source in norm.all_input_nodes if source.target is aten.addmm.default]
+    run_pass(RecomputeActivations(recomputed=(relu.name,), saved=(before.name,)), gm, ctx, *TAGGED)
+    (result,) = [user for user in norm.users if user.args[1] == 0]
+    assert set(_tags(gm, (relu.name, norm.name, result.name)).values()) == {CheckpointPolicy.MUST_RECOMPUTE}
+    assert _tags(gm, (before.name,)) == {before.name: CheckpointPolicy.MUST_SAVE}
 
 
 def test_sizes_are_left_alone():
@@ -82,13 +102,15 @@ def test_sizes_are_left_alone():
 
 
 def test_a_collective_runs_once():
+    """Nor is what it gathers computed again for it."""
     build = GraphBuilder()
-    gathered = build(ALL_GATHER, build.input("primals_1", 2, 2), 2, "shard")
-    gm = build.finish(build(aten.relu.default, build(WAIT, gathered)))
-    names = _names(gm, ALL_GATHER, WAIT)
-    step = RecomputeActivations(recomputed=names)
+    first = build(aten.relu.default, build.input("primals_1", 2, 2))
+    gathered = build(WAIT, build(ALL_GATHER, first, 2, "shard"))
+    gm = build.finish(build(aten.relu.default, gathered))
+    *names, last = _names(gm, aten.relu.default, ALL_GATHER, WAIT)
+    step = RecomputeActivations(recomputed=(*names[1:], last))
     record = run_pass(step, gm, context_from_shard_ops(gm), *TAGGED)
-    assert record.report.skipped == tuple(f"{name}: communicates" for name in names)
+    assert record.report.counts == {"recomputed": 1, "saved": 0}
     assert set(_tags(gm, names).values()) == {None}
 
 
@@ -103,8 +125,8 @@ def test_parity_and_what_is_saved(captured, fake_group, name):
     ops = {node.name for node in nodes if node.op == "call_function" and "recompute" not in node.meta}
     dropped = ops & set(saved[::2])
     assert dropped
-    again = tuple(with_sources(plain.joint.graph, dropped, set(saved) - dropped))
-    pipeline = Pipeline(*JOINT_PIPELINE.passes, RecomputeActivations(recomputed=again), given=JOINT_PIPELINE.given)
+    step = RecomputeActivations(recomputed=tuple(dropped), saved=tuple(set(saved) - dropped))
+    pipeline = Pipeline(*JOINT_PIPELINE.passes, step, given=JOINT_PIPELINE.given)
     assert pipeline.facts_at_end == JOINT_PIPELINE.facts_at_end
     model = shard_units(MODELS[name]().double(), fake_group(2))
     graphs = capture_graphs(model, example_batch(name).double(), pipeline=pipeline)
