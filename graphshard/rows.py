@@ -68,7 +68,7 @@ def are_neighbours(places: Sequence[RowPlace | None]) -> bool:
     """Whether ``places``, in any order, make up a part of one row, with nothing in between."""
     known = sorted((place for place in places if place is not None), key=lambda place: place.first)
     return (
-        0 < len(known) == len(places)
+        len(known) == len(places)
         and len({place.row for place in known}) == 1
         and all(one.first + one.numel == other.first for one, other in itertools.pairwise(known))
     )

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from graphshard import fully_shard
 from graphshard.buckets import JOIN, PACK
 from graphshard.capture import ShardingRules, capture_step
-from graphshard.laying_out import lay_out
+from graphshard.laying_out import give_places, lay_out
 from graphshard.passes import BucketCollectives
 from graphshard.provenance import row_places
 from graphshard.rows import (
@@ -165,6 +165,14 @@ def _lies_in_a_row(model):
     return all(found)
 
 
+class SaysHow(torch.Tensor):
+    def fsdp_pre_all_gather(self, mesh):
+        return (self.as_subclass(torch.Tensor),), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, dtype, *, out=None):
+        return outputs[0], outputs
+
+
 def _sharded(mesh, **options):
     model = nn.Sequential(Block(), Block())
     for block in model:
@@ -265,6 +273,27 @@ def test_a_parameter_in_use_elsewhere_stays_where_it_is(fake_group):
 def test_what_one_rank_holds_whole_has_no_place(fake_group):
     model = _sharded(fake_group(1))
     assert {slot.row_offset for _, slot in slots_of(model[0].inner)} == {-1}
+
+
+def test_shards_that_are_kept_on_the_cpu_have_no_place(fake_group):
+    """With CPUOffloadPolicy on a GPU; what is gathered is a copy of them."""
+    model = fully_shard(nn.Linear(8, 8), mesh=fake_group(2))
+    unit, slots = model.__dict__[UNIT], dict(slots_of(model)).values()
+    assert [slot.row_offset for slot in slots] == [0, 32]
+    for slot in slots:
+        slot.row_offset = -1
+    unit.compute_device = torch.device("cuda")
+    give_places(unit)
+    assert [slot.row_offset for slot in slots] == [-1, -1]
+
+
+def test_what_says_itself_how_it_is_gathered_takes_no_place(fake_group):
+    """The others lie one after the other all the same."""
+    model = nn.Linear(8, 8)
+    model.weight = nn.Parameter(SaysHow(torch.ones(8, 8)))
+    model.scale = nn.Parameter(torch.ones(8))
+    fully_shard(model, mesh=fake_group(2))
+    assert {name: slot.row_offset for name, slot in slots_of(model)} == {"weight": -1, "scale": 0, "bias": 4}
 
 
 def test_parameters_of_another_process_group_lie_in_a_row_of_their_own(fake_group):
