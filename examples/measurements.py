@@ -55,18 +55,13 @@ def held_bytes(model: nn.Module, optimizer: Optimizer) -> HeldBytes:
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the local storages behind the tensors, each byte once: those of a unit's shards overlap."""
-    num_bytes = end = 0
-    for start, size in sorted(_storage(tensor) for tensor in tensors):
-        num_bytes += max(0, start + size - max(start, end))
-        end = max(end, start + size)
-    return num_bytes
-
-
-def _storage(tensor: Tensor) -> tuple[int, int]:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    storage = local.untyped_storage()
-    return storage.data_ptr(), storage.nbytes()
+    """Bytes of the local storages behind the tensors, each storage once."""
+    storages = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def collectives_per_step(run_step: Callable[[], object]) -> dict[str, int]:

@@ -59,6 +59,7 @@ __all__ = [
     "join_meshes",
     "lazy_graph_modules",
     "make_graph_module",
+    "over_memory",
     "parameter_of_input",
     "queue_after_backward",
     "reduce_scatter_single",
@@ -194,6 +195,13 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 def storage_id(value: torch.Tensor) -> int:
     """A number that tensors share if they share their memory, fake ones too (checked: 2.13)."""
     return value.untyped_storage()._cdata
+
+
+def over_memory(first: torch.Tensor, numel: int) -> torch.Tensor:
+    """A 1-D tensor over memory that begins with ``first``'s data; it keeps nothing alive (checked: 2.13)."""
+    num_bytes = numel * first.element_size()
+    storage = torch._C._construct_storage_from_data_pointer(first.data_ptr(), first.device, num_bytes)
+    return first.new_empty(0).set_(storage, 0, (numel,), (1,))
 
 
 #: What the partitioner wraps around recomputed ops that may draw random numbers (checked: 2.13).

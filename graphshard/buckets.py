@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ._compat import over_memory
 from .rows import lie_in_a_row
 
 # Plain dispatcher kernels: these ops run in compiled graphs, after autograd, dozens of times a step,
@@ -46,12 +47,14 @@ def join(pieces: Sequence[Tensor]) -> Tensor:
         pieces: contiguous tensors of one dtype, in the order of their places.
 
     Returns:
-        A 1-D tensor with the elements of all pieces. Where these are no neighbours, because a user put another tensor
-        in the place of one, it is made of copies.
+        A 1-D tensor with the elements of all pieces, which keeps them alive. Where these are no neighbours, because a
+        user put another tensor in the place of one, it is made of copies.
     """
     if not lie_in_a_row(pieces):
         return torch.cat([piece.reshape(-1) for piece in pieces])
-    return pieces[0].as_strided((sum(piece.numel() for piece in pieces),), (1,))
+    joined = over_memory(pieces[0], sum(piece.numel() for piece in pieces))
+    joined.__dict__["pieces"] = tuple(pieces)
+    return joined
 
 
 @torch.library.impl("graphshard::unpack", "CompositeExplicitAutograd")

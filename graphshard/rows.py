@@ -1,7 +1,7 @@
 """Rows: the shards of a unit lie one after the other in memory, so that gathering several needs no copy.
 
-What a rank sends when it gathers a bucket is its shards, one after the other. Where these are neighbours in one
-storage, the storage itself is sent. The place of a shard is part of how the parameter is gathered
+What a rank sends when it gathers a bucket is its shards, one after the other. Where these are neighbours in memory,
+it is sent as it lies. The place of a shard is part of how the parameter is gathered
 (``UnshardCall.row_offset``), and equal on all ranks: only parameters that are cut evenly along their
 first dim have one. Whether a shard really lies there is asked when a graph runs (the op ``graphshard::join``):
 a user may have put another in its place.
@@ -75,26 +75,24 @@ def are_neighbours(places: Sequence[RowPlace | None]) -> bool:
 
 
 def lie_in_a_row(pieces: Sequence[Tensor]) -> bool:
-    """Whether tensors of one dtype lie one after the other, within the storage of the first."""
+    """Whether tensors of one dtype lie one after the other."""
     address = pieces[0].data_ptr()
     for piece in pieces:
         if piece.data_ptr() != address or not piece.is_contiguous():
             return False
         address += piece.nbytes
-    storage = pieces[0].untyped_storage()
-    return storage.data_ptr() + storage.nbytes() >= address
+    return True
 
 
 def moved_to_row(pieces: Sequence[Tensor]) -> list[Tensor]:
     """Copies of contiguous tensors of one dtype and device, one after the other in one piece of memory.
 
-    Each begins its own storage, which reaches to the end of the row: a DTensor whose local tensor has a storage offset
-    cannot be copied (torch 2.13).
+    Each has a storage of its own: a DTensor whose local tensor has a storage offset cannot be copied (torch 2.13), and
+    what saves or counts storages sees the tensor alone.
     """
     row = torch.cat([piece.reshape(-1) for piece in pieces])
-    moved, end = [], 0
-    for piece in pieces:
-        rest = torch.from_dlpack(row[end:].view(torch.uint8)).view(row.dtype)
-        moved.append(rest[: piece.numel()].view(piece.shape).data)
-        end += piece.numel()
-    return moved
+    own = row.view(torch.uint8).split([piece.nbytes for piece in pieces])
+    return [
+        torch.from_dlpack(part).view(row.dtype).view(piece.shape).data
+        for part, piece in zip(own, pieces, strict=True)
+    ]

@@ -55,7 +55,7 @@ class RecomputeActivations:
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
         """Counts nodes "recomputed" and "saved" that had no tag; names that are missing are skipped."""
         counts = {"recomputed": 0, "saved": 0}
-        saved, again = set(self.saved), set(self.recomputed) - set(self.saved)
+        saved, again = set(self.saved), set(self.recomputed)
         for node in reversed(gm.graph.nodes):
             if "recompute" in node.meta or not _is_activation(node):
                 continue

@@ -14,6 +14,7 @@ from small_models import WithHead
 from torch import nn
 
 import graphshard
+import graphshard.joint_trials as joint_trials
 import graphshard.planning as planning
 from graphshard.backend import JOINT_PIPELINE
 from graphshard.capture import ShardingRules, capture_step
@@ -169,6 +170,17 @@ def test_nothing_is_computed_again_where_random_numbers_would_be_drawn_again(lay
     rules = ShardingRules(mesh={"shard": 2})
     capture_step(model, [torch.zeros(4, 8)], rules=rules, choose=remember, loss=lambda result: result.sum())
     assert found == [draws]
+
+
+def test_where_random_numbers_would_be_drawn_again_less_memory_is_refused(lean_step, monkeypatch):
+    _, _, lean, _ = lean_step
+    monkeypatch.setattr(joint_trials, "draws_random_numbers", lambda graph: True)
+
+    def ask(trials):
+        with pytest.raises(InfeasibleBudgetError):
+            trials.choose(lambda *_: lean)
+
+    in_capture(ask, batch=1024)
 
 
 def test_where_no_plan_keeps_the_default_peak_the_default_stays(monkeypatch):
