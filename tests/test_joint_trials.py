@@ -155,6 +155,15 @@ def test_a_choice_is_the_same_partition_for_other_sizes(lean_step):
     assert large == small and len(large[0]) > len(large[1])
 
 
+def test_of_results_only_what_the_backward_reads_is_saved():
+    def ask(trials):
+        _, backward = trials._partitioned(copy_graph(trials.gm), trials.tag, 0.5)
+        return trials._saving(0.5).saved, [node.name for node in backward.graph.find_nodes(op="placeholder")]
+
+    saved, read = in_capture(ask)
+    assert saved and set(saved) <= set(read)
+
+
 @pytest.mark.parametrize(
     ("layer", "draws"),
     [(nn.Dropout(0.1), True), (nn.Dropout(0.0), False), (Attention(0.1), True), (Attention(0.0), False)],
