@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -63,6 +64,10 @@ CLOSE_ENOUGH = 2e-3
 #: drops for want of memory depends on chance), and of all schedules found so many are made better by small changes.
 SHARES, NUM_POLISHED = (0.98, 0.96), 3
 
+#: Without a budget, of schedules that are slower by at most this than the fastest found the one with the lowest peak is
+#: taken: less than any model of a machine can tell apart.
+HARDLY_SLOWER = 5e-4
+
 #: A schedule that came along stays if no faster one is found, and it takes at most this much of the memory of the best.
 HARDLY_LEANER = 1.02
 
@@ -83,11 +88,12 @@ def plan(problem: Problem, *, unplanned: Sequence[Step] | None = None, notes: Se
     problem = replace(problem, prices=RememberedPrices(problem.prices))
     known = [list(unplanned)] if unplanned is not None else []
     before = simulate(problem.without_wishes(), known[0]).seconds if known else None
+    bearable = before if before is not None else math.inf
     found = [steps for steps in (*known, in_place(problem)) if is_possible(problem, steps)]
     found += _searched(problem)
-    best = _best(problem, found)
+    best = _best(problem, found, bearable)
     if best is not None and _is_worth_more(problem, best):
-        best = _improved(problem, found, best)
+        best = _best(problem, [best, *_improved(problem, found, best)], bearable)
     solver, exact = "beam", _exactly(problem, best)
     if exact is not None:
         solver, best = "exact", exact or best
@@ -124,9 +130,17 @@ def is_possible(problem: Problem, steps: Sequence[Step]) -> bool:
     return problem.budget_bytes is None or peak <= problem.budget_bytes
 
 
-def _best(problem: Problem, schedules: Sequence[list[Step]]) -> list[Step] | None:
+def _best(problem: Problem, schedules: Sequence[list[Step]], bearable: float) -> list[Step] | None:
+    """The fastest; without a budget the leanest of those that are hardly slower and take no more than ``bearable``."""
     machine = Machine(problem, budget_bytes=None)
-    return min(schedules, key=lambda steps: _cost(problem, steps, machine), default=None)
+    costs = [_cost(problem, steps, machine) for steps in schedules]
+    if not costs:
+        return None
+    fastest = most = min(costs)[0]
+    if problem.budget_bytes is None:
+        most = max(fastest, min(bearable, fastest * (1 + HARDLY_SLOWER)))
+    tied = [place for place, (seconds, _) in enumerate(costs) if seconds <= most]
+    return schedules[min(tied, key=lambda place: costs[place][::-1])]
 
 
 def _cost(problem: Problem, steps: Sequence[Step], machine: Machine) -> tuple[float, int]:
@@ -191,8 +205,8 @@ def _is_worth_more(problem: Problem, best: Sequence[Step]) -> bool:
     return gap(simulate(problem, best).seconds, lower_bounds(problem)) >= CLOSE_ENOUGH
 
 
-def _improved(problem: Problem, found: Sequence[list[Step]], best: list[Step]) -> list[Step]:
-    """The best schedule that searches with less memory and small changes lead to."""
+def _improved(problem: Problem, found: Sequence[list[Step]], best: list[Step]) -> list[list[Step]]:
+    """Schedules that searches with less memory and small changes lead to."""
     machine = Machine(problem, budget_bytes=None)
     costs = {_cost(problem, steps, machine): steps for steps in [*found, best]}
     budget, peak = problem.budget_bytes, _cost(problem, best, machine)[1]
@@ -201,9 +215,7 @@ def _improved(problem: Problem, found: Sequence[list[Step]], best: list[Step]) -
             less = replace(problem, budget_bytes=round(share * budget))
             costs |= {_cost(problem, steps, machine): steps for steps in _searched(less)}
     first = [costs[cost] for cost in sorted(costs)[:NUM_POLISHED]]
-    return min(
-        (polished(problem, steps) for steps in first), key=lambda steps: _cost(problem, steps, machine)
-    )
+    return [polished(problem, steps) for steps in first]
 
 
 def _exactly(problem: Problem, best: list[Step] | None) -> list[Step] | None:
