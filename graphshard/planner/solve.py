@@ -66,7 +66,7 @@ SHARES, NUM_POLISHED = (0.98, 0.96), 3
 
 #: Without a budget, of schedules that are slower by at most this than the fastest found the one with the lowest peak is
 #: taken: less than any model of a machine can tell apart.
-HARDLY_SLOWER = 5e-4
+HARDLY_SLOWER = 1e-3
 
 #: A schedule that came along stays if no faster one is found, and it takes at most this much of the memory of the best.
 HARDLY_LEANER = 1.02
