@@ -49,7 +49,7 @@ from .pipeline import PassRecord, Pipeline
 from .planning import Planning
 from .provenance import reduced_parameters, shards_behind
 from .rewrite import output_values
-from .unit import unit_of
+from .unit import Unit, unit_of
 
 JOINT_PIPELINE = Pipeline(passes.MergeUnshards(), passes.SpreadParameters(), passes.TagRecompute())
 
@@ -92,6 +92,7 @@ def graphshard(
         index=_next_index(parsed.dump),
         patches=patches,
         parameters=_parameters_of_models(example_inputs),
+        units=_units_of(example_inputs),
     )
     patches["joint_custom_pre_pass"] = _JointPasses(compilation)
 
@@ -115,9 +116,14 @@ def _warn_if_never_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) ->
 
 def _parameters_of_models(inputs: Sequence[Any]) -> frozenset[str]:
     """Names of the sharded parameters of the models that handles among the inputs belong to."""
-    trees = {id(unit.tree): unit.tree for unit in filter(None, map(unit_of, inputs))}
+    trees = {id(unit.tree): unit.tree for unit in _units_of(inputs)}
     units = [unit for tree in trees.values() for unit in tree.units()]
     return frozenset(slot.name for unit in units for slot in unit.slots)
+
+
+def _units_of(inputs: Sequence[Any]) -> list[Unit]:
+    """The units whose handles are among the inputs."""
+    return [unit for unit in map(unit_of, inputs) if unit is not None]
 
 
 def _next_index(folder: Path | None) -> int:
@@ -137,9 +143,13 @@ class _Compilation:
     patches: Mapping[str, Any] = field(default_factory=dict)
     parameters: frozenset[str] = frozenset()
     """Names of the sharded parameters of the models that the graph is a part of."""
+    units: Sequence[Unit] = ()
+    """The units of the graph's parameters."""
     context: PassContext = field(default_factory=PassContext)
     regathered: set[str] = field(default_factory=set)
     """Names of the parameters whose shards the forward keeps for the backward."""
+    kept_between: frozenset[str] = frozenset()
+    """Units that keep their parameters between micro-batches."""
     variants: Counter[str] = field(default_factory=Counter)
     """How often each half was compiled: once for each state its units were in."""
 
@@ -168,11 +178,17 @@ class _Compilation:
         is_whole = self.options.verify != "off" and self._has_every_parameter()
         is_chosen = self.options.memory_budget is not None or is_whole
         if self.options.hardware is not None and self.context.first_gradient is not None and is_chosen:
-            kept, choice = self.planning.choose(gm, self.context, tag, self.options.memory_budget)
+            is_one_model = len({id(unit.tree) for unit in self.units}) == 1
+            waiting = {
+                unit.label for unit in self.units if not unit.reduce_grads and is_whole and is_one_model
+            }
+            budget = self.options.memory_budget
+            kept, choice = self.planning.choose(gm, self.context, tag, budget, waiting)
             records += kept
             tag = choice.extended(tag) if choice is not None else tag
             self.context = context_from_shard_ops(gm, full_checks=self.context.full_checks)
         self._dump_records("joint", records + tag.run(gm, self.context))
+        self.kept_between = frozenset(choice.kept_between if choice is not None else ())
         peak = choice.peak_bytes if choice is not None else None
         self.context = replace(self.context, pieces=pieces_of(gm), default_peak_bytes=peak)
         if choice is not None:
@@ -201,6 +217,7 @@ class _Compilation:
             example_inputs=list(example_inputs),
             is_backward=is_backward,
             pieces=frozenset(piece.placeholder for piece in self.context.pieces),
+            kept_between=self.kept_between if half == "forward" else None,
             compile_variant=lambda variant: self._compile_variant(variant, half, kwargs, later),
             what=f"graph {self.index} ({half})",
         )

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from ._compat import below_autograd
 from .collectives import emit_cast
 from .errors import UnsupportedShardingError
+from .memory import GATHERED_INPUT
 from .ops import REDUCE_GRAD, UNSHARD
 from .params import ReduceGradCall, UnshardCall, padded_shape
 from .rewrite import GraphEmitter, copy_graph, output_values
@@ -49,19 +50,21 @@ PLAIN = Selection()
 
 
 @dataclass(frozen=True, slots=True)
-class _Gather:
-    """One ``unshard`` of a half: positions of its inputs (-1: not an input), the parameter's name."""
+class Gather:
+    """One ``unshard`` of a half: positions of its inputs (-1: not an input), names of parameter and unit."""
 
     name: str
+    unit: str
     handle: int
     shard: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Reduction:
-    """One ``reduce_grad`` of a half: positions of its handle and of its output."""
+class Reduction:
+    """One ``reduce_grad`` of a half: positions of its handle and of its output (-1: not an output by itself)."""
 
     name: str
+    unit: str
     handle: int
     output: int
     has_replicas: bool
@@ -90,6 +93,7 @@ class Half:
     Attributes:
         compile_variant: compiles a specialised graph on example inputs.
         pieces: inputs that are pieces of full parameters as they were in the forward, not shards.
+        kept_between: of a forward, the units that a planner keeps gathered between micro-batches.
     """
 
     gm: fx.GraphModule
@@ -97,13 +101,14 @@ class Half:
     is_backward: bool
     compile_variant: Callable[[Variant], Callable[[list[Any]], Any]]
     pieces: frozenset[str] = frozenset()
+    kept_between: frozenset[str] | None = None
     what: str = "a graph"
     _collectives: dict[Selection, str] = field(default_factory=dict)
     _compiled: dict[Selection, Callable[[list[Any]], Any]] = field(default_factory=dict)
     _boxed_call: bool = True
 
     def __post_init__(self) -> None:
-        self._gathers, self._reductions = _shard_ops(self.gm, self.pieces)
+        self._gathers, self._reductions = shard_ops(self.gm, self.pieces)
         handles = {gather.handle for gather in self._gathers}
         self._handles = sorted(handles | {reduction.handle for reduction in self._reductions})
         self._group_name = _first_group(self.gm)
@@ -119,6 +124,9 @@ class Half:
     def __call__(self, args: list[Any]) -> Any:
         found = {position: unit_of(args[position]) for position in self._handles}
         units = {position: unit for position, unit in found.items() if unit is not None}
+        if self.kept_between is not None:
+            for unit in units.values():
+                unit.keeps_between = unit.label in self.kept_between
         if self.is_backward and any(unit.reduces_unused for unit in units.values()):
             next(iter(units.values())).tree.queue_end_of_backward()
         if all(map(self._is_plain, units.values())):
@@ -206,9 +214,9 @@ class Half:
         for unit in units.values():
             if self.is_backward:
                 unit.tree.queue_end_of_backward()
-                if unit.reshard_after_backward:
+                if unit.reshard_after_backward and not unit.stays_gathered:
                     unit.reshard()
-            elif unit.reshards and unit.is_gathered:
+            elif unit.reshards and unit.is_gathered and not unit.keeps_between:
                 unit.reshard()
 
     def _distribute(
@@ -235,60 +243,68 @@ class Half:
         return outputs
 
     def _specialise(self, selection: Selection) -> Variant:
-        gm = copy_graph(self.gm)
-        example_inputs = list(self.example_inputs)
-        gathers = list(gm.graph.find_nodes(op="call_function", target=UNSHARD))
-        reductions = list(gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD))
-        last_input = [node for node in gm.graph.nodes if node.op == "placeholder"][-1]
-
-        def add_input(name: str, like: Tensor, shape: Sequence[Any], dtype: torch.dtype) -> fx.Node:
-            nonlocal last_input
-            with gm.graph.inserting_after(last_input):
-                last_input = gm.graph.placeholder(name)
-            last_input.meta["val"] = like.new_empty(shape, dtype=dtype)
-            example_inputs.append(last_input.meta["val"])
-            return last_input
-
-        supplied = {
-            index: add_input(f"gathered_{index}", *_full_of(gathers[index])) for index in selection.supplied
-        }
-        unreduced = {
-            index: add_input(f"unreduced_{index}", *_unreduced_of(reductions[index]))
-            for index in selection.with_unreduced
-        }
-        partial = {
-            index: add_input(f"partial_{index}", *_partial_of(reductions[index]))
-            for index in selection.with_partial
-        }
-        outputs = list(output_values(gm.graph))
-        outputs += [gathers[index] for index in selection.kept]
-        gm.graph.output_node().args = (tuple(outputs),)
-        for index, full in supplied.items():
-            gathers[index].replace_all_uses_with(full)
-            gm.graph.erase_node(gathers[index])
-        for index, node in enumerate(reductions):
-            call = ReduceGradCall(*node.args)
-            with gm.graph.inserting_before(node):
-                emit = GraphEmitter(gm.graph, origin=node)
-                if index in selection.unreduced:
-                    replacement = emit_cast(emit, call.grad, call.reduce_dtype)
-                else:
-                    replacement = emit(
-                        REDUCE_GRAD,
-                        *call._replace(
-                            unreduced=unreduced.get(index),
-                            partial=partial.get(index),
-                            all_reduce=index not in selection.scattered,
-                        ),
-                    )
-            node.replace_all_uses_with(replacement)
-            gm.graph.erase_node(node)
-        gm.recompile()
+        gm, inputs = specialised(self.gm, selection)
         unreduced_outputs = frozenset(self._reductions[index].output for index in selection.unreduced)
-        return Variant(gm, example_inputs, unreduced_outputs)
+        return Variant(gm, [*self.example_inputs, *inputs], unreduced_outputs)
 
 
-def _shard_ops(gm: fx.GraphModule, pieces: frozenset[str]) -> tuple[list[_Gather], list[_Reduction]]:
+def specialised(gm: fx.GraphModule, selection: Selection) -> tuple[fx.GraphModule, list[Tensor]]:
+    """A copy of a half at level 1 for a state of its units, and the values of its additional inputs, the last ones."""
+    gm = copy_graph(gm)
+    values = []
+    gathers = list(gm.graph.find_nodes(op="call_function", target=UNSHARD))
+    reductions = list(gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD))
+    last_input = [node for node in gm.graph.nodes if node.op == "placeholder"][-1]
+
+    def add_input(name: str, like: Tensor, shape: Sequence[Any], dtype: torch.dtype) -> fx.Node:
+        nonlocal last_input
+        with gm.graph.inserting_after(last_input):
+            last_input = gm.graph.placeholder(name)
+        last_input.meta["val"] = like.new_empty(shape, dtype=dtype)
+        values.append(last_input.meta["val"])
+        return last_input
+
+    supplied = {
+        index: add_input(f"{GATHERED_INPUT}{index}", *_full_of(gathers[index]))
+        for index in selection.supplied
+    }
+    unreduced = {
+        index: add_input(f"unreduced_{index}", *_unreduced_of(reductions[index]))
+        for index in selection.with_unreduced
+    }
+    partial = {
+        index: add_input(f"partial_{index}", *_partial_of(reductions[index]))
+        for index in selection.with_partial
+    }
+    outputs = list(output_values(gm.graph))
+    outputs += [gathers[index] for index in selection.kept]
+    gm.graph.output_node().args = (tuple(outputs),)
+    for index, full in supplied.items():
+        gathers[index].replace_all_uses_with(full)
+        gm.graph.erase_node(gathers[index])
+    for index, node in enumerate(reductions):
+        call = ReduceGradCall(*node.args)
+        with gm.graph.inserting_before(node):
+            emit = GraphEmitter(gm.graph, origin=node)
+            if index in selection.unreduced:
+                replacement = emit_cast(emit, call.grad, call.reduce_dtype)
+            else:
+                replacement = emit(
+                    REDUCE_GRAD,
+                    *call._replace(
+                        unreduced=unreduced.get(index),
+                        partial=partial.get(index),
+                        all_reduce=index not in selection.scattered,
+                    ),
+                )
+        node.replace_all_uses_with(replacement)
+        gm.graph.erase_node(node)
+    gm.recompile()
+    return gm, values
+
+
+def shard_ops(gm: fx.GraphModule, pieces: frozenset[str]) -> tuple[list[Gather], list[Reduction]]:
+    """The gathers and the reductions of a half at level 1, in order; ``pieces`` is as for :class:`Half`."""
     position = {node: index for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     outputs = {
         value: index for index, value in enumerate(output_values(gm.graph)) if isinstance(value, fx.Node)
@@ -297,13 +313,14 @@ def _shard_ops(gm: fx.GraphModule, pieces: frozenset[str]) -> tuple[list[_Gather
     for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
         call = UnshardCall(*node.args)
         shard = -1 if call.shard.name in pieces else position.get(call.shard, -1)
-        gathers.append(_Gather(call.name, position[call.handle], shard))
+        gathers.append(Gather(call.name, call.unit, position[call.handle], shard))
     reductions = []
     for node in gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD):
         reduction = ReduceGradCall(*node.args)
         output = outputs[node] if node in outputs and len(node.users) == 1 else -1
         has_replicas = reduction.replicate_size > 1
-        reductions.append(_Reduction(reduction.name, position[reduction.handle], output, has_replicas))
+        handle = position[reduction.handle]
+        reductions.append(Reduction(reduction.name, reduction.unit, handle, output, has_replicas))
     return gathers, reductions
 
 

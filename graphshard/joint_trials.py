@@ -26,7 +26,7 @@ from .params import UnshardCall
 from .passes import KeepGathered, PlanCollectives, RecomputeActivations
 from .passes.plan_collectives import default_peak, resident_bytes
 from .pipeline import Pipeline
-from .planner.plan import InfeasibleBudgetError
+from .planner.plan import InfeasibleBudgetError, Plan
 from .prices import GraphPrices
 from .recomputing import SHARES, choose_saved
 from .rewrite import copy_graph, output_values
@@ -44,6 +44,7 @@ class StepChoice:
         peak_bytes: the most that a half holds with the default choice, its units gathered one ahead, beside inputs
             that live through the step (each half reads only some of those), where nothing else limits the plans.
         input_bytes: of all inputs of the joint graph: for steps of other sizes ``peak_bytes`` says nothing.
+        kept_between: the units whose parameters stay gathered between micro-batches, while gradients are not reduced.
         saved_share: of the activations that the partitioner would save by itself; None if all of these are saved.
         recomputed, saved: what that share comes to, by the names of nodes; see ``recompute_activations``.
     """
@@ -51,6 +52,7 @@ class StepChoice:
     kept: tuple[str, ...]
     peak_bytes: int | None = None
     input_bytes: int = 0
+    kept_between: tuple[str, ...] = ()
     saved_share: float | None = None
     recomputed: tuple[str, ...] = ()
     saved: tuple[str, ...] = ()
@@ -61,12 +63,15 @@ class StepChoice:
         )
 
     def notes(self) -> list[str]:
-        """For people: that activations are computed again."""
+        """For people: what stays between micro-batches, and that activations are computed again."""
+        between = f"units that keep their parameters between micro-batches: {', '.join(self.kept_between)}"
+        found = [between] if self.kept_between else []
         if self.saved_share is None:
-            return []
+            return found
         return [
+            *found,
             f"{len(self.recomputed)} ops of the forward are computed again in the backward, to keep the memory budget: "
-            f"{self.saved_share:g} of the activations that torch would save by itself is saved."
+            f"{self.saved_share:g} of the activations that torch would save by itself is saved.",
         ]
 
     def extended(self, tag: Pipeline) -> Pipeline:
@@ -193,22 +198,37 @@ class JointTrials:
         seconds, peak = 0.0, 0
         refused: list[InfeasibleBudgetError] = []
         for half, ctx in self._halves(choice):
-            place = PlanCollectives(merge=self.merge, memory_budget=budget_of(half, ctx))
-            ctx = replace(ctx, prices=self.prices(half))
             try:
-                (record,) = Pipeline(place, given=self.lower.facts_at_end).run(half, ctx)
+                found = self.plan(half, ctx, budget_of(half, ctx))
             except InfeasibleBudgetError as error:
                 refused.append(error)
                 continue
-            planned = record.report.planned
-            assert planned is not None
-            seconds, peak = seconds + planned.plan.seconds, max(peak, planned.plan.peak_bytes)
+            seconds, peak = seconds + found.seconds, max(peak, found.peak_bytes)
         if refused:
             raise max(refused, key=lambda error: error.smallest_bytes)
         return KeepingCost(seconds=seconds, peak_bytes=peak)
 
+    def plan(self, half: fx.GraphModule, ctx: PassContext, memory_budget: int | str) -> Plan:
+        """Plans a half at level 2, in place.
+
+        Raises:
+            InfeasibleBudgetError: no plan keeps the budget.
+        """
+        place = PlanCollectives(merge=self.merge, memory_budget=memory_budget)
+        ctx = replace(ctx, prices=self.prices(half))
+        (record,) = Pipeline(place, given=self.lower.facts_at_end).run(half, ctx)
+        planned = record.report.planned
+        assert planned is not None
+        return planned.plan
+
     def _halves(self, choice: StepChoice | None) -> Iterator[tuple[fx.GraphModule, PassContext]]:
         """Forward and backward at level 2 with a choice; None for the default."""
+        for half, ctx in self.cut(choice):
+            self.lower.run(half, ctx)
+            yield half, ctx
+
+    def cut(self, choice: StepChoice | None) -> Iterator[tuple[fx.GraphModule, PassContext]]:
+        """Forward and backward at level 1 with a choice; None for the default."""
         trial, tag = copy_graph(self.gm), self.tag
         if choice is not None:
             Pipeline(KeepGathered(units=choice.kept), given=self.tag.given).run(trial, self.context)
@@ -216,9 +236,8 @@ class JointTrials:
         known = replace(context_from_shard_ops(trial), device_type=self.context.device_type)
         context = replace(known, pieces=pieces_of(trial))
         forward, backward = self._partitioned(trial, tag)
-        for half, ctx in ((forward, context.for_forward()), (backward, context.for_backward())):
-            self.lower.run(half, ctx)
-            yield half, ctx
+        yield forward, context.for_forward()
+        yield backward, context.for_backward()
 
     def _partitioned(
         self, trial: fx.GraphModule, tag: Pipeline, share: float | None = None

@@ -38,6 +38,9 @@ BACKEND_COPIES: dict[str, dict[Any, tuple[int, int]]] = {
 #: this, and otherwise stored (Inductor's ``realize_reads_threshold``); one reader may read twice as many.
 MAX_INLINED_READS = 4
 
+#: How inputs begin that are full parameters which units hold (:mod:`graphshard.halves`).
+GATHERED_INPUT = "gathered_"
+
 #: Ops that Inductor generates code for although they are tagged neither pointwise nor reduction.
 _GENERATED = {
     aten._to_copy.default,
@@ -146,11 +149,12 @@ def kept_inputs(gm: fx.GraphModule) -> list[fx.Node]:
     """The placeholders of a half whose memory the caller keeps.
 
     In a forward or inference graph all of them. In a backward (told by its tangents) those it shares
-    with the forward's inputs, ``primals_*``; saved activations and tangents die after their last use.
+    with the forward's inputs, ``primals_*``, and parameters that its units may keep gathered; saved activations and
+    tangents die after their last use.
     """
     inputs = list(gm.graph.find_nodes(op="placeholder"))
     if any(node.name.startswith("tangents_") for node in inputs):
-        return [node for node in inputs if node.name.startswith("primals_")]
+        return [node for node in inputs if node.name.startswith(("primals_", GATHERED_INPUT))]
     return inputs
 
 

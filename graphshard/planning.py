@@ -6,7 +6,7 @@ parameters for the backward (``keep_gathered``), and how many activations are sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,10 +22,11 @@ from .cost import CostModel, HardwareCard
 from .graph_text import text_fingerprint
 from .inductor import saved_share
 from .joint_trials import JointTrials, StepChoice
+from .micro_batches import choose_kept_between
 from .ops import UNSHARD
 from .params import UnshardCall
 from .pipeline import PassRecord, Pipeline
-from .schedule import topologies
+from .schedule import parse_bytes, topologies
 from .shared_plan import PlanStore, decide_together
 
 
@@ -74,7 +75,12 @@ class Planning:
         return records
 
     def choose(
-        self, gm: fx.GraphModule, context: PassContext, tag: Pipeline, memory_budget: int | str | None
+        self,
+        gm: fx.GraphModule,
+        context: PassContext,
+        tag: Pipeline,
+        memory_budget: int | str | None,
+        waiting: Collection[str] = (),
     ) -> tuple[list[PassRecord], StepChoice | None]:
         """Chooses which units keep gathered parameters for the backward, where the user left it open, and tags them.
 
@@ -86,6 +92,8 @@ class Planning:
             context: what passes on it know.
             tag: the joint passes that follow.
             memory_budget: the user's; None for what the default choice takes.
+            waiting: units whose gradients wait for a later micro-batch; with a budget those are chosen
+                that keep their parameters until then, for the caller to see to.
 
         Returns:
             What was done, and the choice, if there was one. Its ``peak_bytes`` are None where they are not known.
@@ -104,6 +112,7 @@ class Planning:
         of_group = {
             name: [
                 f"{call.name} of {call.unit}: {call.shape}, {call.reshard} of {call.group_size}"
+                + (", its gradient waits" if call.unit in waiting else "")
                 for call in calls
                 if name in (call.group_name, call.replicate_group)
             ]
@@ -116,9 +125,15 @@ class Planning:
         records: list[PassRecord] = []
         chosen: list[StepChoice] = []
 
+        def decide() -> StepChoice:
+            choice = trials.choose(None if memory_budget is None else lambda *_: memory_budget)
+            if memory_budget is None or not waiting:
+                return choice
+            budget = parse_bytes(memory_budget)
+            return replace(choice, kept_between=choose_kept_between(trials, choice, waiting, budget))
+
         def run(plan: Mapping[str, Any] | None) -> Mapping[str, Any]:
-            budget_of = None if memory_budget is None else lambda *_: memory_budget
-            chosen.append(trials.choose(budget_of) if plan is None else StepChoice.from_dict(plan))
+            chosen.append(decide() if plan is None else StepChoice.from_dict(plan))
             step = passes.KeepGathered(units=chosen[-1].kept)
             records.extend(Pipeline(step, given=tag.given).run(gm, context))
             return chosen[-1].to_dict()

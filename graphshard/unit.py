@@ -113,7 +113,7 @@ class Tree:
             return
         self._end_is_queued = False
         for unit in self.units():
-            if unit.reshard_after_backward:
+            if unit.reshard_after_backward and not unit.stays_gathered:
                 unit.reshard()
             if self.is_last_backward:
                 unit.reduce_left_over()
@@ -257,6 +257,7 @@ class Unit:
         reduce_grads: reduce gradients in the backward; False adds them up unreduced.
         all_reduce_grads: with a replicate axis, also sum over it; False keeps the partial sums.
         reshard_after_backward: free kept parameters once a backward has used them.
+        keeps_between: a planner has them stay gathered for the next micro-batch while gradients are not reduced.
         compute_device: where full parameters are, if their shards are kept on the CPU; else None.
         comms: the collectives the user put in place of the process group's.
         reduce_group: process group of the reduce-scatters, if not the one of the gathers; else "".
@@ -282,6 +283,7 @@ class Unit:
     reduce_grads: bool = True
     all_reduce_grads: bool = True
     reshard_after_backward: bool = True
+    keeps_between: bool = False
     compute_device: torch.device | None = None
     comms: UserComms = field(default_factory=UserComms)
     reduce_group: str = ""
@@ -307,7 +309,7 @@ class Unit:
         """A unit of the copied modules, which enter themselves; a root until a copied root claims it."""
         fresh: dict[str, Any] = {"slots": [], "unreduced": {}, "partial": {}, "_gathered": {}, "in_use": None}
         fresh |= {"comms": UserComms(**vars(self.comms)), "_prefetched": None, "_has_run": False}
-        fresh |= {"forward_prefetch": [], "backward_prefetch": []}
+        fresh |= {"forward_prefetch": [], "backward_prefetch": [], "keeps_between": False}
         return replace(self, tree=Tree(), modules=[], label="root", is_root=True, **fresh)
 
     # -- parameters -------------------------------------------------------------------------------
@@ -329,7 +331,12 @@ class Unit:
     @property
     def keeps_from_forward(self) -> bool:
         """Whether what a forward gathers stays gathered for the forwards after it."""
-        return not self.reshards and not self.reshard_after_backward
+        return self.stays_gathered or (not self.reshards and not self.reshard_after_backward)
+
+    @property
+    def stays_gathered(self) -> bool:
+        """Whether parameters that are gathered stay so for the next micro-batch."""
+        return self.keeps_between and not self.reduce_grads
 
     def gathered_value(self, name: str) -> Tensor | None:
         """The full parameter if it is gathered, and its shard has not changed since."""

@@ -3,6 +3,7 @@
 No ranks: shards are whole, and sums over the copies run on a fake group, which answers with its input.
 """
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -183,6 +184,33 @@ def test_a_backward_frees_what_the_forward_kept_in_the_first_place(x):
     setup.run(x)
     assert list(setup.half._compiled) == [Selection(supplied=(0,))]
     assert [unit.is_gathered for unit in setup.units] == [False, True]
+
+
+def test_a_unit_stays_gathered_until_its_gradients_are_reduced(x):
+    forward, backward = Setup(_forward(), is_backward=False), Setup(_backward(), is_backward=True)
+    unit, a = backward.units[0], backward.shards[0]
+    forward.units[0], forward.shards = unit, backward.shards
+    forward.half.kept_between = frozenset({"a"})
+    unit.reduce_grads, unit.reshard_after_forward = False, True
+    for _ in range(2):
+        forward.run(x)
+        assert torch.equal(unit.gathered_value("a"), a), "for the backward, and for the next forward"
+        backward.run(x)
+        assert torch.equal(unit.gathered_value("a"), a)
+    unit.reduce_grads = True
+    forward.run(x)
+    assert unit.is_gathered, "the last backward needs it, too"
+    backward.run(x)
+    assert not unit.is_gathered
+    assert list(forward.half._compiled) == [Selection(kept=(0,)), Selection(supplied=(0,))]
+    assert list(backward.half._compiled) == [
+        Selection(supplied=(0,), unreduced=(0,)),
+        Selection(supplied=(0,), with_unreduced=(0,)),
+    ]
+
+
+def test_a_copied_unit_is_no_longer_part_of_a_plan():
+    assert not copy.deepcopy(Unit(tree=Tree(), modules=[], keeps_between=True)).keeps_between
 
 
 def test_gradients_wait_unreduced_and_join_the_next_reduction(x):

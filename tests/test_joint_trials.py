@@ -2,16 +2,15 @@
 
 import contextlib
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 import torch._functorch.config as functorch_config
-from small_graphs import GraphBuilder, aten, text_of
+from small_graphs import GraphBuilder, aten
 from small_models import WithHead
 from torch import nn
+from trials import CARD, in_capture
 
 import graphshard
 import graphshard.joint_trials as joint_trials
@@ -19,15 +18,12 @@ import graphshard.planning as planning
 from graphshard.backend import JOINT_PIPELINE
 from graphshard.capture import ShardingRules, capture_step
 from graphshard.context import PassContext
-from graphshard.cost import CostModel, load_card
 from graphshard.joint_trials import JointTrials, StepChoice, draws_random_numbers
 from graphshard.passes import LowerShards, PlanCollectives
 from graphshard.passes.plan_collectives import default_peak, resident_bytes
 from graphshard.pipeline import Pipeline
 from graphshard.planner.plan import InfeasibleBudgetError
 from graphshard.rewrite import copy_graph
-
-CARD = load_card("cpu-ethernet-1g")
 
 
 class Attention(nn.Module):
@@ -38,29 +34,6 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.view(1, 1, *x.shape)
         return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=self.dropout)[0, 0]
-
-
-def in_capture(ask: Callable[[JointTrials], Any], batch: int = 64, reshard: bool | None = None) -> Any:
-    """What ``ask`` says of trials on the joint graph of a step, while it is captured."""
-    answers = []
-
-    def remember(gm, context, tag):
-        before = text_of(gm, context)
-        trials = JointTrials(
-            gm=gm,
-            context=context,
-            tag=tag,
-            lower=Pipeline(LowerShards(), given=tag.facts_at_end),
-            merge=True,
-            prices=lambda _: CostModel.of_mesh(CARD, context.mesh),
-        )
-        answers.append(ask(trials))
-        assert text_of(gm, context) == before
-
-    rules = ShardingRules(mesh={"shard": 2}, units=("blocks.*",), reshard_after_forward=reshard)
-    capture_step(WithHead(), [torch.zeros(batch, 8)], rules=rules, choose=remember)
-    (answer,) = answers
-    return answer
 
 
 def test_units_are_in_the_order_of_their_last_use():

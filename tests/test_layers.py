@@ -104,6 +104,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.halves",
     ),
     ("graphshard.joint_trials",),
+    ("graphshard.micro_batches",),
     ("graphshard.planning",),
     ("graphshard.backend", "graphshard.capture"),
     ("graphshard.resharding", "graphshard.resizing"),

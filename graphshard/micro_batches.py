@@ -1,0 +1,104 @@
+"""Which units keep their gathered parameters between micro-batches, within the user's memory budget.
+
+While gradients are not reduced (``set_requires_gradient_sync(False)``), the parameters do not change before the next
+micro-batch. A unit that keeps them gathered until its gradients are reduced gathers once a step, not once or twice a
+micro-batch. They are held all the time, beside the full gradients that wait. What a choice costs is measured by
+planning the halves of micro-batches in the states in which they will run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from .context import PassContext
+from .halves import Selection, shard_ops, specialised
+from .joint_trials import JointTrials, StepChoice
+from .keeping import KeepingCost, choose_kept
+from .memory import tensor_bytes
+from .planner.plan import InfeasibleBudgetError, Plan
+
+
+def choose_kept_between(
+    trials: JointTrials, choice: StepChoice, waiting: Collection[str], budget_bytes: int
+) -> tuple[str, ...]:
+    """The units that keep their parameters between micro-batches; none where no choice keeps the budget.
+
+    Args:
+        trials: of the joint graph.
+        choice: what was chosen for a step of one micro-batch.
+        waiting: units whose gradients wait for a later micro-batch. Those whose user left
+            ``reshard_after_forward`` unset may keep their parameters.
+        budget_bytes: the most that may be live in a half and, beside it, in gradients that wait.
+    """
+    units = [unit for unit in trials.open_units() if unit in waiting]
+    if not units:
+        return ()
+    forward, backward = trials.cut(choice)
+    accumulation = _Accumulation(
+        trials=trials,
+        forward=forward,
+        backward=backward,
+        waiting=frozenset(waiting),
+        budget_bytes=budget_bytes,
+    )
+    try:
+        return choose_kept(units, (), accumulation.cost).units
+    except InfeasibleBudgetError:
+        return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Accumulation:
+    """Micro-batches between two steps of the optimizer, as halves at level 1 with what passes on them know."""
+
+    trials: JointTrials
+    forward: tuple[fx.GraphModule, PassContext]
+    backward: tuple[fx.GraphModule, PassContext]
+    waiting: frozenset[str]
+    budget_bytes: int
+
+    def cost(self, kept: tuple[str, ...]) -> KeepingCost:
+        """Of a micro-batch that is neither the first nor the last; the peak is that of all.
+
+        Raises:
+            InfeasibleBudgetError: no plan keeps the budget in one of the states.
+        """
+        gathered = self._gathers(self.forward, kept)
+        regathered, reductions = self._gathers(self.backward, kept), self._reductions()
+        last, beside = self._plan(self.backward, Selection(supplied=regathered, with_unreduced=reductions))
+        first, _ = self._plan(self.forward, Selection(kept=gathered))
+        forward, _ = self._plan(self.forward, Selection(supplied=gathered), beside)
+        backward, _ = self._plan(self.backward, Selection(supplied=regathered, unreduced=reductions), beside)
+        peaks = (first.peak_bytes, last.peak_bytes, beside + max(forward.peak_bytes, backward.peak_bytes))
+        return KeepingCost(seconds=forward.seconds + backward.seconds, peak_bytes=max(peaks))
+
+    def _gathers(self, half: tuple[fx.GraphModule, PassContext], kept: tuple[str, ...]) -> tuple[int, ...]:
+        gm, ctx = half
+        gathers, _ = shard_ops(gm, frozenset(piece.placeholder for piece in ctx.pieces))
+        return tuple(
+            index for index, gather in enumerate(gathers) if gather.unit in kept and gather.shard >= 0
+        )
+
+    def _reductions(self) -> tuple[int, ...]:
+        _, reductions = shard_ops(self.backward[0], frozenset())
+        return tuple(
+            index
+            for index, reduction in enumerate(reductions)
+            if reduction.unit in self.waiting and reduction.output >= 0
+        )
+
+    def _plan(
+        self, half: tuple[fx.GraphModule, PassContext], selection: Selection, beside: int = 0
+    ) -> tuple[Plan, int]:
+        """The plan of a half in one state, and the bytes of the gradients of earlier micro-batches it takes."""
+        gm, ctx = half
+        _, reductions = shard_ops(gm, frozenset())
+        unreduced = frozenset(reductions[index].output for index in selection.unreduced)
+        state, values = specialised(gm, selection)
+        ctx = replace(ctx, unreduced=unreduced)
+        self.trials.lower.run(state, ctx)
+        waiting = sum(map(tensor_bytes, values[len(selection.supplied) :]))
+        return self.trials.plan(state, ctx, max(1, self.budget_bytes - beside)), waiting

@@ -1,0 +1,152 @@
+"""Which units keep their parameters between micro-batches."""
+
+import pytest
+import torch
+from small_models import WithHead
+from trials import CARD, in_capture
+
+import graphshard
+import graphshard.planning as planning
+from graphshard.joint_trials import StepChoice
+from graphshard.micro_batches import _Accumulation, choose_kept_between
+from graphshard.passes import LowerShards, PlanCollectives
+from graphshard.pipeline import Pipeline
+from graphshard.planner.plan import InfeasibleBudgetError
+from graphshard.rewrite import copy_graph
+from graphshard.unit import UNIT
+
+UNITS = ("blocks.0", "blocks.1", "blocks.2", "root")
+NONE_KEPT = StepChoice(kept=())
+
+
+def _chosen(budget, waiting=UNITS, **options):
+    return in_capture(lambda trials: choose_kept_between(trials, NONE_KEPT, waiting, budget), **options)
+
+
+@pytest.mark.parametrize(("budget", "kept"), [(200_000, 0), (212_000, 1), (224_000, 2), (2**30, 4)])
+def test_as_many_are_kept_as_fit(budget, kept):
+    assert _chosen(budget) == UNITS[len(UNITS) - kept :]
+
+
+def test_only_units_whose_gradients_wait_are_kept():
+    assert _chosen(2**30, ["blocks.1", "no unit"]) == ("blocks.1",)
+
+
+def test_what_the_user_decided_stays():
+    assert _chosen(2**30, reshard=True) == ()
+
+
+def _costs(trials, budget):
+    forward, backward = trials.cut(NONE_KEPT)
+    accumulation = _Accumulation(
+        trials=trials, forward=forward, backward=backward, waiting=frozenset(UNITS), budget_bytes=budget
+    )
+    return [accumulation.cost(UNITS[:count]) for count in (0, 2, 4)]
+
+
+def test_a_unit_that_keeps_its_parameters_gathers_no_more():
+    none, some, every = in_capture(lambda trials: _costs(trials, 2**30))
+    assert every.seconds < some.seconds < none.seconds
+
+
+def test_gradients_that_wait_count():
+    """Those of all parameters, in full; that they are not reduced saves a little."""
+    params = sum(param.numel() for param in WithHead().parameters())
+
+    def ask(trials):
+        forward, backward = trials.cut(NONE_KEPT)
+        peaks = []
+        for waiting in (frozenset(), frozenset(UNITS)):
+            accumulation = _Accumulation(
+                trials=trials, forward=forward, backward=backward, waiting=waiting, budget_bytes=2**30
+            )
+            peaks.append(accumulation.cost(UNITS).peak_bytes)
+        return peaks
+
+    without, peak = in_capture(ask)
+    assert peak - without >= 0.9 * 4 * params
+
+
+def test_the_choice_says_so():
+    choice = StepChoice(kept=("root",), kept_between=("blocks.2", "root"))
+    assert "units that keep their parameters between micro-batches: blocks.2, root" in str(choice)
+    assert "between" not in str(NONE_KEPT)
+    assert StepChoice.from_dict(choice.to_dict()) == choice
+
+
+@pytest.mark.parametrize(("budget", "kept"), [("1GB", UNITS), (None, ())])
+def test_it_takes_a_budget(budget, kept):
+    def ask(trials):
+        halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
+        planner = planning.Planning(card=CARD, halves=halves, merge=True, is_shared=False, what="graph")
+        return [
+            planner.choose(copy_graph(trials.gm), trials.context, trials.tag, budget, waiting)[1].kept_between
+            for waiting in ((), UNITS)
+        ]
+
+    assert in_capture(ask) == [(), kept]
+
+
+def test_a_stored_choice_is_for_the_gradients_that_waited(monkeypatch):
+    keys = []
+
+    def ask(trials):
+        stored = StepChoice(kept=("root",), input_bytes=trials.input_bytes()).to_dict()
+        monkeypatch.setattr(planning, "decide_together", lambda _, key, run, what: keys.append(key) or run(stored))
+        halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
+        planner = planning.Planning(card=CARD, halves=halves, merge=True, is_shared=False, what="graph")
+        for waiting in ((), (), ("root",)):
+            planner.choose(copy_graph(trials.gm), trials.context, trials.tag, "1GB", waiting)
+
+    in_capture(ask)
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_where_nothing_fits_nothing_is_kept():
+    def ask(trials):
+        with pytest.raises(InfeasibleBudgetError):
+            _costs(trials, 1000)
+        return choose_kept_between(trials, NONE_KEPT, UNITS, 1000)
+
+    assert in_capture(ask) == ()
+
+
+@pytest.mark.parametrize(
+    ("syncs", "breaks", "verify", "is_chosen"),
+    [
+        (False, False, "cheap", True),
+        (True, False, "cheap", False),
+        (False, True, "cheap", False),
+        (False, False, "off", False),
+    ],
+    ids=["accumulates", "reduces at once", "a part of the step", "ranks that do not meet"],
+)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's, at the break
+def test_units_know_what_was_chosen_for_them(fake_group, syncs, breaks, verify, is_chosen):
+    torch.compiler.reset()
+    model, mesh = WithHead(breaks=breaks), fake_group(2)
+    for block in model.blocks:
+        graphshard.fully_shard(block, mesh=mesh)
+    graphshard.fully_shard(model, mesh=mesh)
+    units = [module.__dict__[UNIT] for module in (*model.blocks, model)]
+    units[0].keeps_between = True  # of another graph
+    options = {"hardware": CARD, "bucket": "auto", "memory_budget": "1GB", "verify": verify}
+    compiled = torch.compile(model, backend="graphshard", options=options)
+    model.set_requires_gradient_sync(syncs)
+    compiled(torch.zeros(64, 8)).backward()
+    assert [unit.keeps_between for unit in units] == [is_chosen] * 4
+    assert [unit.is_gathered for unit in units] == [is_chosen] * 4
+    model.set_requires_gradient_sync(True)
+    compiled(torch.zeros(64, 8)).backward()
+    assert not any(unit.is_gathered for unit in units)
+
+
+def test_a_second_model_that_runs_the_same_graph_keeps_the_same_units(fake_group):
+    mesh, gathered = fake_group(2), []
+    for _ in range(2):
+        model = graphshard.fully_shard(WithHead(), mesh=mesh)
+        options = {"hardware": CARD, "bucket": "auto", "memory_budget": "1GB"}
+        model.set_requires_gradient_sync(False)
+        torch.compile(model, backend="graphshard", options=options)(torch.zeros(64, 8)).backward()
+        gathered.append(model.__dict__[UNIT].is_gathered)
+    assert gathered == [True, True]
