@@ -11,7 +11,7 @@ import itertools
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +39,8 @@ class Trainer:
     optimizer: torch.optim.Optimizer
     comm_bytes: int = 0
     """Bytes of communication buffers kept between steps."""
+    micro_batches: int = 1
+    """Forwards and backwards in a step; gradients are reduced in the last, where the model can wait."""
 
     def run_forward_backward(self, tokens: Tensor, targets: Tensor) -> float:
         """Leave gradients on the parameters; return the loss of this rank's batch."""
@@ -53,7 +55,11 @@ class Trainer:
 
     def run_step(self, tokens: Tensor, targets: Tensor) -> float:
         """One training step; return the loss before it."""
-        loss = self.run_forward_backward(tokens, targets)
+        loss, set_sync = 0.0, getattr(self.module, "set_requires_gradient_sync", None)
+        for index in range(self.micro_batches):
+            if set_sync is not None:
+                set_sync(index == self.micro_batches - 1)
+            loss = self.run_forward_backward(tokens, targets)
         self.run_update()
         return loss
 
@@ -147,8 +153,8 @@ def _build_graphshard(source: ModuleType, model: nn.Module, site: Site, **option
     return Trainer(forward=forward, loss=loss, module=model, optimizer=_adamw(model))
 
 
-def _build_graphshard_planned(source: ModuleType, model: nn.Module, site: Site) -> Trainer:
-    return _build_graphshard(source, model, site, bucket="auto", hardware=site.card)
+def _build_graphshard_planned(source: ModuleType, model: nn.Module, site: Site, **options: Any) -> Trainer:
+    return _build_graphshard(source, model, site, bucket="auto", hardware=site.card, **options)
 
 
 CONTENDERS: dict[str, Contender] = {
@@ -175,6 +181,12 @@ CONTENDERS: dict[str, Contender] = {
         same_kernels_as="graphshard",
         needs_card=True,
     ),
+    "graphshard-kept": Contender(
+        summary="as graphshard-planned, with memory for units to stay gathered",
+        build=partial(_build_graphshard_planned, memory_budget="1TiB"),
+        same_kernels_as="graphshard",
+        needs_card=True,
+    ),
     "graphshard-in-place": Contender(
         summary="as graphshard, every collective waited for where it starts",
         build=partial(_build_graphshard, overlap=False),
@@ -195,8 +207,11 @@ def copy_source(name: str, folder: Path, original: str = gpt.__file__) -> Module
     return module
 
 
-def build_trainer(name: str, config: gpt.GptConfig, site: Site, folder: Path) -> Trainer:
+def build_trainer(
+    name: str, config: gpt.GptConfig, site: Site, folder: Path, micro_batches: int = 1
+) -> Trainer:
     """The contender `name` with the same initial weights as every other one."""
     source = copy_source(name, folder)
     torch.manual_seed(WEIGHT_SEED)
-    return CONTENDERS[name].build(source, source.Gpt(config), site)
+    trainer = CONTENDERS[name].build(source, source.Gpt(config), site)
+    return replace(trainer, micro_batches=micro_batches)

@@ -116,6 +116,7 @@ def measure(options: Namespace, config: GptConfig, where: str, scratch: Path) ->
         rounds=options.rounds,
         steps_per_round=options.steps_per_round,
         contenders=CONTENDERS,
+        micro_batches=1,
         networks=(network,),
         rate=where,
         limit=options.limit,

@@ -98,6 +98,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--context", type=positive, default=128)
     parser.add_argument("--vocab", type=positive, default=512)
     parser.add_argument("--batch", type=positive, default=4, help="sequences per rank")
+    parser.add_argument("--micro-batches", type=positive, default=1, help="forwards and backwards in a step")
     parser.add_argument("--rounds", type=positive, default=8)
     parser.add_argument("--steps-per-round", type=positive, default=2)
     parser.add_argument("--contenders", type=choice_list(tuple(CONTENDERS)), default=tuple(CONTENDERS))
@@ -207,6 +208,7 @@ def run_ranks(options: argparse.Namespace, ends: tuple[LinkEnd, LinkEnd] | None,
         rounds=options.rounds,
         steps_per_round=options.steps_per_round,
         contenders=options.contenders,
+        micro_batches=options.micro_batches,
         cores=pick_cores(),
         store_host=ends[0].address if ends else "127.0.0.1",
         is_shaped=ends is not None,
@@ -274,6 +276,7 @@ def save_results(
         "machine": machine,
         "model": asdict(options.model),
         "batch": options.batch,
+        "micro_batches": options.micro_batches,
         "rate": options.rate,
         "results": [asdict(result) for result in results],
     }
@@ -313,7 +316,9 @@ def main(argv: Sequence[str]) -> int:
     machine = describe_machine()
     print(f"$ {command}")
     print("  ".join(f"{name} {value}" for name, value in machine.items()))
-    print(f"{options.model}, batch {options.batch} per rank, {NUM_RANKS} ranks")
+    print(
+        f"{options.model}, batch {options.batch} per rank, {options.micro_batches} micro-batches, {NUM_RANKS} ranks"
+    )
     drop_unavailable(options)
     results = []
     with tempfile.TemporaryDirectory(prefix="step-time-", ignore_cleanup_errors=True) as scratch:

@@ -48,6 +48,7 @@ class StepJob:
     rounds: int
     steps_per_round: int
     contenders: tuple[str, ...]
+    micro_batches: int
     cores: tuple[int, ...]
     store_host: str
     is_shaped: bool
@@ -159,7 +160,7 @@ def start_contender(
 ) -> tuple[Trainer, ContenderRecord]:
     """Build, compile and warm up one contender; take its memory figures."""
     rank = site.mesh.get_rank()
-    trainer = build_trainer(name, job.model, site, Path(job.folder, f"rank{rank}"))
+    trainer = build_trainer(name, job.model, site, Path(job.folder, f"rank{rank}"), job.micro_batches)
     use_cache(job, rank, CONTENDERS[name].same_kernels_as or name)
     dist.barrier()
     cpu_s_before = read_cpu_s()
