@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from ._compat import below_autograd
 from .collectives import emit_cast
 from .errors import UnsupportedShardingError
-from .memory import GATHERED_INPUT
+from .memory import GATHERED_INPUT, WAITING_INPUTS
 from .ops import REDUCE_GRAD, UNSHARD
 from .params import ReduceGradCall, UnshardCall, padded_shape
 from .rewrite import GraphEmitter, copy_graph, output_values
@@ -269,11 +269,11 @@ def specialised(gm: fx.GraphModule, selection: Selection) -> tuple[fx.GraphModul
         for index in selection.supplied
     }
     unreduced = {
-        index: add_input(f"unreduced_{index}", *_unreduced_of(reductions[index]))
+        index: add_input(f"{WAITING_INPUTS[0]}{index}", *_unreduced_of(reductions[index]))
         for index in selection.with_unreduced
     }
     partial = {
-        index: add_input(f"partial_{index}", *_partial_of(reductions[index]))
+        index: add_input(f"{WAITING_INPUTS[1]}{index}", *_partial_of(reductions[index]))
         for index in selection.with_partial
     }
     outputs = list(output_values(gm.graph))

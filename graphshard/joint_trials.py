@@ -125,12 +125,13 @@ class JointTrials:
         """Units that keep their parameters if nothing is chosen."""
         return list(dict.fromkeys(call.unit for call in self._calls() if call.reshard == 1))
 
-    def choose(self, budget_of: BudgetOf | None) -> StepChoice:
+    def choose(self, budget_of: BudgetOf | None, *, extends: bool = True) -> StepChoice:
         """The choice for the open units, of which there must be some if there is no budget.
 
         Args:
             budget_of: the user's budget, for which activations may be computed again; without one the halves of all
                 choices hold no more than those of the default choice do at most with units gathered one ahead.
+            extends: without a budget, units beside the default ones may be kept.
 
         Raises:
             InfeasibleBudgetError: no choice keeps the user's budget.
@@ -144,10 +145,9 @@ class JointTrials:
             return peak + resident_bytes(half)
 
         kept = tuple(unit for unit in units if unit in default)
-        with suppress(
-            InfeasibleBudgetError
-        ):  # if so the default, whose halves are planned with a little more
-            kept = extend_kept(units, kept, lambda kept: self._cost(StepChoice(kept=kept), within)).units
+        if extends:
+            with suppress(InfeasibleBudgetError):  # the default's halves are planned with a little more
+                kept = extend_kept(units, kept, lambda kept: self._cost(StepChoice(kept=kept), within)).units
         return StepChoice(kept=kept, peak_bytes=peak, input_bytes=self.input_bytes())
 
     def input_bytes(self) -> int:

@@ -41,6 +41,9 @@ MAX_INLINED_READS = 4
 #: How inputs begin that are full parameters which units hold (:mod:`graphshard.halves`).
 GATHERED_INPUT = "gathered_"
 
+#: How inputs begin that are gradients of earlier micro-batches, in full or reduced in part.
+WAITING_INPUTS = ("unreduced_", "partial_")
+
 #: Ops that Inductor generates code for although they are tagged neither pointwise nor reduction.
 _GENERATED = {
     aten._to_copy.default,

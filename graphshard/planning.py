@@ -93,7 +93,8 @@ class Planning:
             tag: the joint passes that follow.
             memory_budget: the user's; None for what the default choice takes.
             waiting: units whose gradients wait for a later micro-batch; with a budget those are chosen
-                that keep their parameters until then, for the caller to see to.
+                that keep their parameters until then, for the caller to see to. Without one no unit beside the default
+                ones is kept: where the peak lies beside such gradients is not known.
 
         Returns:
             What was done, and the choice, if there was one. Its ``peak_bytes`` are None where they are not known.
@@ -126,8 +127,10 @@ class Planning:
         chosen: list[StepChoice] = []
 
         def decide() -> StepChoice:
-            choice = trials.choose(None if memory_budget is None else lambda *_: memory_budget)
-            if memory_budget is None or not waiting:
+            if memory_budget is None:
+                return trials.choose(None, extends=not waiting)
+            choice = trials.choose(lambda *_: memory_budget)
+            if not waiting:
                 return choice
             budget = parse_bytes(memory_budget)
             return replace(choice, kept_between=choose_kept_between(trials, choice, waiting, budget))

@@ -41,7 +41,7 @@ from graphshard.collectives import group_name
 from graphshard.context import PassContext
 from graphshard.errors import PassError
 from graphshard.facts import Fact
-from graphshard.memory import kept_inputs, tensor_bytes
+from graphshard.memory import WAITING_INPUTS, kept_inputs, tensor_bytes
 from graphshard.pipeline import PassReport
 from graphshard.placement import Decisions, Movable, Placement, at_once
 from graphshard.planner.plan import InfeasibleBudgetError
@@ -113,7 +113,9 @@ class PlanCollectives:
             planned = plan(None)  # the rank that planned has seen to it
         else:
             beside = ctx.default_peak_bytes
-            peak = default_peak(gm, ctx) if beside is None else beside + resident_bytes(gm)
+            peak = (
+                default_peak(gm, ctx) if beside is None else beside + resident_bytes(gm) + _waiting_bytes(gm)
+            )
             planned = _leanest(plan, peak, notes)
         changed = _names(planned.gm) != _names(gm)
         if changed:
@@ -150,6 +152,12 @@ def _leanest(plan: Callable[[int | None], PlannedGraph], peak: int, notes: list[
 def resident_bytes(gm: fx.GraphModule) -> int:
     """Bytes of the inputs of a half that live through the whole step: shards, buffers, inputs of the model."""
     return sum(tensor_bytes(node.meta.get("val")) for node in kept_inputs(gm))
+
+
+def _waiting_bytes(gm: fx.GraphModule) -> int:
+    """Bytes of the inputs that are gradients of earlier micro-batches: FSDP2 holds them too."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return sum(tensor_bytes(node.meta.get("val")) for node in inputs if node.name.startswith(WAITING_INPUTS))
 
 
 def default_peak(gm: fx.GraphModule, ctx: PassContext) -> int:

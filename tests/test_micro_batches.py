@@ -76,15 +76,21 @@ def test_the_choice_says_so():
 
 @pytest.mark.parametrize(("budget", "kept"), [("1GB", UNITS), (None, ())])
 def test_it_takes_a_budget(budget, kept):
+    """Without one no unit beside the default ones is kept for the backward, either."""
+
     def ask(trials):
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
         planner = planning.Planning(card=CARD, halves=halves, merge=True, is_shared=False, what="graph")
         return [
-            planner.choose(copy_graph(trials.gm), trials.context, trials.tag, budget, waiting)[1].kept_between
+            planner.choose(copy_graph(trials.gm), trials.context, trials.tag, budget, waiting)[1]
             for waiting in ((), UNITS)
         ]
 
-    assert in_capture(ask) == [(), kept]
+    without, waiting = in_capture(ask)
+    assert (without.kept_between, waiting.kept_between) == ((), kept)
+    assert len(without.kept) > 1
+    assert (waiting.kept == ("root",)) == (budget is None)
+    assert (waiting.peak_bytes or 0) == (without.peak_bytes or 0)
 
 
 def test_a_stored_choice_is_for_the_gradients_that_waited(monkeypatch):

@@ -196,6 +196,21 @@ def test_where_the_peak_of_the_step_is_known_it_counts_beside_what_lives_through
     assert own < wider.peak_bytes and wider.seconds < within(None).seconds
 
 
+def test_gradients_that_waited_come_on_top_of_the_known_peak(captured):
+    gm, ctx = _half(captured, "blocks_3", "backward", CHEAP)
+    ctx = replace(ctx, default_peak_bytes=plan_collectives.default_peak(gm, ctx))
+
+    def budget(name):
+        more = copy_graph(gm)
+        *_, last = more.graph.find_nodes(op="placeholder")
+        with more.graph.inserting_after(last):
+            node = more.graph.placeholder(name)
+        node.meta["val"] = last.meta["val"].new_empty(100, dtype=torch.float64)
+        return run_pass(PlanCollectives(memory_budget="default"), more, ctx, *HELD).report.planned.plan.budget_bytes
+
+    assert budget("unreduced_0") == budget("partial_0") == budget("other") + 800
+
+
 def test_a_users_limit_of_reductions_is_kept(captured):
     def most_open(limit):
         gm, ctx = _half(captured, "blocks_3", "backward", CHEAP)
