@@ -216,8 +216,11 @@ class Half:
                 unit.tree.queue_end_of_backward()
                 if unit.reshard_after_backward and not unit.stays_gathered:
                     unit.reshard()
-            elif unit.reshards and unit.is_gathered and not unit.keeps_between:
-                unit.reshard()
+            elif unit.reshards and unit.is_gathered:
+                # The last micro-batch keeps what is gathered for its backward.
+                has_backward = self.kept_between is not None
+                if not (unit.stays_gathered or (has_backward and unit.keeps_between)):
+                    unit.reshard()
 
     def _distribute(
         self,

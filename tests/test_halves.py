@@ -209,6 +209,16 @@ def test_a_unit_stays_gathered_until_its_gradients_are_reduced(x):
     ]
 
 
+@pytest.mark.parametrize("reduce_grads", [False, True])
+def test_an_evaluation_leaves_gathered_what_stays_so_and_frees_the_rest(x, reduce_grads):
+    setup = Setup(_forward(), is_backward=False, reshard_after_forward=True)
+    unit = setup.units[0]
+    unit.keeps_between, unit.reduce_grads = True, reduce_grads
+    unit.keep("a", setup.shards[0].clone())
+    setup.run(x)
+    assert unit.is_gathered == (not reduce_grads)
+
+
 def test_a_copied_unit_is_no_longer_part_of_a_plan():
     assert not copy.deepcopy(Unit(tree=Tree(), modules=[], keeps_between=True)).keeps_between
 
