@@ -126,7 +126,7 @@ def fully_shard(
     relabel(modules)
     for each in modules:
         each.register_state_dict_pre_hook(_show_shards)
-        each.register_load_state_dict_pre_hook(_show_shards)
+        each.register_load_state_dict_pre_hook(_reshard)
     return module
 
 
@@ -393,7 +393,15 @@ def _swap_classes(modules: list[nn.Module], unit: Unit) -> None:
 
 
 def _show_shards(module: nn.Module, *_: Any) -> None:
-    """State dicts hold shards, whether or not the parameters are gathered."""
+    """State dicts hold shards, whether or not the parameters are gathered.
+
+    What is gathered stays so: one rank alone may ask for a state dict, and must not gather alone afterwards.
+    """
+    module.__dict__[UNIT].hide()
+
+
+def _reshard(module: nn.Module, *_: Any) -> None:
+    """What is gathered is not what is loaded."""
     module.__dict__[UNIT].reshard()
 
 

@@ -49,7 +49,7 @@ from .pipeline import PassRecord, Pipeline
 from .planning import Planning
 from .provenance import reduced_parameters, shards_behind
 from .rewrite import output_values
-from .unit import Unit, unit_of
+from .unit import unit_of
 
 JOINT_PIPELINE = Pipeline(passes.MergeUnshards(), passes.SpreadParameters(), passes.TagRecompute())
 
@@ -92,7 +92,7 @@ def graphshard(
         index=_next_index(parsed.dump),
         patches=patches,
         parameters=_parameters_of_models(example_inputs),
-        units=_units_of(example_inputs),
+        waiting=_waiting_units(example_inputs),
     )
     patches["joint_custom_pre_pass"] = _JointPasses(compilation)
 
@@ -116,14 +116,16 @@ def _warn_if_never_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) ->
 
 def _parameters_of_models(inputs: Sequence[Any]) -> frozenset[str]:
     """Names of the sharded parameters of the models that handles among the inputs belong to."""
-    trees = {id(unit.tree): unit.tree for unit in _units_of(inputs)}
+    trees = {id(unit.tree): unit.tree for unit in filter(None, map(unit_of, inputs))}
     units = [unit for tree in trees.values() for unit in tree.units()]
     return frozenset(slot.name for unit in units for slot in unit.slots)
 
 
-def _units_of(inputs: Sequence[Any]) -> list[Unit]:
-    """The units whose handles are among the inputs."""
-    return [unit for unit in map(unit_of, inputs) if unit is not None]
+def _waiting_units(inputs: Sequence[Any]) -> frozenset[str]:
+    """Labels of the units whose gradients wait for a later micro-batch; none of several models."""
+    units = [unit for unit in map(unit_of, inputs) if unit is not None]
+    is_one_model = len({id(unit.tree) for unit in units}) == 1
+    return frozenset(unit.label for unit in units if is_one_model and not unit.reduce_grads)
 
 
 def _next_index(folder: Path | None) -> int:
@@ -143,8 +145,8 @@ class _Compilation:
     patches: Mapping[str, Any] = field(default_factory=dict)
     parameters: frozenset[str] = frozenset()
     """Names of the sharded parameters of the models that the graph is a part of."""
-    units: Sequence[Unit] = ()
-    """The units of the graph's parameters."""
+    waiting: frozenset[str] = frozenset()
+    """Labels of the model's units whose gradients wait for a later micro-batch."""
     context: PassContext = field(default_factory=PassContext)
     regathered: set[str] = field(default_factory=set)
     """Names of the parameters whose shards the forward keeps for the backward."""
@@ -178,11 +180,7 @@ class _Compilation:
         is_whole = self.options.verify != "off" and self._has_every_parameter()
         is_chosen = self.options.memory_budget is not None or is_whole
         if self.options.hardware is not None and self.context.first_gradient is not None and is_chosen:
-            is_one_model = len({id(unit.tree) for unit in self.units}) == 1
-            waiting = {
-                unit.label for unit in self.units if not unit.reduce_grads and is_whole and is_one_model
-            }
-            budget = self.options.memory_budget
+            budget, waiting = self.options.memory_budget, self.waiting if is_whole else frozenset()
             kept, choice = self.planning.choose(gm, self.context, tag, budget, waiting)
             records += kept
             tag = choice.extended(tag) if choice is not None else tag

@@ -142,6 +142,10 @@ class Half:
         outputs = list(self._run(selection, values))
         return self._distribute(selection, units, outputs)
 
+    @property
+    def _has_backward(self) -> bool:
+        return self.kept_between is not None
+
     def _follow(self, selection: Selection, units: dict[int, Unit]) -> None:
         """Makes sure, where it is not certain, that the other ranks run the same collectives."""
         collectives = self._collectives[selection]
@@ -163,7 +167,11 @@ class Half:
             return False
         if self.is_backward:
             return unit.reduce_grads and unit.all_reduce_grads
-        return not unit.keeps_from_forward
+        return not self._keeps(unit)
+
+    def _keeps(self, unit: Unit) -> bool:
+        """Whether a forward keeps what it gathers; an evaluation does so only where the user says it."""
+        return unit.keeps_from_forward and (self._has_backward or not unit.stays_gathered)
 
     def _select(self, units: dict[int, Unit]) -> Selection:
         chosen: dict[str, list[int]] = {name: [] for name in Selection.__slots__}
@@ -173,7 +181,7 @@ class Half:
                 continue
             if unit.gathered_value(gather.name) is not None:
                 chosen["supplied"].append(index)
-            elif not self.is_backward and unit.keeps_from_forward:
+            elif not self.is_backward and self._keeps(unit):
                 chosen["kept"].append(index)
         for index, reduction in enumerate(self._reductions):
             unit = units.get(reduction.handle)
@@ -214,13 +222,10 @@ class Half:
         for unit in units.values():
             if self.is_backward:
                 unit.tree.queue_end_of_backward()
-                if unit.reshard_after_backward and not unit.stays_gathered:
-                    unit.reshard()
-            elif unit.reshards and unit.is_gathered:
-                # The last micro-batch keeps what is gathered for its backward.
-                has_backward = self.kept_between is not None
-                if not (unit.stays_gathered or (has_backward and unit.keeps_between)):
-                    unit.reshard()
+                unit.end_backward()
+            # The last micro-batch keeps what is gathered for its backward.
+            elif unit.reshards and not (unit.stays_gathered or (self._has_backward and unit.keeps_between)):
+                unit.reshard()
 
     def _distribute(
         self,

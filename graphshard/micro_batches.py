@@ -18,6 +18,7 @@ from .halves import Selection, shard_ops, specialised
 from .joint_trials import JointTrials, StepChoice
 from .keeping import KeepingCost, choose_kept
 from .memory import tensor_bytes
+from .ops import UNSHARD
 from .planner.plan import InfeasibleBudgetError, Plan
 
 
@@ -69,11 +70,18 @@ class _Accumulation:
         gathered = self._gathers(self.forward, kept)
         regathered, reductions = self._gathers(self.backward, kept), self._reductions()
         last, beside = self._plan(self.backward, Selection(supplied=regathered, with_unreduced=reductions))
+        # What the backward does not take as an input it holds all the same.
+        held = beside + self._bytes(self.forward, gathered) - self._bytes(self.backward, regathered)
         first, _ = self._plan(self.forward, Selection(kept=gathered))
         forward, _ = self._plan(self.forward, Selection(supplied=gathered), beside)
-        backward, _ = self._plan(self.backward, Selection(supplied=regathered, unreduced=reductions), beside)
-        peaks = (first.peak_bytes, last.peak_bytes, beside + max(forward.peak_bytes, backward.peak_bytes))
+        backward, _ = self._plan(self.backward, Selection(supplied=regathered, unreduced=reductions), held)
+        peaks = (first.peak_bytes, last.peak_bytes, beside + forward.peak_bytes, held + backward.peak_bytes)
         return KeepingCost(seconds=forward.seconds + backward.seconds, peak_bytes=max(peaks))
+
+    def _bytes(self, half: tuple[fx.GraphModule, PassContext], gathers: tuple[int, ...]) -> int:
+        """Of full parameters."""
+        nodes = list(half[0].graph.find_nodes(op="call_function", target=UNSHARD))
+        return sum(tensor_bytes(nodes[index].meta["val"]) for index in gathers)
 
     def _gathers(self, half: tuple[fx.GraphModule, PassContext], kept: tuple[str, ...]) -> tuple[int, ...]:
         gm, ctx = half

@@ -94,7 +94,8 @@ class Planning:
             memory_budget: the user's; None for what the default choice takes.
             waiting: units whose gradients wait for a later micro-batch; with a budget those are chosen
                 that keep their parameters until then, for the caller to see to. Without one no unit beside the default
-                ones is kept: where the peak lies beside such gradients is not known.
+                ones is kept: where the peak lies beside such gradients is not known. Who decides first decides for
+                all, in whatever state a rank compiles later.
 
         Returns:
             What was done, and the choice, if there was one. Its ``peak_bytes`` are None where they are not known.
@@ -113,7 +114,6 @@ class Planning:
         of_group = {
             name: [
                 f"{call.name} of {call.unit}: {call.shape}, {call.reshard} of {call.group_size}"
-                + (", its gradient waits" if call.unit in waiting else "")
                 for call in calls
                 if name in (call.group_name, call.replicate_group)
             ]

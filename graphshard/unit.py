@@ -113,8 +113,7 @@ class Tree:
             return
         self._end_is_queued = False
         for unit in self.units():
-            if unit.reshard_after_backward and not unit.stays_gathered:
-                unit.reshard()
+            unit.end_backward()
             if self.is_last_backward:
                 unit.reduce_left_over()
         self.waiting = any(unit.unreduced or unit.partial for unit in self.units())
@@ -339,12 +338,17 @@ class Unit:
         return self.keeps_between and not self.reduce_grads
 
     def gathered_value(self, name: str) -> Tensor | None:
-        """The full parameter if it is gathered, and its shard has not changed since."""
+        """The full parameter if it is gathered, and its shard has not changed since; frees one that is out of date."""
         kept = self._gathered.get(name)
-        return kept.full if kept is not None and kept.version == self._version_of(name) else None
+        if kept is None or kept.version == self._version_of(name):
+            return kept.full if kept is not None else None
+        del self._gathered[name]
+        return None
 
     def keep(self, name: str, full: Tensor) -> None:
-        """Keeps a gathered parameter until the unit is resharded or its shard changes."""
+        """Keeps a gathered parameter until the unit is resharded or its shard changes; none of an inference mode."""
+        if full.is_inference():  # no later forward could save it
+            return
         self._gathered[name] = _Gathered(full.detach(), self._version_of(name))
 
     def _version_of(self, name: str) -> Version:
@@ -421,8 +425,19 @@ class Unit:
     def reshard(self) -> None:
         """Frees the gathered parameters and shows the shards."""
         self._gathered.clear()
+        self.hide()
+
+    def hide(self) -> None:
+        """Shows the shards, and keeps what is gathered."""
         for slot in self.slots:
             slot.hide()
+
+    def end_backward(self) -> None:
+        """Frees what is gathered, unless it is to stay so."""
+        if not self.stays_gathered and (
+            self.reshard_after_backward or (self.keeps_between and self.reshards)
+        ):
+            self.reshard()
 
     def refresh(self) -> None:
         """After a setting changed: what the unit's next graphs are traced with."""

@@ -219,6 +219,39 @@ def test_an_evaluation_leaves_gathered_what_stays_so_and_frees_the_rest(x, reduc
     assert unit.is_gathered == (not reduce_grads)
 
 
+def test_an_evaluation_keeps_nothing_of_its_own(x):
+    """What it gathers in inference mode no backward could save."""
+    setup = Setup(_forward(), is_backward=False)
+    unit = setup.units[0]
+    unit.keeps_between, unit.reduce_grads = True, False
+    setup.run(x)
+    assert list(setup.half._compiled) == [PLAIN] and not unit.is_gathered
+    with torch.inference_mode():
+        unit.keep("a", torch.ones(2, 2, dtype=torch.float64))
+    assert not unit.is_gathered
+
+
+def test_what_is_out_of_date_is_freed(x):
+    setup = Setup(_forward(), is_backward=False)
+    unit = setup.units[0]
+    unit.keep("a", setup.shards[0].clone())
+    with torch.no_grad():
+        unit.slot_of("a").param.add_(1.0)
+    setup.run(x)
+    assert not unit._gathered
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_a_planners_choice_ends_with_the_last_backward(x, reshards):
+    """Whatever ``set_reshard_after_backward`` says of units that free their parameters after the forward."""
+    setup = Setup(_backward(), is_backward=True, reshard_after_forward=reshards, reshard_after_backward=False)
+    unit = setup.units[0]
+    unit.keeps_between = True
+    unit.keep("a", setup.shards[0].clone())
+    setup.run(x)
+    assert unit.is_gathered == (not reshards)
+
+
 def test_a_copied_unit_is_no_longer_part_of_a_plan():
     assert not copy.deepcopy(Unit(tree=Tree(), modules=[], keeps_between=True)).keeps_between
 

@@ -1,5 +1,8 @@
 """Which units keep their parameters between micro-batches."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from small_models import WithHead
@@ -23,7 +26,7 @@ def _chosen(budget, waiting=UNITS, **options):
     return in_capture(lambda trials: choose_kept_between(trials, NONE_KEPT, waiting, budget), **options)
 
 
-@pytest.mark.parametrize(("budget", "kept"), [(200_000, 0), (212_000, 1), (224_000, 2), (2**30, 4)])
+@pytest.mark.parametrize(("budget", "kept"), [(200_000, 0), (220_000, 1), (236_000, 2), (252_000, 3), (2**30, 4)])
 def test_as_many_are_kept_as_fit(budget, kept):
     assert _chosen(budget) == UNITS[len(UNITS) - kept :]
 
@@ -60,7 +63,7 @@ def test_gradients_that_wait_count():
             accumulation = _Accumulation(
                 trials=trials, forward=forward, backward=backward, waiting=waiting, budget_bytes=2**30
             )
-            peaks.append(accumulation.cost(UNITS).peak_bytes)
+            peaks.append(accumulation.cost(()).peak_bytes)
         return peaks
 
     without, peak = in_capture(ask)
@@ -93,19 +96,21 @@ def test_it_takes_a_budget(budget, kept):
     assert (waiting.peak_bytes or 0) == (without.peak_bytes or 0)
 
 
-def test_a_stored_choice_is_for_the_gradients_that_waited(monkeypatch):
-    keys = []
+def test_a_stored_choice_holds_whether_gradients_wait_or_not(monkeypatch):
+    """A rank may compile alone later, in the other state."""
+    keys, kept = [], []
 
     def ask(trials):
-        stored = StepChoice(kept=("root",), input_bytes=trials.input_bytes()).to_dict()
+        stored = StepChoice(kept=("root",), kept_between=("root",), input_bytes=trials.input_bytes()).to_dict()
         monkeypatch.setattr(planning, "decide_together", lambda _, key, run, what: keys.append(key) or run(stored))
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
         planner = planning.Planning(card=CARD, halves=halves, merge=True, is_shared=False, what="graph")
-        for waiting in ((), (), ("root",)):
-            planner.choose(copy_graph(trials.gm), trials.context, trials.tag, "1GB", waiting)
+        for waiting in ((), ("root",)):
+            _, choice = planner.choose(copy_graph(trials.gm), trials.context, trials.tag, "1GB", waiting)
+            kept.append(choice.kept_between)
 
     in_capture(ask)
-    assert keys[0] == keys[1] != keys[2]
+    assert keys[0] == keys[1] and kept == [("root",), ("root",)]
 
 
 def test_where_nothing_fits_nothing_is_kept():
@@ -156,3 +161,18 @@ def test_a_second_model_that_runs_the_same_graph_keeps_the_same_units(fake_group
         torch.compile(model, backend="graphshard", options=options)(torch.zeros(64, 8)).backward()
         gathered.append(model.__dict__[UNIT].is_gathered)
     assert gathered == [True, True]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"hardware": CARD, "bucket": "auto", "memory_budget": "1GB"}], ids=["", "planned"]
+)
+def test_a_compiled_graph_does_not_keep_its_model_alive(fake_group, options):
+    """Another model of the class may share it."""
+    torch.compiler.reset()
+    model = graphshard.fully_shard(WithHead(), mesh=fake_group(2))
+    model.set_requires_gradient_sync(False)
+    torch.compile(model, backend="graphshard", options=options)(torch.zeros(64, 8)).backward()
+    unit = weakref.ref(model.__dict__[UNIT])
+    del model
+    gc.collect()
+    assert unit() is None
