@@ -10,7 +10,7 @@ from trials import CARD, in_capture
 
 import graphshard
 import graphshard.planning as planning
-from graphshard.joint_trials import StepChoice
+from graphshard.joint_trials import JointTrials, StepChoice
 from graphshard.micro_batches import _Accumulation, choose_kept_between
 from graphshard.passes import LowerShards, PlanCollectives
 from graphshard.pipeline import Pipeline
@@ -68,6 +68,22 @@ def test_gradients_that_wait_count():
 
     without, peak = in_capture(ask)
     assert peak - without >= 0.9 * 4 * params
+
+
+def test_a_half_gets_what_is_not_held_beside_it(monkeypatch):
+    asked, real = [], JointTrials.plan
+
+    def plan(self, half, ctx, memory_budget):
+        asked.append(memory_budget)
+        return real(self, half, ctx, memory_budget)
+
+    monkeypatch.setattr(JointTrials, "plan", plan)
+    in_capture(lambda trials: _costs(trials, 2**30))
+    last, first, forward, backward = (asked[index::4] for index in range(4))
+    waiting = 4 * sum(param.numel() for param in WithHead().parameters())
+    assert last == first == [2**30] * 3 and forward == [2**30 - waiting] * 3
+    biases = 4 * 64  # of a block; the backward reads its weight alone
+    assert [forward[0] - each for each in backward] == [0, 2 * biases, 3 * biases + 4 * (8 * 64 + 64 + 8)]
 
 
 def test_the_choice_says_so():
