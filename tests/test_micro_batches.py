@@ -192,3 +192,18 @@ def test_a_compiled_graph_does_not_keep_its_model_alive(fake_group, options):
     del model
     gc.collect()
     assert unit() is None
+
+
+def test_of_several_models_in_one_graph_none_stays_gathered(fake_group):
+    """Their units have the same labels."""
+    mesh = fake_group(2)
+    models = [graphshard.fully_shard(WithHead(), mesh=mesh) for _ in range(2)]
+    for model in models:
+        model.set_requires_gradient_sync(False)
+
+    def step(x):
+        return sum(model(x) for model in models)
+
+    options = {"hardware": CARD, "bucket": "auto", "memory_budget": "1GB"}
+    torch.compile(step, backend="graphshard", options=options)(torch.zeros(64, 8)).backward()
+    assert not any(model.__dict__[UNIT].is_gathered for model in models)
