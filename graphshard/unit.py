@@ -338,12 +338,9 @@ class Unit:
         return self.keeps_between and not self.reduce_grads
 
     def gathered_value(self, name: str) -> Tensor | None:
-        """The full parameter if it is gathered, and its shard has not changed since; frees one that is out of date."""
+        """The full parameter if it is gathered, and its shard has not changed since."""
         kept = self._gathered.get(name)
-        if kept is None or kept.version == self._version_of(name):
-            return kept.full if kept is not None else None
-        del self._gathered[name]
-        return None
+        return kept.full if kept is not None and kept.version == self._version_of(name) else None
 
     def keep(self, name: str, full: Tensor) -> None:
         """Keeps a gathered parameter until the unit is resharded or its shard changes; none of an inference mode."""

@@ -10,10 +10,12 @@ import torch
 import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard.errors import GraphShardError, UnsupportedShardingError
 from graphshard.params import UnshardCall
+from graphshard.unit import slots_of
 
 Mesh = Callable[..., DeviceMesh]
 
@@ -183,3 +185,14 @@ def test_private_helpers_of_torch_are_left_out(name: str) -> None:
 def test_no_registry_of_states() -> None:
     assert not hasattr(graphshard.fully_shard, "state")
     assert hasattr(torch.distributed.fsdp.fully_shard, "state")
+
+
+def test_a_forward_shows_the_shards_again_though_they_changed_while_gathered(fake_group):
+    model = graphshard.fully_shard(nn.Linear(8, 8), mesh=fake_group(2), reshard_after_forward=True)
+    model.unshard()
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
+    with torch.no_grad():
+        for _, slot in slots_of(model):
+            slot.param.add_(1.0)
+    model(torch.zeros(2, 8))
+    assert all(isinstance(param, DTensor) for param in model.parameters())

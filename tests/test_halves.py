@@ -231,16 +231,6 @@ def test_an_evaluation_keeps_nothing_of_its_own(x):
     assert not unit.is_gathered
 
 
-def test_what_is_out_of_date_is_freed(x):
-    setup = Setup(_forward(), is_backward=False)
-    unit = setup.units[0]
-    unit.keep("a", setup.shards[0].clone())
-    with torch.no_grad():
-        unit.slot_of("a").param.add_(1.0)
-    setup.run(x)
-    assert not unit._gathered
-
-
 @pytest.mark.parametrize("reshards", [True, False])
 def test_a_planners_choice_ends_with_the_last_backward(x, reshards):
     """Whatever ``set_reshard_after_backward`` says of units that free their parameters after the forward."""
