@@ -2,9 +2,9 @@
 
 Exact live ranges over the node order. Views, items of tuples and waits share the storage they look
 at; a value is freed after its last reader; outputs live to the end; inputs that the caller keeps
-(parameters' shards, a forward's inputs) are counted apart, and other inputs (the saved activations
-and the tangents of a backward) die after their last reader. A collective holds its input, its
-output, and what its backend copies (``BACKEND_COPIES``) until its wait.
+(parameters' shards, a forward's inputs) are counted apart, the tangents of a backward live to its end, since
+autograd holds what it calls a function with, and other inputs (saved activations) die after their last reader.
+A collective holds its input, its output, and what its backend copies (``BACKEND_COPIES``) until its wait.
 
 Three things are approximated, because the inner compiler decides them later: a pointwise value that
 only generated kernels read, from at most ``MAX_INLINED_READS`` buffers, is recomputed by its readers
@@ -37,6 +37,9 @@ BACKEND_COPIES: dict[str, dict[Any, tuple[int, int]]] = {
 #: A pointwise value read by several kernels is recomputed in each if it reads no more buffers than
 #: this, and otherwise stored (Inductor's ``realize_reads_threshold``); one reader may read twice as many.
 MAX_INLINED_READS = 4
+
+#: How inputs of a backward begin that are gradients of its forward's results.
+TANGENT_INPUT = "tangents_"
 
 #: How inputs begin that are full parameters which units hold (:mod:`graphshard.halves`).
 GATHERED_INPUT = "gathered_"
@@ -152,11 +155,11 @@ def kept_inputs(gm: fx.GraphModule) -> list[fx.Node]:
     """The placeholders of a half whose memory the caller keeps.
 
     In a forward or inference graph all of them. In a backward (told by its tangents) those it shares
-    with the forward's inputs, ``primals_*``, and parameters that its units may keep gathered; saved activations and
-    tangents die after their last use.
+    with the forward's inputs, ``primals_*``, and parameters that its units may keep gathered; saved activations
+    die after their last use, and tangents are counted as the graph's own.
     """
     inputs = list(gm.graph.find_nodes(op="placeholder"))
-    if any(node.name.startswith("tangents_") for node in inputs):
+    if any(node.name.startswith(TANGENT_INPUT) for node in inputs):
         return [node for node in inputs if node.name.startswith(("primals_", GATHERED_INPUT))]
     return inputs
 
@@ -256,6 +259,8 @@ class MemoryModel:
                 continue  # lives inside one generated kernel
             if buffer.producer.op == "placeholder":
                 start = 0
+                if buffer.producer.name.startswith(TANGENT_INPUT):
+                    end = len(order) - 1
             ranges.append((start, end, buffer))
         return ranges
 

@@ -138,9 +138,28 @@ def _empty_like(node: fx.Node, shape: list[int], dtype: torch.dtype) -> torch.Te
 
 def _reduce(graph: fx.Graph, call: UnshardCall, grad: fx.Node, dtype: torch.dtype) -> fx.Node:
     shard = call.shard.meta["val"]
-    with graph.inserting_after(grad):
+    with graph.inserting_after(_end_of_function(grad)):
         emit = GraphEmitter(graph, origin=grad)
         return emit(REDUCE_GRAD, *gradient_call(call, grad, shard.shape, dtype, shard.device))
+
+
+def _end_of_function(grad: fx.Node) -> fx.Node:
+    """The last node of the autograd function that made a gradient, additions of its results included.
+
+    Autograd adds what a function gave to the gradients that wait for more before it calls the next function, the one
+    that reduces: with a reduction in between, both terms of such a sum would be alive during it.
+    """
+    last = grad
+    while _sequence(last.next) is not None and _sequence(last.next) == _sequence(grad):
+        last = last.next
+    while last.next.target is torch.ops.aten.add.Tensor and _sequence(last.next) is not None:
+        last = last.next
+    return last
+
+
+def _sequence(node: fx.Node) -> int | None:
+    number: int | None = node.meta.get("seq_nr")
+    return number
 
 
 def _set_outputs(graph: fx.Graph, results: list[Any], grads: Mapping[fx.Node, Any]) -> None:

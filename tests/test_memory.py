@@ -48,6 +48,16 @@ def test_inputs_that_are_not_kept_die_too():
     assert live == {"mm": 20, "mm_1": 20, a.name: 36, b.name: 36, "output": 20}
 
 
+def test_tangents_live_to_the_end():
+    """Autograd holds what it calls a function with."""
+    build = GraphBuilder()
+    tangent = build.input("tangents_1", 4, 4)
+    a = build(MM, tangent, tangent)
+    b = build(MM, a, a)
+    live = _live(build.finish(b))
+    assert live == {"tangents_1": 16, a.name: 32, b.name: 48, "output": 32}
+
+
 def test_outputs_live_to_the_end():
     build = GraphBuilder()
     x = build.input("primals_1", 4, 4)

@@ -86,15 +86,18 @@ class _Residual(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-def _peak_of_a_step(folder: str) -> int:
+def _peak_of_a_step(folder: str, num_results: int) -> int:
     torch.manual_seed(0)
-    model = nn.Sequential(*(_Residual(64) for _ in range(3)))
-    model = shard_units("compiled", model, list(model))
+    head = nn.Linear(64, num_results) if num_results else nn.Identity()
+    model = nn.Sequential(*(_Residual(64) for _ in range(3)), head)
+    model = shard_units("compiled", model, list(model)[:-1])
     forward = compile_if_asked("compiled", model, dump=f"{folder}/{dist.get_rank()}")
     inputs = torch.randn(512, 64)
+    gradients = torch.ones(512, num_results or 64)
 
     def step() -> None:
-        forward(inputs).sum().backward()
+        results = forward(inputs)
+        results.backward(gradients.clone())
         model.zero_grad(set_to_none=True)
 
     for _ in range(2):
@@ -102,9 +105,13 @@ def _peak_of_a_step(folder: str) -> int:
     return min(_peak_bytes(step) for _ in range(6))
 
 
-def test_the_predicted_peak_is_what_a_compiled_step_allocates(run_on_gloo_ranks, tmp_path: Path):
-    """The backward holds all that is left of the forward, so its peak is that of the step."""
-    measured = min(run_on_gloo_ranks(2, _peak_of_a_step, str(tmp_path)))
+@pytest.mark.parametrize("num_results", [0, 1024])
+def test_the_predicted_peak_is_what_a_compiled_step_allocates(
+    run_on_gloo_ranks, tmp_path: Path, num_results: int
+):
+    """The backward holds all that is left of the forward, the gradients of its results too; the test holds these."""
+    measured = min(run_on_gloo_ranks(2, _peak_of_a_step, str(tmp_path), num_results))
+    measured -= 4 * 512 * (num_results or 64)
     words = (tmp_path / "0" / "graph0.backward.memory.txt").read_text().split()
     assert words[0] == "peak" and words[2] == "bytes"
     assert measured == pytest.approx(int(words[1]), rel=0.05)

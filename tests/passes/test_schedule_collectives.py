@@ -74,7 +74,8 @@ def _three_layers(half, batch, num_replicas=1, num_layers=3, with_partial=False)
     else:
         saved = [build.input(f"mm_{i}", batch, 4) for i in layers]
         partial = [build.input(f"partial_{i}", 2, 4) for i in layers] if with_partial else [None] * num_layers
-        value, results = build.input("tangents_1", batch, 4), [None] * num_layers
+        of_sum, results = build.input("tangents_1", 1), [None] * num_layers
+        value = build(aten.clone.default, build(aten.expand.default, of_sum, [batch, 4]))
         for index in reversed(layers):
             full = unshard(build, shards[index], f"p{index}", specs[index], 2)
             grad = build(aten.mm.default, build(aten.t.default, saved[index]), value)
