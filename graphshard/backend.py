@@ -216,6 +216,7 @@ class _Compilation:
             is_backward=is_backward,
             pieces=frozenset(piece.placeholder for piece in self.context.pieces),
             kept_between=self.kept_between if half == "forward" else None,
+            counts_held=self.options.hardware is not None and self.options.memory_budget is not None,
             compile_variant=lambda variant: self._compile_variant(variant, half, kwargs, later),
             what=f"graph {self.index} ({half})",
         )
@@ -233,6 +234,7 @@ class _Compilation:
         """The passes on one half, the agreement of the ranks, Inductor, the check of the order."""
         gm, unreduced = variant.gm, variant.unreduced_outputs
         context = self.context.for_backward(unreduced) if half == "backward" else self.context.for_forward()
+        context = replace(context, held_bytes=variant.held_bytes)
         dumped_as = self._variant_name(half)
         if is_sharded:
             self._dump(dumped_as, "0-partitioned", self._text(gm, context))

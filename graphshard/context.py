@@ -61,6 +61,8 @@ class PassContext:
         max_reductions: reductions that may be open at a time; 0 for the schedule's own.
         prices: the cost model; None where nothing is planned by cost.
         known_plan: the plan to follow, of another rank; None to make one.
+        held_bytes: of a user's memory budget, what is held outside of the graph while it runs: gradients that wait
+            for a later micro-batch, and gathered parameters, that are not inputs of it.
         default_peak_bytes: the most that a half of the step holds with units gathered one ahead, beside inputs
             that live through all of it, where that is known: what plans may take without a user's budget.
         device_type: where the graph will run, if not where its values are: a capture on fake tensors of
@@ -79,6 +81,7 @@ class PassContext:
     plain: tuple[PlainParameter, ...] = ()
     prices: GraphPrices | None = None
     known_plan: KnownPlan | None = None
+    held_bytes: int = 0
     default_peak_bytes: int | None = None
     device_type: str | None = None
 

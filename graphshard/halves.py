@@ -46,7 +46,11 @@ class Selection:
     with_partial: tuple[int, ...] = ()
 
 
+#: What a half is compiled for: what it does differently, and the bytes that its units hold besides.
+State = tuple[Selection, int]
+
 PLAIN = Selection()
+PLAIN_STATE: State = (PLAIN, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ class Variant:
 
     Attributes:
         unreduced_outputs: outputs that are gradients and are not reduced.
+        held_bytes: what its units hold while it runs, besides its inputs, where that counts.
         collectives: fingerprint of the collectives, set when it is compiled; "" if there are none, or
             if the ranks do not check each other.
     """
@@ -83,6 +88,7 @@ class Variant:
     gm: fx.GraphModule
     example_inputs: list[Any]
     unreduced_outputs: frozenset[int] = frozenset()
+    held_bytes: int = 0
     collectives: str = ""
 
 
@@ -94,6 +100,7 @@ class Half:
         compile_variant: compiles a specialised graph on example inputs.
         pieces: inputs that are pieces of full parameters as they were in the forward, not shards.
         kept_between: of a forward, the units that a planner keeps gathered between micro-batches.
+        counts_held: what the units hold besides is a part of a memory budget: a variant is compiled for each amount.
     """
 
     gm: fx.GraphModule
@@ -102,9 +109,10 @@ class Half:
     compile_variant: Callable[[Variant], Callable[[list[Any]], Any]]
     pieces: frozenset[str] = frozenset()
     kept_between: frozenset[str] | None = None
+    counts_held: bool = False
     what: str = "a graph"
-    _collectives: dict[Selection, str] = field(default_factory=dict)
-    _compiled: dict[Selection, Callable[[list[Any]], Any]] = field(default_factory=dict)
+    _collectives: dict[State, str] = field(default_factory=dict)
+    _compiled: dict[State, Callable[[list[Any]], Any]] = field(default_factory=dict)
     _boxed_call: bool = True
 
     def __post_init__(self) -> None:
@@ -114,12 +122,12 @@ class Half:
         self._group_name = _first_group(self.gm)
         self.source_code = None
 
-    def compile(self, selection: Selection = PLAIN) -> None:
+    def compile(self, state: State = PLAIN_STATE) -> None:
         """Compiles the variant for a state, unless that was done."""
-        if selection not in self._compiled:
-            variant = self._specialise(selection)
-            self._compiled[selection] = self.compile_variant(variant)
-            self._collectives[selection] = variant.collectives
+        if state not in self._compiled:
+            variant = self._specialise(*state)
+            self._compiled[state] = self.compile_variant(variant)
+            self._collectives[state] = variant.collectives
 
     def __call__(self, args: list[Any]) -> Any:
         found = {position: unit_of(args[position]) for position in self._handles}
@@ -131,34 +139,41 @@ class Half:
             next(iter(units.values())).tree.queue_end_of_backward()
         if all(map(self._is_plain, units.values())):
             self.compile()
-            self._follow(PLAIN, units)
-            return self._run(PLAIN, args)
+            self._follow(PLAIN_STATE, units)
+            return self._run(PLAIN_STATE, args)
         selection = self._select(units)
-        values = [*args, *self._extra_inputs(selection, units)]
+        extra = self._extra_inputs(selection, units)
+        values = [*args, *extra]
         self._release(units)
-        self.compile(selection)
-        self._follow(selection, units)
+        state = selection, self._held_bytes(extra, units) if self.counts_held else 0
+        del extra
+        try:
+            self.compile(state)
+        except Exception:
+            self._return_gradients(selection, values[len(args) + len(selection.supplied) :], units)
+            raise
+        self._follow(state, units)
         args.clear()
-        outputs = list(self._run(selection, values))
+        outputs = list(self._run(state, values))
         return self._distribute(selection, units, outputs)
 
     @property
     def _has_backward(self) -> bool:
         return self.kept_between is not None
 
-    def _follow(self, selection: Selection, units: dict[int, Unit]) -> None:
+    def _follow(self, state: State, units: dict[int, Unit]) -> None:
         """Makes sure, where it is not certain, that the other ranks run the same collectives."""
-        collectives = self._collectives[selection]
+        collectives = self._collectives[state]
         if collectives and units:
             tree = next(iter(units.values())).tree
-            branch = "" if self.is_backward else self._collectives[PLAIN]
+            branch = "" if self.is_backward else self._collectives[PLAIN_STATE]
             tree.follow(self._group_name, collectives, f"run {self.what}", branch=branch)
 
-    def _run(self, selection: Selection, args: list[Any]) -> Any:
+    def _run(self, state: State, args: list[Any]) -> Any:
         """Runs a variant. AOTAutograd differentiates around it, so the Python autograd of its collectives,
         20 us for a gather and its wait, is left out.
         """
-        compiled = self._compiled[selection]
+        compiled = self._compiled[state]
         with below_autograd():
             return compiled(args)
 
@@ -217,6 +232,23 @@ class Half:
             extra.append(units[reduction.handle].partial.pop(reduction.name))
         return extra
 
+    def _return_gradients(self, selection: Selection, values: list[Tensor], units: dict[int, Unit]) -> None:
+        """Gives the units back what ``_extra_inputs`` took: a half that cannot be compiled loses no gradient."""
+        given = iter(values)
+        for index in selection.with_unreduced:
+            reduction = self._reductions[index]
+            units[reduction.handle].unreduced[reduction.name] = next(given)
+        for index in selection.with_partial:
+            reduction = self._reductions[index]
+            units[reduction.handle].partial[reduction.name] = next(given)
+
+    @staticmethod
+    def _held_bytes(inputs: list[Tensor], units: dict[int, Unit]) -> int:
+        """What the units hold that is not among the inputs of this half."""
+        own = {id(value) for value in inputs}
+        held = {id(value): value for unit in units.values() for value in unit.held() if id(value) not in own}
+        return sum(value.nbytes for value in held.values())
+
     def _release(self, units: dict[int, Unit]) -> None:
         """Frees what the units need no longer once this half holds it."""
         for unit in units.values():
@@ -250,10 +282,10 @@ class Half:
             outputs[reduction.output] = None
         return outputs
 
-    def _specialise(self, selection: Selection) -> Variant:
+    def _specialise(self, selection: Selection, held_bytes: int) -> Variant:
         gm, inputs = specialised(self.gm, selection)
         unreduced_outputs = frozenset(self._reductions[index].output for index in selection.unreduced)
-        return Variant(gm, [*self.example_inputs, *inputs], unreduced_outputs)
+        return Variant(gm, [*self.example_inputs, *inputs], unreduced_outputs, held_bytes)
 
 
 def specialised(gm: fx.GraphModule, selection: Selection) -> tuple[fx.GraphModule, list[Tensor]]:

@@ -94,6 +94,10 @@ class StepChoice:
         return StepChoice(**values)
 
 
+#: What a choice costs; raises InfeasibleBudgetError where no plan keeps the budget.
+CostOf = Callable[[StepChoice], KeepingCost]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointTrials:
     """What is tried, and with what.
@@ -125,20 +129,23 @@ class JointTrials:
         """Units that keep their parameters if nothing is chosen."""
         return list(dict.fromkeys(call.unit for call in self._calls() if call.reshard == 1))
 
-    def choose(self, budget_of: BudgetOf | None, *, extends: bool = True) -> StepChoice:
+    def choose(
+        self, budget_of: BudgetOf | None, *, extends: bool = True, cost: CostOf | None = None
+    ) -> StepChoice:
         """The choice for the open units, of which there must be some if there is no budget.
 
         Args:
             budget_of: the user's budget, for which activations may be computed again; without one the halves of all
                 choices hold no more than those of the default choice do at most with units gathered one ahead.
             extends: without a budget, units beside the default ones may be kept.
+            cost: with a budget, what a choice costs and whether it keeps it, if not one forward and one backward.
 
         Raises:
             InfeasibleBudgetError: no choice keeps the user's budget.
         """
         units, default = self.open_units(), self.default()
         if budget_of is not None:
-            return self._within(budget_of)
+            return self._within(cost or (lambda choice: self._cost(choice, budget_of)))
         peak = max(default_peak(half, ctx) - resident_bytes(half) for half, ctx in self._halves(None))
 
         def within(half: fx.GraphModule, ctx: PassContext) -> int:
@@ -160,7 +167,7 @@ class JointTrials:
             UnshardCall(*node.args) for node in self.gm.graph.find_nodes(op="call_function", target=UNSHARD)
         ]
 
-    def _within(self, budget_of: BudgetOf) -> StepChoice:
+    def _within(self, cost_of: CostOf) -> StepChoice:
         """Kept units and saved activations within the user's budget."""
         default = StepChoice(kept=tuple(self.default()), input_bytes=self.input_bytes())
         with_share: dict[float | None, StepChoice] = {None: default}
@@ -168,7 +175,7 @@ class JointTrials:
         def cost(kept: tuple[str, ...], share: float | None) -> KeepingCost:
             if share not in with_share:
                 with_share[share] = self._saving(share)
-            return self._cost(replace(with_share[share], kept=kept), budget_of)
+            return cost_of(replace(with_share[share], kept=kept))
 
         may_recompute = self.recomputes and saved_share() == 1.0 and not draws_random_numbers(self.gm.graph)
         shares = SHARES if may_recompute else ()

@@ -19,7 +19,7 @@ from .joint_trials import JointTrials, StepChoice
 from .keeping import KeepingCost, choose_kept
 from .memory import tensor_bytes
 from .ops import UNSHARD
-from .planner.plan import InfeasibleBudgetError, Plan
+from .planner.plan import InfeasibleBudgetError
 
 
 def choose_kept_between(
@@ -37,18 +37,25 @@ def choose_kept_between(
     units = [unit for unit in trials.open_units() if unit in waiting]
     if not units:
         return ()
-    forward, backward = trials.cut(choice)
-    accumulation = _Accumulation(
-        trials=trials,
-        forward=forward,
-        backward=backward,
-        waiting=frozenset(waiting),
-        budget_bytes=budget_bytes,
-    )
     try:
-        return choose_kept(units, (), accumulation.cost).units
+        return choose_kept(units, (), _Accumulation.of(trials, choice, waiting, budget_bytes).cost).units
     except InfeasibleBudgetError:
         return ()
+
+
+def accumulation_cost(
+    trials: JointTrials, choice: StepChoice, waiting: Collection[str], budget_bytes: int
+) -> KeepingCost:
+    """What a choice for a step costs while gradients of some units wait, and no unit stays gathered.
+
+    Args:
+        trials, waiting, budget_bytes: as for :func:`choose_kept_between`.
+        choice: of kept units and saved activations.
+
+    Raises:
+        InfeasibleBudgetError: no plan keeps the budget in some micro-batch.
+    """
+    return _Accumulation.of(trials, choice, waiting, budget_bytes).cost(())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +68,20 @@ class _Accumulation:
     waiting: frozenset[str]
     budget_bytes: int
 
+    @staticmethod
+    def of(
+        trials: JointTrials, choice: StepChoice, waiting: Collection[str], budget_bytes: int
+    ) -> _Accumulation:
+        """With a choice for a step of one micro-batch."""
+        forward, backward = trials.cut(choice)
+        return _Accumulation(
+            trials=trials,
+            forward=forward,
+            backward=backward,
+            waiting=frozenset(waiting),
+            budget_bytes=budget_bytes,
+        )
+
     def cost(self, kept: tuple[str, ...]) -> KeepingCost:
         """Of a micro-batch that is neither the first nor the last; the peak is that of all.
 
@@ -69,14 +90,25 @@ class _Accumulation:
         """
         gathered = self._gathers(self.forward, kept)
         regathered, reductions = self._gathers(self.backward, kept), self._reductions()
-        last, beside = self._plan(self.backward, Selection(supplied=regathered, with_unreduced=reductions))
+        last = self._state(self.backward, Selection(supplied=regathered, with_unreduced=reductions))
+        waiting = last.waiting_bytes
         # What the backward does not take as an input it holds all the same.
-        held = beside + self._bytes(self.forward, gathered) - self._bytes(self.backward, regathered)
-        first, _ = self._plan(self.forward, Selection(kept=gathered))
-        forward, _ = self._plan(self.forward, Selection(supplied=gathered), beside)
-        backward, _ = self._plan(self.backward, Selection(supplied=regathered, unreduced=reductions), held)
-        peaks = (first.peak_bytes, last.peak_bytes, beside + forward.peak_bytes, held + backward.peak_bytes)
-        return KeepingCost(seconds=forward.seconds + backward.seconds, peak_bytes=max(peaks))
+        held = waiting + self._bytes(self.forward, gathered) - self._bytes(self.backward, regathered)
+        first = self._state(self.forward, Selection(kept=gathered))
+        forward = self._state(self.forward, Selection(supplied=gathered), waiting)
+        backward = self._state(self.backward, Selection(supplied=regathered, unreduced=reductions), held)
+        seconds, peaks, refused = {}, [], []
+        for state in (last, first, forward, backward):
+            try:
+                plan = self.trials.plan(state.gm, state.context, self.budget_bytes)
+            except InfeasibleBudgetError as error:
+                refused.append(error)
+                continue
+            seconds[state] = plan.seconds
+            peaks.append(state.context.held_bytes + plan.peak_bytes)
+        if refused:
+            raise max(refused, key=lambda error: error.smallest_bytes)
+        return KeepingCost(seconds=seconds[forward] + seconds[backward], peak_bytes=max(peaks))
 
     def _bytes(self, half: tuple[fx.GraphModule, PassContext], gathers: tuple[int, ...]) -> int:
         """Of full parameters."""
@@ -98,15 +130,23 @@ class _Accumulation:
             if reduction.unit in self.waiting and reduction.output >= 0
         )
 
-    def _plan(
-        self, half: tuple[fx.GraphModule, PassContext], selection: Selection, beside: int = 0
-    ) -> tuple[Plan, int]:
-        """The plan of a half in one state, and the bytes of the gradients of earlier micro-batches it takes."""
+    def _state(
+        self, half: tuple[fx.GraphModule, PassContext], selection: Selection, held_bytes: int = 0
+    ) -> _State:
         gm, ctx = half
         _, reductions = shard_ops(gm, frozenset())
         unreduced = frozenset(reductions[index].output for index in selection.unreduced)
         state, values = specialised(gm, selection)
-        ctx = replace(ctx, unreduced=unreduced)
+        ctx = replace(ctx, unreduced=unreduced, held_bytes=held_bytes)
         self.trials.lower.run(state, ctx)
-        waiting = sum(map(tensor_bytes, values[len(selection.supplied) :]))
-        return self.trials.plan(state, ctx, max(1, self.budget_bytes - beside)), waiting
+        waiting_bytes = sum(map(tensor_bytes, values[len(selection.supplied) :]))
+        return _State(gm=state, context=ctx, waiting_bytes=waiting_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _State:
+    """A half at level 2 as it runs in some micro-batch, and the bytes of gradients of earlier ones that it takes."""
+
+    gm: fx.GraphModule
+    context: PassContext
+    waiting_bytes: int

@@ -31,11 +31,12 @@ class BackendOptions:
         hardware: a hardware card (its name, its file, or itself): collectives stand where the planner
             finds the predicted time least.
         memory_budget: the most that may be live on a rank while one graph runs, its inputs included
-            (shards of parameters, saved activations; not gradients and optimizer state of the caller):
-            bytes, or a text like "60GiB". The planner keeps it, if it must by computing activations again, or says
-            what it needs (needs ``hardware``). What is left is for units that keep their parameters for the backward,
-            and between micro-batches whose gradients are not reduced. None: with ``hardware``, no more than
-            FSDP2's order of units holds.
+            (shards of parameters, saved activations; gradients that wait for a later micro-batch and gathered
+            parameters too, not reduced gradients and optimizer state of the caller): bytes, or a text like
+            "60GiB". The planner keeps it, if it must by computing activations again, or says what it needs (needs
+            ``hardware``). What is left is for units that keep their parameters for the backward, and between
+            micro-batches whose gradients are not reduced. None: with ``hardware``, no more than FSDP2's order
+            of units holds.
         verify: "cheap" compares the collectives across ranks before the first one of a new graph
             and checks the order Inductor emits; "full" also recomputes every fake value after each
             pass, and makes another order an error; "off" does none of it.

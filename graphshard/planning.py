@@ -22,7 +22,7 @@ from .cost import CostModel, HardwareCard
 from .graph_text import text_fingerprint
 from .inductor import saved_share
 from .joint_trials import JointTrials, StepChoice
-from .micro_batches import choose_kept_between
+from .micro_batches import accumulation_cost, choose_kept_between
 from .ops import UNSHARD
 from .params import UnshardCall
 from .pipeline import PassRecord, Pipeline
@@ -71,7 +71,10 @@ class Planning:
             return planned.known.to_dict()
 
         groups = dict.fromkeys(map(group_name, filter(is_collective, gm.graph.nodes)))
-        decide_together(self._stores(groups), self._key(half, unplanned), run, what=f"{self.what} ({half})")
+        held = [f"{context.held_bytes} bytes held"] if context.held_bytes else []
+        decide_together(
+            self._stores(groups), self._key(half, unplanned, *held), run, what=f"{self.what} ({half})"
+        )
         return records
 
     def choose(
@@ -92,10 +95,10 @@ class Planning:
             context: what passes on it know.
             tag: the joint passes that follow.
             memory_budget: the user's; None for what the default choice takes.
-            waiting: units whose gradients wait for a later micro-batch; with a budget those are chosen
-                that keep their parameters until then, for the caller to see to. Without one no unit beside the default
-                ones is kept: where the peak lies beside such gradients is not known. Who decides first decides for
-                all, in whatever state a rank compiles later.
+            waiting: units whose gradients wait for a later micro-batch; with a budget the choice keeps it beside such
+                gradients, and those are chosen that keep their parameters until then, for the caller to see to.
+                Without one no unit beside the default ones is kept: where the peak lies beside such gradients is not
+                known. Who decides first decides for all, in whatever state a rank compiles later.
 
         Returns:
             What was done, and the choice, if there was one. Its ``peak_bytes`` are None where they are not known.
@@ -129,10 +132,12 @@ class Planning:
         def decide() -> StepChoice:
             if memory_budget is None:
                 return trials.choose(None, extends=not waiting)
-            choice = trials.choose(lambda *_: memory_budget)
             if not waiting:
-                return choice
+                return trials.choose(lambda *_: memory_budget)
             budget = parse_bytes(memory_budget)
+            choice = trials.choose(
+                lambda *_: budget, cost=lambda choice: accumulation_cost(trials, choice, waiting, budget)
+            )
             return replace(choice, kept_between=choose_kept_between(trials, choice, waiting, budget))
 
         def run(plan: Mapping[str, Any] | None) -> Mapping[str, Any]:

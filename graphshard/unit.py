@@ -351,6 +351,12 @@ class Unit:
     def _version_of(self, name: str) -> Version:
         return version_of(self.slot_of(name).param)
 
+    def held(self) -> Iterator[Tensor]:
+        """What the unit holds beside shards: gathered parameters, and gradients that wait for a reduction."""
+        yield from (kept.full for kept in self._gathered.values())
+        yield from self.unreduced.values()
+        yield from self.partial.values()
+
     @property
     def is_gathered(self) -> bool:
         """Whether any parameter of the unit is gathered."""

@@ -65,10 +65,10 @@ class PlanCollectives:
 
     Attributes:
         merge: whether collectives may be merged; where not, they are only placed.
-        memory_budget: the most that may be live while the graph runs, inputs that its caller keeps
-            included: bytes, or a text like "60GiB". None for no limit. "default" for what
-            units gathered one ahead take (:func:`default_peak`; of both halves of a step, if the
-            context knows), or a little more where no plan is found within it.
+        memory_budget: the most that may be live while the graph runs, inputs that its caller keeps and what else
+            is held meanwhile (``PassContext.held_bytes``) included: bytes, or a text like "60GiB". None
+            for no limit. "default" for what units gathered one ahead take (:func:`default_peak`; of both
+            halves of a step, if the context knows), or a little more where no plan is found within it.
     """
 
     name: ClassVar[str] = "plan_collectives"
@@ -107,8 +107,10 @@ class PlanCollectives:
             )
 
         notes: list[str] = []
-        if self.memory_budget != DEFAULT:
-            planned = plan(self.memory_budget)
+        if self.memory_budget is None:
+            planned = plan(None)
+        elif self.memory_budget != DEFAULT:
+            planned = _beside(plan, parse_bytes(self.memory_budget), ctx.held_bytes)
         elif ctx.known_plan is not None:
             planned = plan(None)  # the rank that planned has seen to it
         else:
@@ -127,6 +129,18 @@ class PlanCollectives:
             skipped=(*planned.plan.notes, *notes),
             planned=planned,
         )
+
+
+def _beside(plan: Callable[[int], PlannedGraph], budget_bytes: int, held_bytes: int) -> PlannedGraph:
+    """The plan within what is left of a budget."""
+    try:
+        return plan(max(1, budget_bytes - held_bytes))
+    except InfeasibleBudgetError as error:
+        if not held_bytes:
+            raise
+        raise InfeasibleBudgetError(
+            budget_bytes, error.smallest_bytes, is_smallest=error.is_smallest, held_bytes=held_bytes
+        ) from None
 
 
 def _leanest(plan: Callable[[int | None], PlannedGraph], peak: int, notes: list[str]) -> PlannedGraph:

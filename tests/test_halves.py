@@ -115,6 +115,10 @@ def x():
     return torch.randn(2, 2, dtype=torch.float64)
 
 
+def _selections(half):
+    return [selection for selection, _ in half._compiled]
+
+
 def _inputs(variant):
     return [node.name for node in variant.gm.graph.find_nodes(op="placeholder")]
 
@@ -138,7 +142,7 @@ def test_a_handle_that_leads_nowhere_means_the_plain_state(x):
     setup = Setup(_backward(), is_backward=True)
     setup.units[0].reduce_grads = False
     setup.run(x, handles=[torch.empty(0, dtype=torch.int8)] * 2)
-    assert list(setup.half._compiled) == [PLAIN]
+    assert _selections(setup.half) == [PLAIN]
 
 
 def test_a_gathered_parameter_is_supplied(x):
@@ -151,7 +155,7 @@ def test_a_gathered_parameter_is_supplied(x):
     assert num_targets(setup.compiler.last.gm, UNSHARD) == 1
     assert not unit.is_gathered  # its unit reshards after the forward
     torch.testing.assert_close(setup.run(x), [a @ b @ x])
-    assert list(setup.half._compiled) == [Selection(supplied=(1,)), PLAIN]
+    assert _selections(setup.half) == [Selection(supplied=(1,)), PLAIN]
 
 
 def test_a_parameter_whose_shard_changed_is_gathered_again(x):
@@ -161,7 +165,7 @@ def test_a_parameter_whose_shard_changed_is_gathered_again(x):
     with torch.no_grad():
         setup.units[0].slot_of("a").param.add_(1.0)
     torch.testing.assert_close(setup.run(x), [a @ b @ x])
-    assert list(setup.half._compiled) == [PLAIN]
+    assert _selections(setup.half) == [PLAIN]
 
 
 def test_a_forward_keeps_what_is_not_freed_by_the_backward(x):
@@ -172,7 +176,7 @@ def test_a_forward_keeps_what_is_not_freed_by_the_backward(x):
         torch.testing.assert_close(setup.run(x), [a @ b @ x])
     assert torch.equal(setup.units[0].gathered_value("a"), a)
     assert not setup.units[1].is_gathered
-    assert list(setup.half._compiled) == [Selection(kept=(0,)), Selection(supplied=(0,))]
+    assert _selections(setup.half) == [Selection(kept=(0,)), Selection(supplied=(0,))]
     assert len(output_values(setup.compiler.variants[0].gm.graph)) == 2
 
 
@@ -182,7 +186,7 @@ def test_a_backward_frees_what_the_forward_kept_in_the_first_place(x):
         unit.keep(name, shard.clone())
     setup.units[1].reshard_after_backward = False
     setup.run(x)
-    assert list(setup.half._compiled) == [Selection(supplied=(0,))]
+    assert _selections(setup.half) == [Selection(supplied=(0,))]
     assert [unit.is_gathered for unit in setup.units] == [False, True]
 
 
@@ -202,8 +206,8 @@ def test_a_unit_stays_gathered_until_its_gradients_are_reduced(x):
     assert unit.is_gathered, "the last backward needs it, too"
     backward.run(x)
     assert not unit.is_gathered
-    assert list(forward.half._compiled) == [Selection(kept=(0,)), Selection(supplied=(0,))]
-    assert list(backward.half._compiled) == [
+    assert _selections(forward.half) == [Selection(kept=(0,)), Selection(supplied=(0,))]
+    assert _selections(backward.half) == [
         Selection(supplied=(0,), unreduced=(0,)),
         Selection(supplied=(0,), with_unreduced=(0,)),
     ]
@@ -225,7 +229,7 @@ def test_an_evaluation_keeps_nothing_of_its_own(x):
     unit = setup.units[0]
     unit.keeps_between, unit.reduce_grads = True, False
     setup.run(x)
-    assert list(setup.half._compiled) == [PLAIN] and not unit.is_gathered
+    assert _selections(setup.half) == [PLAIN] and not unit.is_gathered
     with torch.inference_mode():
         unit.keep("a", torch.ones(2, 2, dtype=torch.float64))
     assert not unit.is_gathered
@@ -262,7 +266,7 @@ def test_gradients_wait_unreduced_and_join_the_next_reduction(x):
     assert setup.compiler.last.unreduced_outputs == frozenset()
     torch.testing.assert_close(setup.run(x), [x * a / 2, x, None, None])
     expected = [Selection(unreduced=(0,)), Selection(with_unreduced=(0,)), PLAIN]
-    assert list(setup.half._compiled) == expected
+    assert _selections(setup.half) == expected
 
 
 def test_a_flag_set_between_forward_and_backward_counts(x):
@@ -291,7 +295,7 @@ def test_partial_sums_wait_and_join_the_next_all_reduce(x):
     torch.testing.assert_close(setup.run(x), [3 * x * a / 2, x, None, None])
     assert _inputs(setup.compiler.last) == [*BACKWARD_INPUTS, "partial_0"]
     assert unit.partial == {}
-    assert list(setup.half._compiled) == [Selection(scattered=(0,)), Selection(with_partial=(0,))]
+    assert _selections(setup.half) == [Selection(scattered=(0,)), Selection(with_partial=(0,))]
 
 
 def test_unreduced_gradients_join_a_partial_sum(x):
@@ -304,14 +308,59 @@ def test_unreduced_gradients_join_a_partial_sum(x):
     setup.run(x)
     torch.testing.assert_close((unit.unreduced, unit.partial), ({}, {"a": 2 * x * a}))
     both = Selection(scattered=(0,), with_unreduced=(0,))
-    assert list(setup.half._compiled) == [Selection(unreduced=(0,)), both]
+    assert _selections(setup.half) == [Selection(unreduced=(0,)), both]
 
 
 def test_without_copies_there_is_no_all_reduce_to_leave_out(x):
     setup = Setup(_backward(), is_backward=True)
     setup.units[0].all_reduce_grads = False
     assert setup.run(x)[0] is not None
-    assert list(setup.half._compiled) == [PLAIN]
+    assert _selections(setup.half) == [PLAIN]
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_variant_for_each_amount_that_is_held(counts, x):
+    """Gradients of micro-batches before: nothing, one, and as an input."""
+    setup = Setup(_backward(num_replicas=2), is_backward=True)
+    setup.half.counts_held = counts
+    setup.units[0].reduce_grads = False
+    for _ in range(3):
+        setup.run(x)
+    setup.units[0].reduce_grads = True
+    setup.run(x)
+    held = [variant.held_bytes for variant in setup.compiler.variants]
+    assert held == ([0, x.nbytes, 0] if counts else [0, 0])
+
+
+def test_what_is_held_counts_in_a_forward(x):
+    setup = Setup(_forward(), is_backward=False)
+    setup.half.counts_held = True
+    a, b = setup.units
+    a.add_unreduced("a", torch.zeros(3))
+    b.add_partial("b", torch.zeros(5))
+    setup.run(x)
+    a.keep("a", torch.zeros(2, 2, dtype=torch.float64))  # an input now
+    setup.run(x)
+    assert [variant.held_bytes for variant in setup.compiler.variants] == [32, 32]
+    setup.units[1].partial.clear()
+    setup.run(x)
+    assert setup.compiler.last.held_bytes == 12
+    assert _inputs(setup.compiler.last) == [*FORWARD_INPUTS, "gathered_0"]
+
+
+def test_a_half_that_cannot_be_compiled_loses_no_gradient(x):
+    setup = Setup(_backward(num_replicas=2), is_backward=True)
+    a, b = setup.units
+    full, partial = torch.ones(2, 2, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64)
+    a.add_unreduced("a", full)
+    a.add_partial("a", partial)
+    compiler, setup.half.compile_variant = setup.compiler, lambda variant: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        setup.run(x)
+    assert a.unreduced["a"] is full and a.partial["a"] is partial and not b.unreduced
+    setup.half.compile_variant = compiler
+    setup.run(x)
+    assert not a.unreduced and not a.partial
 
 
 def test_gradients_wait_in_the_dtype_of_the_reduction(x):

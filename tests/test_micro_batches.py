@@ -1,6 +1,7 @@
 """Which units keep their parameters between micro-batches."""
 
 import gc
+import re
 import weakref
 
 import pytest
@@ -11,7 +12,7 @@ from trials import CARD, in_capture
 import graphshard
 import graphshard.planning as planning
 from graphshard.joint_trials import JointTrials, StepChoice
-from graphshard.micro_batches import _Accumulation, choose_kept_between
+from graphshard.micro_batches import _Accumulation, accumulation_cost, choose_kept_between
 from graphshard.passes import LowerShards, PlanCollectives
 from graphshard.pipeline import Pipeline
 from graphshard.planner.plan import InfeasibleBudgetError
@@ -71,19 +72,20 @@ def test_gradients_that_wait_count():
 
 
 def test_a_half_gets_what_is_not_held_beside_it(monkeypatch):
-    asked, real = [], JointTrials.plan
+    held, real = [], JointTrials.plan
 
     def plan(self, half, ctx, memory_budget):
-        asked.append(memory_budget)
+        assert memory_budget == 2**30
+        held.append(ctx.held_bytes)
         return real(self, half, ctx, memory_budget)
 
     monkeypatch.setattr(JointTrials, "plan", plan)
     in_capture(lambda trials: _costs(trials, 2**30))
-    last, first, forward, backward = (asked[index::4] for index in range(4))
+    last, first, forward, backward = (held[index::4] for index in range(4))
     waiting = 4 * sum(param.numel() for param in WithHead().parameters())
-    assert last == first == [2**30] * 3 and forward == [2**30 - waiting] * 3
+    assert last == first == [0] * 3 and forward == [waiting] * 3
     biases = 4 * 64  # of a block; the backward reads its weight alone
-    assert [forward[0] - each for each in backward] == [0, 2 * biases, 3 * biases + 4 * (8 * 64 + 64 + 8)]
+    assert [each - waiting for each in backward] == [0, 2 * biases, 3 * biases + 4 * (8 * 64 + 64 + 8)]
 
 
 def test_the_choice_says_so():
@@ -110,6 +112,31 @@ def test_it_takes_a_budget(budget, kept):
     assert len(without.kept) > 1
     assert (waiting.kept == ("root",)) == (budget is None)
     assert (waiting.peak_bytes or 0) == (without.peak_bytes or 0)
+
+
+def test_with_gradients_that_wait_the_budget_is_one_of_all_micro_batches():
+    """What a step of one micro-batch fits in is refused at once, and the error names what all fit in."""
+
+    def ask(trials):
+        halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
+        planner = planning.Planning(card=CARD, halves=halves, merge=True, is_shared=False, what="graph")
+
+        def choose(budget, waiting):
+            return planner.choose(copy_graph(trials.gm), trials.context, trials.tag, budget, waiting)[1]
+
+        with pytest.raises(InfeasibleBudgetError) as alone:
+            choose(1000, ())
+        smallest = alone.value.smallest_bytes
+        choose(smallest, ())
+        with pytest.raises(InfeasibleBudgetError) as refused:
+            choose(smallest, UNITS)
+        enough = refused.value.smallest_bytes
+        choice = choose(enough, UNITS)
+        assert accumulation_cost(trials, choice, UNITS, enough).peak_bytes <= enough
+        return enough - smallest
+
+    waiting = 4 * sum(param.numel() for param in WithHead().parameters())
+    assert in_capture(ask) > waiting / 2
 
 
 def test_a_stored_choice_holds_whether_gradients_wait_or_not(monkeypatch):
@@ -166,6 +193,30 @@ def test_units_know_what_was_chosen_for_them(fake_group, syncs, breaks, verify, 
     model.set_requires_gradient_sync(True)
     compiled(torch.zeros(64, 8)).backward()
     assert not any(unit.is_gathered for unit in units)
+
+
+@pytest.mark.parametrize("budget", [400_000, None])
+def test_halves_are_planned_beside_what_waits(fake_group, tmp_path, budget):
+    """The first micro-batch holds nothing, those behind it the gradients of all before, and the last takes them."""
+    torch.compiler.reset()
+    model = graphshard.fully_shard(WithHead(), mesh=fake_group(2), reshard_after_forward=True)
+    options = {"hardware": CARD, "bucket": "auto", "memory_budget": budget, "dump": tmp_path}
+    compiled = torch.compile(model, backend="graphshard", options=options)
+    for syncs in (False, False, True, False):
+        model.set_requires_gradient_sync(syncs)
+        compiled(torch.zeros(64, 8)).backward()
+    waiting = 4 * sum(param.numel() for param in WithHead().parameters())
+    budgets = {}
+    for path in sorted(tmp_path.glob("graph0.*.plan.txt")):
+        found = re.search(r"^peak (\d+) bytes, budget (\d+)", path.read_text(), re.MULTILINE)
+        budgets[path.name.split(".")[1]] = int(found[2]) if found else None
+        assert budget is None or int(found[1]) <= int(found[2])
+    forwards, backwards = {"forward": budget}, {"backward": budget, "backward-3": budget}
+    if budget is None:
+        assert budgets.keys() == {"forward", "backward", "backward-2"}
+    else:
+        less = budget - waiting
+        assert budgets == {**forwards, "forward-2": less, **backwards, "backward-2": less}
 
 
 def test_a_second_model_that_runs_the_same_graph_keeps_the_same_units(fake_group):

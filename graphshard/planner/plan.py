@@ -15,15 +15,29 @@ from .simulate import BucketRun, Machine, Simulation, Step, simulate
 class InfeasibleBudgetError(GraphShardError, ValueError):
     """No schedule keeps the memory budget; the message names a budget that one keeps.
 
+    Args:
+        budget_bytes: the budget that is not kept, what is held outside of the graph included.
+        smallest_bytes: the one that is, without.
+        is_smallest: as below.
+        held_bytes: what is held outside of the graph.
+
     Attributes:
-        smallest_bytes: that budget.
+        smallest_bytes: the budget that is kept, what is held outside of the graph included.
         is_smallest: nothing smaller can be kept, which only small problems can show.
     """
 
-    def __init__(self, budget_bytes: int, smallest_bytes: int, *, is_smallest: bool) -> None:
+    def __init__(
+        self, budget_bytes: int, smallest_bytes: int, *, is_smallest: bool, held_bytes: int = 0
+    ) -> None:
         word = "the smallest feasible one is" if is_smallest else "the smallest found that is kept is"
+        held = (
+            f", {held_bytes} of which gradients that wait for a later micro-batch and gathered parameters take"
+            if held_bytes
+            else ""
+        )
+        smallest_bytes += held_bytes
         super().__init__(
-            f"no schedule keeps a memory budget of {budget_bytes} bytes; {word} {smallest_bytes} bytes"
+            f"no schedule keeps a memory budget of {budget_bytes} bytes{held}; {word} {smallest_bytes} bytes"
         )
         self.smallest_bytes, self.is_smallest = smallest_bytes, is_smallest
 

@@ -125,6 +125,26 @@ def test_the_budget_is_kept_or_refused(captured, half):
         assert _peak(tight) == report.planned.plan.peak_bytes <= budget
 
 
+def test_what_is_held_outside_of_the_graph_takes_of_the_budget(captured):
+    gm, ctx = _half(captured, "blocks_3", "backward")
+    free, tight = copy_graph(gm), copy_graph(gm)
+    run_pass(PlanCollectives(), free, ctx, *HELD)
+    beside, budget = replace(ctx, held_bytes=10**6), _peak(free) - 1 + 10**6
+    run_pass(PlanCollectives(memory_budget=budget), tight, beside, *HELD)
+    assert _peak(tight) < _peak(free)
+    message = (
+        r"budget of 999999 bytes, 1000000 of which gradients that wait for a later micro-batch and gathered parameters "
+        r"take; the smallest .* is (\d+) bytes"
+    )
+    with pytest.raises(InfeasibleBudgetError, match=message) as refused:
+        run_pass(PlanCollectives(memory_budget=999_999), copy_graph(gm), beside, *HELD)
+    smallest = refused.value.smallest_bytes
+    assert smallest > 10**6 and str(smallest) in str(refused.value)
+    least = copy_graph(gm)
+    run_pass(PlanCollectives(memory_budget=smallest), least, beside, *HELD)
+    assert _peak(least) + 10**6 <= smallest
+
+
 @pytest.mark.parametrize("prices", [DEAR, CHEAP], ids=["dear", "cheap"])
 @pytest.mark.parametrize("half", ["forward", "backward"])
 def test_the_default_budget_is_what_units_gathered_one_ahead_take(captured, half, prices):
