@@ -54,20 +54,22 @@ def test_gradients_stay_beside_their_inputs():
     assert context_from_shard_ops(gm).first_gradient == 1
 
 
-@pytest.mark.parametrize("sequence", [None, 7])
+@pytest.mark.parametrize("sequence", [None, True])
 def test_reductions_stand_behind_the_function_that_made_the_gradient(sequence):
     """Autograd adds up what a function gave before it calls the next one; where it is not known, nothing is assumed."""
     build = GraphBuilder()
     weight, batch = build.input("primals_1", 5, 4), build.input("primals_2", 3, 4)
     tangent = build.input("tangents_1", 3, 5)
     residual = build(aten.mm.default, tangent, build.input("tangents_2", 5, 4))
-    grad = build(aten.mm.default, build(aten.permute.default, tangent, [1, 0]), batch)
+    turned = build(aten.permute.default, tangent, [1, 0])
     back = build(aten.mm.default, tangent, weight)
+    grad = build(aten.mm.default, turned, batch)
+    other = build(aten.mm.default, tangent, weight) if sequence else grad
     total = build(aten.add.Tensor, residual, back)
     last = build(aten.mm.default, total, build(aten.permute.default, weight, [1, 0]))
-    for node, number in ((grad, sequence), (back, sequence), (total, sequence and 9), (last, sequence and 5)):
-        node.meta["seq_nr"] = number
-    gm = build.finish(residual, residual, grad, last)
+    for node, number in ((grad, 7), (other, 7), (total, 9), (last, 5)):
+        node.meta["seq_nr"] = sequence and number
+    gm = build.finish(residual, other, grad, last)
     run_pass(InsertShards(), gm, _context("primals_1"))
     (reduced,) = gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD)
     assert reduced.prev.name == (grad.name if sequence is None else total.name)
