@@ -196,8 +196,18 @@ def test_units_know_what_was_chosen_for_them(fake_group, syncs, breaks, verify, 
 
 
 @pytest.mark.parametrize("budget", [400_000, None])
-def test_halves_are_planned_beside_what_waits(fake_group, tmp_path, budget):
-    """The first micro-batch holds nothing, those behind it the gradients of all before, and the last takes them."""
+def test_halves_are_planned_beside_what_waits(fake_group, tmp_path, monkeypatch, budget):
+    """The first micro-batch holds nothing, those behind it the gradients of all before, and the last takes them.
+
+    The halves that have the same collectives do not take each other's plans.
+    """
+    keys, decide = [], planning.decide_together
+
+    def remember(stores, key, run, what):
+        keys.append(key)
+        return decide(stores, key, run, what=what)
+
+    monkeypatch.setattr(planning, "decide_together", remember)
     torch.compiler.reset()
     model = graphshard.fully_shard(WithHead(), mesh=fake_group(2), reshard_after_forward=True)
     options = {"hardware": CARD, "bucket": "auto", "memory_budget": budget, "dump": tmp_path}
@@ -211,6 +221,7 @@ def test_halves_are_planned_beside_what_waits(fake_group, tmp_path, budget):
         found = re.search(r"^peak (\d+) bytes, budget (\d+)", path.read_text(), re.MULTILINE)
         budgets[path.name.split(".")[1]] = int(found[2]) if found else None
         assert budget is None or int(found[1]) <= int(found[2])
+    assert len(set(keys)) == len(keys) >= 3
     forwards, backwards = {"forward": budget}, {"backward": budget, "backward-3": budget}
     if budget is None:
         assert budgets.keys() == {"forward", "backward", "backward-2"}
