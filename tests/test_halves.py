@@ -346,6 +346,10 @@ def test_what_is_held_counts_in_a_forward(x):
     setup.run(x)
     assert setup.compiler.last.held_bytes == 12
     assert _inputs(setup.compiler.last) == [*FORWARD_INPUTS, "gathered_0"]
+    a.slots.append(_slot(a, "another", torch.zeros(2)))
+    a.keep("another", torch.zeros(7))  # which this half does not read
+    setup.run(x)
+    assert setup.compiler.last.held_bytes == 12 + 28
 
 
 def test_a_half_that_cannot_be_compiled_loses_no_gradient(x):
