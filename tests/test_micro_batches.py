@@ -3,6 +3,7 @@
 import gc
 import re
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,12 +78,13 @@ def test_a_half_gets_what_is_not_held_beside_it(monkeypatch):
     def plan(self, half, ctx, memory_budget):
         assert memory_budget == 2**30
         held.append(ctx.held_bytes)
-        return real(self, half, ctx, memory_budget)
+        return replace(real(self, half, ctx, memory_budget), peak_bytes=1000)
 
     monkeypatch.setattr(JointTrials, "plan", plan)
-    in_capture(lambda trials: _costs(trials, 2**30))
+    costs = in_capture(lambda trials: _costs(trials, 2**30))
     last, first, forward, backward = (held[index::4] for index in range(4))
     waiting = 4 * sum(param.numel() for param in WithHead().parameters())
+    assert [cost.peak_bytes - 1000 for cost in costs] == [max(each) for each in zip(forward, backward, strict=True)]
     assert last == first == [0] * 3 and forward == [waiting] * 3
     biases = 4 * 64  # of a block; the backward reads its weight alone
     assert [each - waiting for each in backward] == [0, 2 * biases, 3 * biases + 4 * (8 * 64 + 64 + 8)]
