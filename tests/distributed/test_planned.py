@@ -149,7 +149,7 @@ def test_with_a_budget_units_keep_what_fits(run_on_gloo_ranks, tmp_path: Path, b
     [
         pytest.param("mlp", "1.06MB", [512, 512], marks=pytest.mark.slow),
         ("mlp", "1.06MB", [512, 16]),
-        ("transformer", "600kB", [64, 64]),
+        ("transformer", "620kB", [64, 64]),
     ],
 )
 def test_with_little_memory_activations_are_computed_again(run_on_gloo_ranks, tmp_path: Path, name, budget, sizes):
