@@ -147,12 +147,9 @@ class Half:
         self._release(units)
         state = selection, self._held_bytes(extra, units) if self.counts_held else 0
         del extra
-        try:
-            self.compile(state)
-        except Exception:
-            self._return_gradients(selection, values[len(args) + len(selection.supplied) :], units)
-            raise
+        self.compile(state)
         self._follow(state, units)
+        self._forget_gradients(selection, units)  # nothing is lost by a half that is refused
         args.clear()
         outputs = list(self._run(state, values))
         return self._distribute(selection, units, outputs)
@@ -226,28 +223,27 @@ class Half:
             extra.append(units[gather.handle].gathered_value(gather.name))
         for index in selection.with_unreduced:
             reduction = self._reductions[index]
-            extra.append(units[reduction.handle].unreduced.pop(reduction.name))
+            extra.append(units[reduction.handle].unreduced[reduction.name])
         for index in selection.with_partial:
             reduction = self._reductions[index]
-            extra.append(units[reduction.handle].partial.pop(reduction.name))
+            extra.append(units[reduction.handle].partial[reduction.name])
         return extra
 
-    def _return_gradients(self, selection: Selection, values: list[Tensor], units: dict[int, Unit]) -> None:
-        """Gives the units back what ``_extra_inputs`` took: a half that cannot be compiled loses no gradient."""
-        given = iter(values)
+    def _forget_gradients(self, selection: Selection, units: dict[int, Unit]) -> None:
+        """Gradients of earlier micro-batches are this half's inputs now, and die in it."""
         for index in selection.with_unreduced:
             reduction = self._reductions[index]
-            units[reduction.handle].unreduced[reduction.name] = next(given)
+            del units[reduction.handle].unreduced[reduction.name]
         for index in selection.with_partial:
             reduction = self._reductions[index]
-            units[reduction.handle].partial[reduction.name] = next(given)
+            del units[reduction.handle].partial[reduction.name]
 
     @staticmethod
     def _held_bytes(inputs: list[Tensor], units: dict[int, Unit]) -> int:
         """What the units hold that is not among the inputs of this half."""
         own = {id(value) for value in inputs}
-        held = {id(value): value for unit in units.values() for value in unit.held() if id(value) not in own}
-        return sum(value.nbytes for value in held.values())
+        held = (value for unit in set(units.values()) for value in unit.held() if id(value) not in own)
+        return sum(value.nbytes for value in held)
 
     def _release(self, units: dict[int, Unit]) -> None:
         """Frees what the units need no longer once this half holds it."""

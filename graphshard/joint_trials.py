@@ -129,23 +129,20 @@ class JointTrials:
         """Units that keep their parameters if nothing is chosen."""
         return list(dict.fromkeys(call.unit for call in self._calls() if call.reshard == 1))
 
-    def choose(
-        self, budget_of: BudgetOf | None, *, extends: bool = True, cost: CostOf | None = None
-    ) -> StepChoice:
+    def choose(self, budget_of: BudgetOf | None, *, extends: bool = True) -> StepChoice:
         """The choice for the open units, of which there must be some if there is no budget.
 
         Args:
             budget_of: the user's budget, for which activations may be computed again; without one the halves of all
                 choices hold no more than those of the default choice do at most with units gathered one ahead.
             extends: without a budget, units beside the default ones may be kept.
-            cost: with a budget, what a choice costs and whether it keeps it, if not one forward and one backward.
 
         Raises:
             InfeasibleBudgetError: no choice keeps the user's budget.
         """
         units, default = self.open_units(), self.default()
         if budget_of is not None:
-            return self._within(cost or (lambda choice: self._cost(choice, budget_of)))
+            return self.choose_by(lambda choice: self._cost(choice, budget_of))
         peak = max(default_peak(half, ctx) - resident_bytes(half) for half, ctx in self._halves(None))
 
         def within(half: fx.GraphModule, ctx: PassContext) -> int:
@@ -167,8 +164,15 @@ class JointTrials:
             UnshardCall(*node.args) for node in self.gm.graph.find_nodes(op="call_function", target=UNSHARD)
         ]
 
-    def _within(self, cost_of: CostOf) -> StepChoice:
-        """Kept units and saved activations within the user's budget."""
+    def choose_by(self, cost_of: CostOf) -> StepChoice:
+        """Kept units and saved activations within the user's budget.
+
+        Args:
+            cost_of: what a choice costs; raises ``InfeasibleBudgetError`` where no plan keeps the budget.
+
+        Raises:
+            InfeasibleBudgetError: no choice keeps the budget.
+        """
         default = StepChoice(kept=tuple(self.default()), input_bytes=self.input_bytes())
         with_share: dict[float | None, StepChoice] = {None: default}
 

@@ -135,9 +135,7 @@ class Planning:
             if not waiting:
                 return trials.choose(lambda *_: memory_budget)
             budget = parse_bytes(memory_budget)
-            choice = trials.choose(
-                lambda *_: budget, cost=lambda choice: accumulation_cost(trials, choice, waiting, budget)
-            )
+            choice = trials.choose_by(lambda choice: accumulation_cost(trials, choice, waiting, budget))
             return replace(choice, kept_between=choose_kept_between(trials, choice, waiting, budget))
 
         def run(plan: Mapping[str, Any] | None) -> Mapping[str, Any]:
