@@ -15,7 +15,7 @@ from torch._C._profiler import _EventType
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-NUM_TRACED_STEPS = 3
+NUM_TRACED_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -166,6 +166,11 @@ def capture_with_dynamo(
     return _dynamo_graph_capture_for_export(module)(*args, **kwargs)
 
 
+def returns_tuple_of(traced: fx.GraphModule, named: type) -> bool:
+    """Whether a forward that :func:`capture_with_dynamo` captured returns this named tuple (checked: 2.13)."""
+    return traced.graph._codegen.pytree_info.out_spec.context is named
+
+
 def export_joint(
     stack: ExitStack,
     traced: fx.GraphModule,

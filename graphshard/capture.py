@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -29,6 +29,8 @@ from ._compat import (
     capture_with_dynamo,
     lazy_graph_modules,
     parameter_of_input,
+    returns_tuple_of,
+    tree_leaves,
     tree_map,
 )
 from .collectives import aten
@@ -178,7 +180,8 @@ def capture_step(
         model: on the meta device or any other; it is neither run nor changed.
         args, kwargs: example inputs of one rank; of tensors only shape and dtype count.
         rules: mesh, units and dtypes.
-        loss: turns the model's output into a scalar; None if the model returns one.
+        loss: turns the model's output into a scalar; None if the model returns one. If it picks one of several
+            outputs, the others are results of the step too, as they are of a compiled model.
         checkpoint: patterns, as in ``rules.units``, of modules whose activations are computed again.
         needs_loss: refuse a step whose result is not one scalar.
         device_type: where the step is to run; None for the device of the capture, the CPU.
@@ -209,6 +212,7 @@ def capture_step(
         stack.enter_context(no_garbage_collection())
         stack.enter_context(mode)
         traced = _trace(_Step(fake, loss), fake_args, fake_kwargs)
+        has_others = returns_tuple_of(traced, _LossAndOthers)
         joint = _export(stack, traced, fake_args, fake_kwargs)
         placeholders = joint.graph.find_nodes(op="placeholder")
         primals = [node for node in placeholders if not node.name.startswith("tangents_")]
@@ -218,7 +222,7 @@ def capture_step(
             )
         num_results = len(output_values(joint.graph)) - len(primals)
         if needs_loss:
-            _refuse_other_results(output_values(joint.graph)[:num_results])
+            _refuse_other_results(output_values(joint.graph)[: 1 if has_others else num_results])
         plain = []
         for node in primals:
             param = parameter_of_input(node, traced)
@@ -310,8 +314,19 @@ def _on_cpu(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
+class _LossAndOthers(NamedTuple):
+    """Results of a model that returns its loss among others that have gradients."""
+
+    loss: Tensor
+    others: list[Tensor]
+
+
 class _Step(nn.Module):
-    """The model with its loss."""
+    """The model with its loss.
+
+    A compiled model that returns its loss returns the rest as well, and autograd hands its backward zeros for the
+    gradients of what the loss does not read. So they are results here too.
+    """
 
     def __init__(self, model: nn.Module, loss: Callable[[Any], Tensor] | None) -> None:
         super().__init__()
@@ -320,7 +335,17 @@ class _Step(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = self.model(*args, **kwargs)
-        return output if self._loss is None else self._loss(output)
+        if self._loss is None:
+            return output
+        loss = self._loss(output)
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if all(result is not loss for result in results):
+            return loss
+        found = [loss]
+        for result in results:
+            if result.requires_grad and all(result is not known for known in found):
+                found.append(result)
+        return loss if len(found) == 1 else _LossAndOthers(loss, found[1:])
 
 
 def _as_regex(pattern: str) -> str:

@@ -229,6 +229,52 @@ def test_hybrid_mesh():
     assert num_targets(captured.backward, ALL_REDUCE) == 4
 
 
+class _WithLogits(nn.Module):
+    """Returns its loss among others, one of which has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        logits = self.linear(x)
+        return {"loss": logits.square().mean(), "logits": logits, "best": logits.argmax(-1), "again": logits}
+
+
+@pytest.mark.parametrize(
+    ("loss", "results"),
+    [
+        (lambda output: output["loss"], [(), (8, 3)]),
+        (lambda output: output["loss"] * 2, [()]),
+        (lambda output: output["logits"].square().mean(), [()]),
+    ],
+    ids=["returned", "scaled", "computed"],
+)
+def test_results_beside_a_loss_that_the_model_returns_have_gradients(loss, results):
+    captured = capture_step(
+        _WithLogits(), [torch.ones(8, 4)], rules=ShardingRules(mesh={"shard": 2}), loss=loss, needs_loss=True
+    )
+    found = output_values(captured.forward.graph)[: captured.num_results]
+    assert [tuple(node.meta["val"].shape) for node in found] == results
+    inputs = captured.backward.graph.find_nodes(op="placeholder")
+    tangents = [node.meta["val"] for node in inputs if node.name.startswith("tangents_")]
+    assert [tuple(tangent.shape) for tangent in tangents] == results
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda output: output["logits"], r"no loss: f32\[8, 3\];"),
+        (lambda output: (output["loss"], output["logits"]), r"no loss: f32\[\], f32\[8, 3\];"),
+    ],
+)
+def test_what_is_picked_of_several_results_must_be_a_loss(loss, said):
+    with pytest.raises(CaptureError, match=said):
+        capture_step(
+            _WithLogits(), [torch.ones(8, 4)], rules=ShardingRules(mesh={"shard": 2}), loss=loss, needs_loss=True
+        )
+
+
 @pytest.mark.parametrize(("reshard", "num_gathers"), [(None, 0), (True, 1), (False, 0)])
 def test_reshard_after_forward(reshard, num_gathers):
     """Only the second layer's weight is read by the backward."""

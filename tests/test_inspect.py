@@ -121,6 +121,48 @@ def test_saved_views_hold_all_of_the_memory_behind_them():
     assert report.memory.categories["activations"] == 4 * (product + result + logarithms)
 
 
+class _ExponentialLoss(nn.Module):
+    """Its loss is saved for the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).mean().exp()
+
+
+def test_a_result_that_is_saved_too_is_one_memory():
+    with torch.device("meta"):
+        model, x = _ExponentialLoss(), torch.randn(8, 64)
+    report = graphshard.inspect(model, (x,), mesh={"shard": 2}, hardware="cpu-loopback")
+    activations = CATEGORIES.index("activations")
+    assert report.half("forward").memory[-1].num_bytes[activations] == 4
+    assert report.half("backward").memory[0].num_bytes[activations] == 4
+
+
+class _WithZeros(nn.Module):
+    """Returns results that its loss does not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        return y.mean(), y.tanh()
+
+
+def test_gradients_of_results_that_the_loss_does_not_read_are_held():
+    reports = []
+    for loss in (lambda output: output[0], lambda output: output[0] + 0):
+        with torch.device("meta"):
+            model, x = _WithZeros(), torch.randn(512, 64)
+        reports.append(graphshard.inspect(model, (x,), mesh={"shard": 2}, hardware="cpu-loopback", loss=loss))
+    picked, computed = (report.half("backward").peak.total_bytes for report in reports)
+    assert picked >= computed + 4 * 512 * 64
+
+
 def test_gathered_parameters_and_activations_are_told_apart(llama):
     """At the end of the forward only the root's parameters are still whole: it is not resharded."""
     model, _, _ = llama_model.on_meta(TINY, 2, 16)
