@@ -4,19 +4,23 @@
     python benchmarks/overlap.py --models 4x256 --links loopback,1gbit --rounds 4
 
 For each model (layers x width) and link, two ranks take turns at training with each contender (step_time.py). A
-hardware card is measured on that link first; the planned contender plans with it, and `graphshard.inspect` predicts
-both schedules from it. "best" is the longer of computing (the unsharded step and the core's own share of
-communication) and moving the bytes over the link: what a schedule that hides everything would come near to.
+hardware card is measured on that link first, and the planned contender plans with it; another is measured after the
+steps. What `graphshard.inspect` predicts of both schedules is the mean of what it says with either card, since the
+machine drifts meanwhile; what it says with the first alone stands beside. "best" is the longer of computing (the
+unsharded step and the core's own share of communication) and moving the bytes over the link: what a schedule that
+hides everything would come near to.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 from argparse import Namespace
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -38,7 +42,7 @@ class Prediction:
     """What `graphshard.inspect` says of one schedule; `wire_s` and `core_s` are those of its collectives."""
 
     step_s: float
-    peak_bytes: int
+    peak_bytes: float
     wire_s: float
     core_s: float
 
@@ -107,8 +111,17 @@ def parse_options() -> Namespace:
     return parser.parse_args()
 
 
-def measure(options: Namespace, config: GptConfig, where: str, scratch: Path) -> tuple[NetworkResult, HardwareCard]:
-    """All contenders at one point of the grid, and the card that was measured there."""
+def mean_prediction(predictions: Sequence[Prediction]) -> Prediction:
+    """The mean of each figure."""
+    return Prediction(
+        **{each.name: statistics.mean(getattr(one, each.name) for one in predictions) for each in fields(Prediction)}
+    )
+
+
+def measure(
+    options: Namespace, config: GptConfig, where: str, scratch: Path
+) -> tuple[NetworkResult, list[HardwareCard]]:
+    """All contenders at one point of the grid, and the cards that were measured there, before and after the steps."""
     network = "loopback" if where == "loopback" else "shaped"
     job = Namespace(
         model=config,
@@ -122,16 +135,16 @@ def measure(options: Namespace, config: GptConfig, where: str, scratch: Path) ->
         limit=options.limit,
     )
     result = measure_network(network, job, scratch)
-    return result, load_card(scratch / network / "card.json")
+    return result, [load_card(scratch / network / name) for name in ("card.json", "card_after.json")]
 
 
 def summarise(
-    rows: dict[str, Row], predictions: dict[str, Prediction]
+    rows: dict[str, Row], predictions: dict[str, list[Prediction]]
 ) -> tuple[list[str], dict[str, dict[str, float]]]:
     """Lines about one point of the grid, and the same as data."""
     lines, data = [], {}
-    for name, predicted in predictions.items():
-        row = rows[name]
+    for name, of_cards in predictions.items():
+        row, predicted, first = rows[name], mean_prediction(of_cards), of_cards[0]
         compute_ms = rows["unsharded"].median_ms + 1e3 * predicted.core_s
         best_ms = max(compute_ms, 1e3 * predicted.wire_s)
         measured_bytes = row.peak_bytes + row.parameter_bytes + row.optimizer_bytes
@@ -141,6 +154,7 @@ def summarise(
             "ratio_to_fsdp2": row.ratio,
             "measured_ms": row.median_ms,
             "predicted_ms": 1e3 * predicted.step_s,
+            "predicted_before_ms": 1e3 * first.step_s,
             "best_ms": best_ms,
             "wire_ms": 1e3 * predicted.wire_s,
             "compute_and_gloo_ms": compute_ms,
@@ -151,8 +165,9 @@ def summarise(
         lines.append(
             f"{name}: {row.ratio:.2f} of FSDP2; {row.median_ms / best_ms:.2f} of the best, {best_ms:.0f} ms "
             f"(wire {1e3 * predicted.wire_s:.0f}, compute and gloo {compute_ms:.0f}); predicted "
-            f"{1e3 * predicted.step_s:.0f} ms ({100 * error:+.0f} %); memory {measured_bytes / MIB:.1f} MiB, "
-            f"predicted {predicted.peak_bytes / MIB:.1f} ({100 * memory_error:+.1f} %)"
+            f"{1e3 * predicted.step_s:.0f} ms ({100 * error:+.0f} %; {1e3 * first.step_s:.0f} with the first card); "
+            f"memory {measured_bytes / MIB:.1f} MiB, predicted {predicted.peak_bytes / MIB:.1f} "
+            f"({100 * memory_error:+.1f} %)"
         )
     return lines, data
 
@@ -172,7 +187,7 @@ def main() -> int:
             print(f"\n== {num_layers} layers of width {width}, {where} ==")
             with tempfile.TemporaryDirectory(prefix="overlap-", ignore_cleanup_errors=True) as scratch:
                 try:
-                    result, card = measure(options, config, where, Path(scratch))
+                    result, cards = measure(options, config, where, Path(scratch))
                 except (ShapedLinkError, RankFailedError) as error:
                     sys.exit(f"{where}: {error}")
             print(f"link measured at {result.link_gbits:.2f} Gbit/s each way")
@@ -180,7 +195,8 @@ def main() -> int:
             print(*(f"WRONG {gap}" for gap in result.loss_gaps), sep="\n", end="")
             gbits = result.link_gbits
             predictions = {
-                name: predict(config, options.batch, card, plan, gbits) for name, plan in PLANS.items()
+                name: [predict(config, options.batch, card, plan, gbits) for card in cards]
+                for name, plan in PLANS.items()
             }
             lines, data = summarise({row.contender: row for row in result.rows}, predictions)
             print(*lines, sep="\n")

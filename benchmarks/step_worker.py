@@ -221,7 +221,8 @@ def run_job(job: StepJob, rank: int) -> None:
     report_progress(rank, f"link measured at {link_gbits:.2f} Gbit/s each way")
     batch = random_batch(job.model, batch=job.batch, seed=1 + rank)
     site = Site(mesh=mesh, card=folder / "card.json")
-    if any(CONTENDERS[name].needs_card for name in job.contenders):
+    needs_card = any(CONTENDERS[name].needs_card for name in job.contenders)
+    if needs_card:
         measure_card(job, site.card)
         report_progress(rank, "card measured")
     if any(CONTENDERS[name].is_compiled for name in job.contenders):
@@ -232,6 +233,9 @@ def run_job(job: StepJob, rank: int) -> None:
         trainers[name], records[name] = start_contender(name, job, site, batch)
         report_progress(rank, f"{name}: first call {records[name].first_call_s:.1f} s")
     take_turns(job, trainers, records, batch)
+    if needs_card:
+        measure_card(job, folder / "card_after.json")
+    link_gbits = statistics.mean([link_gbits, measure_link()])  # the machine drifts
     result = {"link_gbits": link_gbits, "records": {name: asdict(record) for name, record in records.items()}}
     (folder / f"rank{rank}.json").write_text(json.dumps(result))
     dist.barrier()

@@ -14,6 +14,7 @@ from graphshard.cost import CostModel, GroupTopology, load_card
 from graphshard.cost.calibrate import (
     CalibrationJob,
     CommProbe,
+    _Asked,
     _Timing,
     calibrate,
     describe_machine,
@@ -158,14 +159,23 @@ def test_reductions_are_exchanges_where_gloo_has_the_cpu(gloo_alone, monkeypatch
     assert ("c10d::_reduce_scatter_base_" in ran) != is_exchange
 
 
+def _time_with(monkeypatch, timing):
+    """Timings are those that ``timing(op, num_bytes, at_once)`` says."""
+
+    def timings(asked, *_):
+        return {each: timing(each.op, each.num_bytes, each.at_once) for each in asked}
+
+    monkeypatch.setattr(calibrate_module, "_timings", timings)
+
+
 def test_what_a_gather_takes_of_the_core_is_probed(gloo_alone, monkeypatch):
     gloo_alone(monkeypatch)
 
-    def timing(op, num_bytes, *_, **__):
+    def timing(op, num_bytes, _):
         seconds = num_bytes / 1e9
         return _Timing(seconds, seconds, 0.5 + num_bytes / 1e6 if op == "all_gather" else 9.0)
 
-    monkeypatch.setattr(calibrate_module, "_timing", timing)
+    _time_with(monkeypatch, timing)
     probe = probe_collectives(CPU, QUICK)
     assert probe.collective_start_seconds == 0.5 + QUICK.collective_bytes[0] / 1e6
     assert probe.comm_compute_seconds_per_byte == pytest.approx(1e-6)
@@ -176,31 +186,29 @@ def test_how_much_of_their_latency_gathers_share_is_probed(gloo_alone, monkeypat
     """Gathers of 1 s and a little, each ended so much sooner by the one before; some share more, some less."""
     gloo_alone(monkeypatch)
 
-    def timing(op, num_bytes, *_, at_once=1):
+    def timing(_, num_bytes, at_once):
         shared = overlapped + {2**13: 0.125, 2**16: 0.0, 2**19: -0.125}.get(num_bytes, 9.0)
         seconds = 1.0 + num_bytes / 1e9 + (at_once - 1) * (1.0 + num_bytes / 1e9 - shared)
         return _Timing(seconds, seconds, 0.0)
 
-    monkeypatch.setattr(calibrate_module, "_timing", timing)
+    _time_with(monkeypatch, timing)
     assert probe_collectives(CPU, ProbeSizes()).overlapped_latency_seconds == pytest.approx(expected)
 
 
 def test_no_latency_is_shared_where_collectives_slow_each_other_down(gloo_alone, monkeypatch):
     gloo_alone(monkeypatch)
-    monkeypatch.setattr(
-        calibrate_module, "_timing", lambda *_, at_once=1: _Timing(at_once**2, at_once**2, 0.0)
-    )
+    _time_with(monkeypatch, lambda op, num_bytes, at_once: _Timing(at_once**2, at_once**2, 0.0))
     assert probe_collectives(CPU, QUICK).overlapped_latency_seconds == 0.0
 
 
 def test_collectives_that_are_late_are_later_in_the_card_and_delay_none_behind(gloo_alone, monkeypatch):
     gloo_alone(monkeypatch)
 
-    def timing(op, num_bytes, *_, at_once=1):
+    def timing(op, num_bytes, at_once):
         late = {2**13: 0.25, 2**16: 0.5, 2**19: 0.75}.get(num_bytes, 9.0) if op == "all_gather" else 9.0
         return _Timing(float(at_once), at_once + late, 0.0)
 
-    monkeypatch.setattr(calibrate_module, "_timing", timing)
+    _time_with(monkeypatch, timing)
     probe = probe_collectives(CPU, ProbeSizes())
     assert {row.seconds for row in probe.link.measured} == {1.5}
     assert probe.overlapped_latency_seconds == 0.5
@@ -210,7 +218,25 @@ def test_the_slower_half_of_the_calls_is_late(gloo_alone, monkeypatch):
     gloo_alone(monkeypatch)
     calls = iter([9.0, *range(10, 0, -1)])
     monkeypatch.setattr(calibrate_module._Beside, "seconds", lambda self, _: (float(next(calls)), 0.5))
-    assert calibrate_module._timing("all_gather", 64, CPU, 10) == _Timing(5.0, 8.0, 0.5)
+    asked = _Asked("all_gather", 64)
+    assert calibrate_module._timings([asked], CPU, 10) == {asked: _Timing(5.0, 8.0, 0.5)}
+
+
+def test_collectives_take_turns(gloo_alone, monkeypatch):
+    """The machine becomes slower in the middle, which all of them feel."""
+    gloo_alone(monkeypatch)
+    ran = []
+
+    def seconds(self, collectives):
+        ran.append(len(collectives))
+        return float(len(collectives)) * (1.0 if len(ran) <= 2 * (1 + 5) else 3.0), 0.0
+
+    monkeypatch.setattr(calibrate_module._Beside, "seconds", seconds)
+    one, two = _Asked("all_gather", 64), _Asked("broadcast", 64, 2)
+    found = calibrate_module._timings([one, two], CPU, 11)
+    assert ran == [1, 2] * 12
+    assert (found[one].seconds, found[two].seconds) == (3.0, 6.0)
+    assert found[one].late_seconds * 2 == found[two].late_seconds
 
 
 class _Clock:

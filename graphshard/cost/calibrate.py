@@ -10,7 +10,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 from .._compat import gather_single, reduce_scatter_single, uses_gloo
 from ..collectives import EagerEmitter, emit_sum_of_exchange
 from ..errors import CalibrationError
-from .cards import HardwareCard, LinkClass, MeasuredCollective, load_card
+from .cards import COLLECTIVE_KINDS, HardwareCard, LinkClass, MeasuredCollective, load_card
 from .probes import ComputeProbe, ProbeSizes, probe_compute, say_nothing
 
 #: Environment that torchrun gives its ranks.
@@ -166,20 +166,22 @@ def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report
     gathers: the smallest is all latency, and the two largest differ by bandwidth. So does what one takes of the core
     that computes: in all, and for each byte more. Several at a time tell how much of their latency passes side by side.
     """
-    num_ranks = dist.get_world_size()
-    timings: dict[str, dict[int, _Timing]] = {}
-    for op in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"):
-        timings[op] = {
-            num_bytes: _timing(op, num_bytes, device, sizes.num_samples)
-            for num_bytes in map(_whole, sizes.collective_bytes)
-        }
-        shown = (f"{size} bytes {timing.seconds * 1e6:.0f} us" for size, timing in timings[op].items())
+    num_ranks, is_cpu = dist.get_world_size(), device.type == "cpu"
+    asked = [_Asked(op, size) for op in COLLECTIVE_KINDS for size in map(_whole, sizes.collective_bytes)]
+    # The stream of a device runs the collectives of a group one after the other.
+    several = [_Asked("all_gather", size, _AT_ONCE) for size in _usual(asked)] if is_cpu else []
+    found = _timings([*asked, *several], device, sizes.num_samples)
+    timings = {
+        op: {each.num_bytes: found[each] for each in asked if each.op == op} for op in COLLECTIVE_KINDS
+    }
+    for op, of_sizes in timings.items():
+        shown = (f"{size} bytes {timing.seconds * 1e6:.0f} us" for size, timing in of_sizes.items())
         report(f"{op}: " + ", ".join(shown))
     gathers = timings["all_gather"]
-    # The stream of a device runs the collectives of a group one after the other.
-    is_cpu = device.type == "cpu"
-    lateness = _lateness(gathers) if is_cpu else 0.0
-    overlapped = _overlapped_latency(gathers, device, sizes.num_samples) if is_cpu else 0.0
+    lateness = _lateness([gathers[each.num_bytes] for each in several]) if is_cpu else 0.0
+    overlapped = (
+        _overlapped_latency([(gathers[each.num_bytes], found[each]) for each in several]) if is_cpu else 0.0
+    )
     rows = tuple(
         MeasuredCollective(op=op, num_ranks=num_ranks, num_bytes=size, seconds=timing.seconds + lateness)
         for op, of_sizes in timings.items()
@@ -202,28 +204,28 @@ def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report
     )
 
 
-def _usual(gathers: Mapping[int, _Timing]) -> Mapping[int, _Timing]:
+def _usual(asked: Sequence[_Asked]) -> Sequence[int]:
     """Three sizes that buckets have: without the smallest and the largest, where there are others."""
-    some = list(gathers.items())
-    return dict((some[1:-1] or some)[:_NUM_USUAL])
+    some = [each.num_bytes for each in asked if each.op == "all_gather"]
+    return (some[1:-1] or some)[:_NUM_USUAL]
 
 
-def _lateness(gathers: Mapping[int, _Timing]) -> float:
+def _lateness(gathers: Sequence[_Timing]) -> float:
     """By how much the slower half of usual gathers is later than the median, the mean over sizes.
 
     Beside compute it is a lottery which thread the system lets run first, and ranks are not in step. A plan that counts
     on the usual time waits whenever a collective is late; what is late does not delay those behind it, whose own
     latency passes meanwhile.
     """
-    return _mean([timing.late_seconds - timing.seconds for timing in _usual(gathers).values()])
+    return _mean([timing.late_seconds - timing.seconds for timing in gathers])
 
 
-def _overlapped_latency(gathers: Mapping[int, _Timing], device: torch.device, num_samples: int) -> float:
-    """How much sooner each of several usual gathers ends than one after the other, the mean over sizes."""
-    found = []
-    for num_bytes, one in _usual(gathers).items():
-        several = _timing("all_gather", num_bytes, device, num_samples, at_once=_AT_ONCE)
-        found.append(one.seconds - (several.seconds - one.seconds) / (_AT_ONCE - 1))
+def _overlapped_latency(gathers: Sequence[tuple[_Timing, _Timing]]) -> float:
+    """How much sooner each of several usual gathers ends than one after the other, the mean over sizes.
+
+    Given are one, and several at once, for each size.
+    """
+    found = [one.seconds - (several.seconds - one.seconds) / (_AT_ONCE - 1) for one, several in gathers]
     return max(_mean(found), 0.0)
 
 
@@ -235,6 +237,15 @@ def _whole(num_bytes: int) -> int:
     """Bytes of floats that every rank has as many of."""
     each = 4 * dist.get_world_size()
     return max(num_bytes // each, 1) * each
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is to be timed: so many collectives at once, each with so many bytes in its larger tensor."""
+
+    op: str
+    num_bytes: int
+    at_once: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,11 +333,19 @@ class _Timing:
     lost_seconds: float
 
 
-def _timing(op: str, num_bytes: int, device: torch.device, num_samples: int, *, at_once: int = 1) -> _Timing:
-    """What :meth:`_Beside.seconds` measures of so many collectives."""
-    collectives, beside = [_collective(op, num_bytes, device) for _ in range(at_once)], _Beside(device)
-    times = [beside.seconds(collectives) for _ in range(num_samples + 1)]
-    slowest = torch.tensor(times[1:], device=device, dtype=torch.float64)
+def _timings(asked: Sequence[_Asked], device: torch.device, num_samples: int) -> dict[_Asked, _Timing]:
+    """What :meth:`_Beside.seconds` measures of each: so many calls, in turns, so that a slow spell falls on all."""
+    beside = _Beside(device)
+    times: dict[_Asked, list[tuple[float, float]]] = {each: [] for each in asked}
+    for _ in range(num_samples + 1):
+        for each in asked:
+            collectives = [_collective(each.op, each.num_bytes, device) for _ in range(each.at_once)]
+            times[each].append(beside.seconds(collectives))
+    return {each: _timing(rows[1:], device) for each, rows in times.items()}
+
+
+def _timing(times: Sequence[tuple[float, float]], device: torch.device) -> _Timing:
+    slowest = torch.tensor(times, device=device, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     seconds, lost = slowest.median(dim=0).values.tolist()
     late = float(slowest[:, 0].sort().values[len(slowest) // 2 :].mean())

@@ -39,7 +39,7 @@ class ProbeSizes:
     matmul: tuple[int, ...] = (64, 128, 256, 512, 1024)
     attention: tuple[int, ...] = (128, 512)
     memory_bytes: tuple[int, ...] = tuple(2**power for power in range(16, 28, 2))
-    collective_bytes: tuple[int, ...] = tuple(2**power for power in range(10, 26, 3))
+    collective_bytes: tuple[int, ...] = (2**10, 2**13, 2**16, 2**19, 2**22, 2**24, 2**25)
     num_samples: int = 15
     sample_seconds: float = 2e-3
 
