@@ -4,9 +4,8 @@
     python benchmarks/overlap.py --models 4x256 --links loopback,1gbit --rounds 4
 
 For each model (layers x width) and link, two ranks take turns at training with each contender (step_time.py). A
-hardware card is measured on that link first, and the planned contender plans with it; another is measured after the
-steps. What `graphshard.inspect` predicts of both schedules is the mean of what it says with either card, since the
-machine drifts meanwhile; what it says with the first alone stands beside. "best" is the longer of computing (the
+hardware card is measured on that link before each round, for the machine drifts; the planned contender plans with the
+first. Predicted is the median of what `graphshard.inspect` says of both schedules with each card. "best" is the longer of computing (the
 unsharded step and the core's own share of communication) and moving the bytes over the link: what a schedule that
 hides everything would come near to.
 """
@@ -111,17 +110,17 @@ def parse_options() -> Namespace:
     return parser.parse_args()
 
 
-def mean_prediction(predictions: Sequence[Prediction]) -> Prediction:
-    """The mean of each figure."""
+def middle_prediction(predictions: Sequence[Prediction]) -> Prediction:
+    """The median of each figure."""
     return Prediction(
-        **{each.name: statistics.mean(getattr(one, each.name) for one in predictions) for each in fields(Prediction)}
+        **{each.name: statistics.median(getattr(one, each.name) for one in predictions) for each in fields(Prediction)}
     )
 
 
 def measure(
     options: Namespace, config: GptConfig, where: str, scratch: Path
 ) -> tuple[NetworkResult, list[HardwareCard]]:
-    """All contenders at one point of the grid, and the cards that were measured there, before and after the steps."""
+    """All contenders at one point of the grid, and the cards that were measured there, one a round."""
     network = "loopback" if where == "loopback" else "shaped"
     job = Namespace(
         model=config,
@@ -135,16 +134,17 @@ def measure(
         limit=options.limit,
     )
     result = measure_network(network, job, scratch)
-    return result, [load_card(scratch / network / name) for name in ("card.json", "card_after.json")]
+    return result, [load_card(scratch / network / f"card{turn}.json") for turn in range(options.rounds)]
 
 
 def summarise(
     rows: dict[str, Row], predictions: dict[str, list[Prediction]]
-) -> tuple[list[str], dict[str, dict[str, float]]]:
+) -> tuple[list[str], dict[str, dict[str, float | list[float]]]]:
     """Lines about one point of the grid, and the same as data."""
     lines, data = [], {}
     for name, of_cards in predictions.items():
-        row, predicted, first = rows[name], mean_prediction(of_cards), of_cards[0]
+        row, predicted = rows[name], middle_prediction(of_cards)
+        each_ms = [1e3 * one.step_s for one in of_cards]
         compute_ms = rows["unsharded"].median_ms + 1e3 * predicted.core_s
         best_ms = max(compute_ms, 1e3 * predicted.wire_s)
         measured_bytes = row.peak_bytes + row.parameter_bytes + row.optimizer_bytes
@@ -154,7 +154,7 @@ def summarise(
             "ratio_to_fsdp2": row.ratio,
             "measured_ms": row.median_ms,
             "predicted_ms": 1e3 * predicted.step_s,
-            "predicted_before_ms": 1e3 * first.step_s,
+            "predicted_each_ms": each_ms,
             "best_ms": best_ms,
             "wire_ms": 1e3 * predicted.wire_s,
             "compute_and_gloo_ms": compute_ms,
@@ -165,7 +165,7 @@ def summarise(
         lines.append(
             f"{name}: {row.ratio:.2f} of FSDP2; {row.median_ms / best_ms:.2f} of the best, {best_ms:.0f} ms "
             f"(wire {1e3 * predicted.wire_s:.0f}, compute and gloo {compute_ms:.0f}); predicted "
-            f"{1e3 * predicted.step_s:.0f} ms ({100 * error:+.0f} %; {1e3 * first.step_s:.0f} with the first card); "
+            f"{1e3 * predicted.step_s:.0f} ms ({100 * error:+.0f} %; {min(each_ms):.0f} to {max(each_ms):.0f}); "
             f"memory {measured_bytes / MIB:.1f} MiB, predicted {predicted.peak_bytes / MIB:.1f} "
             f"({100 * memory_error:+.1f} %)"
         )

@@ -188,20 +188,18 @@ def start_contender(
 
 def take_turns(
     job: StepJob,
+    turn: int,
     trainers: dict[str, Trainer],
     records: dict[str, ContenderRecord],
     batch: tuple[Tensor, Tensor],
 ) -> None:
-    """Round-robin over the contenders, each round starting one further; an untimed step opens each turn."""
+    """A round over the contenders, each round starting one further; an untimed step opens each turn."""
     names = list(trainers)
-    for turn in range(job.rounds):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            dist.barrier()
-            trainers[name].run_step(*batch)
-            records[name].rounds.append(
-                [time_step(trainers[name], batch)[0] for _ in range(job.steps_per_round)]
-            )
+    first = turn % len(names)
+    for name in names[first:] + names[:first]:
+        dist.barrier()
+        trainers[name].run_step(*batch)
+        records[name].rounds.append([time_step(trainers[name], batch)[0] for _ in range(job.steps_per_round)])
 
 
 def report_progress(rank: int, text: str) -> None:
@@ -220,7 +218,7 @@ def run_job(job: StepJob, rank: int) -> None:
     link_gbits = measure_link()
     report_progress(rank, f"link measured at {link_gbits:.2f} Gbit/s each way")
     batch = random_batch(job.model, batch=job.batch, seed=1 + rank)
-    site = Site(mesh=mesh, card=folder / "card.json")
+    site = Site(mesh=mesh, card=folder / "card0.json")
     needs_card = any(CONTENDERS[name].needs_card for name in job.contenders)
     if needs_card:
         measure_card(job, site.card)
@@ -232,9 +230,10 @@ def run_job(job: StepJob, rank: int) -> None:
     for name in job.contenders:
         trainers[name], records[name] = start_contender(name, job, site, batch)
         report_progress(rank, f"{name}: first call {records[name].first_call_s:.1f} s")
-    take_turns(job, trainers, records, batch)
-    if needs_card:
-        measure_card(job, folder / "card_after.json")
+    for turn in range(job.rounds):
+        if needs_card and turn > 0:
+            measure_card(job, folder / f"card{turn}.json")
+        take_turns(job, turn, trainers, records, batch)
     link_gbits = statistics.mean([link_gbits, measure_link()])  # the machine drifts
     result = {"link_gbits": link_gbits, "records": {name: asdict(record) for name, record in records.items()}}
     (folder / f"rank{rank}.json").write_text(json.dumps(result))
