@@ -5,9 +5,9 @@
 
 For each model (layers x width) and link, two ranks take turns at training with each contender (step_time.py). A
 hardware card is measured on that link before each round, for the machine drifts; the planned contender plans with the
-first. Predicted is the median of what `graphshard.inspect` says of both schedules with each card. "best" is the longer of computing (the
-unsharded step and the core's own share of communication) and moving the bytes over the link: what a schedule that
-hides everything would come near to.
+first. Predicted is the median of what `graphshard.inspect` says of both schedules with each card. "best" is the longer
+of computing (the unsharded step and the core's own share of communication) and moving the bytes over the link: what a
+schedule that hides everything would come near to.
 """
 
 from __future__ import annotations
