@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
+# So many processes run tests, a file each at a time; ranks come on top.
+JOBS ?= 2
 
 .PHONY: help train inspect examples test test-all lint types gpu-check bench clean
 
@@ -49,10 +51,10 @@ types: .venv/.installed
 	$(BIN)/mypy -p graphshard
 
 test: lint types
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 test-all: lint types
-	$(BIN)/python -m pytest -q -m ""
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m ""
 
 gpu-check: .venv/.installed
 	$(BIN)/python -m pytest -q -m gpu
