@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from dataclasses import fields, is_dataclass, replace
 
 import jsonschema
@@ -540,7 +541,7 @@ def test_a_budget_that_cannot_be_kept(plan):
         ({"loss": lambda output: output.detach().mean()}, CaptureError, "nothing is trained: what the model returns"),
         ({"loss": lambda output: output.argmax()}, CaptureError, "nothing is trained: what the model returns"),
     ],
-    ids=str,
+    ids=lambda value: re.sub(r" at 0x\w+", "", str(value)),
 )
 def test_options_that_cannot_be(options, error, message):
     with pytest.raises(error, match=message) as caught:
