@@ -129,6 +129,7 @@ def measure(
         steps_per_round=options.steps_per_round,
         contenders=CONTENDERS,
         micro_batches=1,
+        num_cards=options.rounds,
         networks=(network,),
         rate=where,
         limit=options.limit,

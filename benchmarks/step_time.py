@@ -110,6 +110,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         "--limit", type=positive, default=600, metavar="S", help="seconds per network at most"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample and fact here")
+    parser.set_defaults(num_cards=1)
     options = parser.parse_args(argv)
     try:
         options.model = GptConfig(
@@ -209,6 +210,7 @@ def run_ranks(options: argparse.Namespace, ends: tuple[LinkEnd, LinkEnd] | None,
         steps_per_round=options.steps_per_round,
         contenders=options.contenders,
         micro_batches=options.micro_batches,
+        num_cards=options.num_cards,
         cores=pick_cores(),
         store_host=ends[0].address if ends else "127.0.0.1",
         is_shaped=ends is not None,

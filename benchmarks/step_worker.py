@@ -38,9 +38,10 @@ PROBE_BYTES = 4 * 2**20
 class StepJob:
     """What both ranks are told to do.
 
-    `cores[rank]` is the core a rank is pinned to, `store_host` is rank 0's address, `is_shaped` says that each
-    rank is on a node of its own. `cache_folder` keeps compiled kernels: when it starts empty the first calls
-    are compilations from nothing.
+    `num_cards` hardware cards are measured for contenders that plan with one: the first before they are built, the
+    others before later rounds. `cores[rank]` is the core a rank is pinned to, `store_host` is rank 0's address,
+    `is_shaped` says that each rank is on a node of its own. `cache_folder` keeps compiled kernels: when it starts
+    empty the first calls are compilations from nothing.
     """
 
     model: GptConfig
@@ -49,6 +50,7 @@ class StepJob:
     steps_per_round: int
     contenders: tuple[str, ...]
     micro_batches: int
+    num_cards: int
     cores: tuple[int, ...]
     store_host: str
     is_shaped: bool
@@ -231,7 +233,7 @@ def run_job(job: StepJob, rank: int) -> None:
         trainers[name], records[name] = start_contender(name, job, site, batch)
         report_progress(rank, f"{name}: first call {records[name].first_call_s:.1f} s")
     for turn in range(job.rounds):
-        if needs_card and turn > 0:
+        if needs_card and 0 < turn < job.num_cards:
             measure_card(job, folder / f"card{turn}.json")
         take_turns(job, turn, trainers, records, batch)
     link_gbits = statistics.mean([link_gbits, measure_link()])  # the machine drifts
