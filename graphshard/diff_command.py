@@ -28,7 +28,7 @@ def run_diff(options: argparse.Namespace) -> int:
         raise UsageError(f"--json {out}: its folder does not exist, or it is a folder itself")
     diff = diff_reports(options.before, options.after)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(diff_tables(diff, str(options.before), str(options.after)))
+    console.print(diff_tables(diff, str(options.before), str(options.after)), crop=False)
     if out is not None:
         out.write_text(json.dumps(diff.to_dict(), allow_nan=False) + "\n")
         print(f"wrote {out}")

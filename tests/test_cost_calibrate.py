@@ -287,6 +287,22 @@ def test_a_rank_computes_beside_a_collective_of_gloo(gloo_alone, monkeypatch, is
     assert both == (seconds + 0.25, lost)
 
 
+def test_compute_that_becomes_faster_loses_what_starting_takes(gloo_alone, monkeypatch):
+    gloo_alone(monkeypatch)
+    monkeypatch.setattr(calibrate_module, "uses_gloo", lambda group: True)
+    clock = _Clock()
+    monkeypatch.setattr(calibrate_module, "time", clock)
+    monkeypatch.setattr(calibrate_module.torch, "mm", lambda *_, **__: clock.block())
+    beside = calibrate_module._Beside(CPU)
+    monkeypatch.setattr(beside, "_block_seconds", lambda: 4.0)
+
+    def start() -> _Work:
+        clock.now += 0.125
+        return _Work(clock)
+
+    assert beside.seconds([calibrate_module._Collective(start)]) == (6.125, 0.125)
+
+
 def test_compute_is_probed_with_progress_and_in_step_with_the_other_ranks():
     lines, met = [], []
     probe = probe_compute(CPU, QUICK, report=lines.append, together=lambda: met.append(True))

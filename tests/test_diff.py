@@ -73,6 +73,16 @@ def test_equal_reports_say_so(files, capsys):
     assert capsys.readouterr().out == f"{first} and {first} are equal\n"
 
 
+def test_long_paths_stay_on_their_line(files, capsys):
+    folder = files[0].parent / ("long" * 30)
+    folder.mkdir()
+    first, second = (path.rename(folder / path.name) for path in files)
+    assert main(["diff", str(first), str(second)]) == 0
+    assert capsys.readouterr().out.startswith(f"from {first} to {second}\n")
+    assert main(["diff", str(first), str(first)]) == 0
+    assert capsys.readouterr().out == f"{first} and {first} are equal\n"
+
+
 def test_times_of_stages_do_not_count(reports):
     one, _ = reports
     later = replace(one, stage_seconds={"capture": 1e9})

@@ -292,13 +292,16 @@ class _Beside:
         self._block = partial(torch.mm, square, square, out=torch.empty(96, 96))
 
     def seconds(self, collectives: Sequence[_Collective]) -> tuple[float, float]:
-        """From the start of the first collective to the end of all, and what compute lost in between."""
+        """From the start of the first collective to the end of all, and what compute lost in between.
+
+        Never less than starting them took: work elsewhere on the machine that ends meanwhile is no gain.
+        """
         alone = self._block_seconds() if self._is_beside else 0.0
         dist.barrier()
         self._synchronize()
         begin = time.perf_counter()
         works = [collective.start() for collective in collectives]
-        lost = time.perf_counter() - begin
+        lost = started = time.perf_counter() - begin
         if self._is_beside:
             ends, blocks = [work.get_future() for work in works], 0
             while not all(end.done() for end in ends):
@@ -309,7 +312,7 @@ class _Beside:
             work.wait()
             collective.finish()
         self._synchronize()
-        return time.perf_counter() - begin, max(lost, 0.0)
+        return time.perf_counter() - begin, max(lost, started)
 
     def _block_seconds(self, blocks: int = 64) -> float:
         begin = time.perf_counter()

@@ -21,7 +21,7 @@ def diff_tables(diff: ReportDiff, before: str, after: str) -> RenderableType:
         before, after: what to call them.
     """
     if diff.is_empty:
-        return Text(f"{before} and {after} are equal")
+        return Group(_line(f"{before} and {after} are equal"))  # alone, its line would be wrapped
     topics: tuple[tuple[str, Sequence[Change], Callable[[Any], str]], ...] = (
         ("Settings", diff.settings, str),
         ("Time", diff.seconds, time_text),
@@ -31,11 +31,16 @@ def diff_tables(diff: ReportDiff, before: str, after: str) -> RenderableType:
         ("Costliest exposures", diff.exposures, time_text),
         ("Passes", diff.passes, str),
     )
-    parts: list[RenderableType] = [Text(f"from {before} to {after}")]
+    parts: list[RenderableType] = [_line(f"from {before} to {after}")]
     for title, changes, text in topics:
         if changes:
             parts += [Text(f"\n{title}", style="bold"), _table(changes, text)]
     return Group(*parts)
+
+
+def _line(text: str) -> Text:
+    """One line however long the paths in it are."""
+    return Text(text, no_wrap=True, overflow="ignore")
 
 
 def _table(changes: Sequence[Change], text: Callable[[Any], str]) -> Table:
