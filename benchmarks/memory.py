@@ -2,10 +2,11 @@
 
     torchrun --standalone --nproc-per-node 2 benchmarks/memory.py
     torchrun --standalone --nproc-per-node 4 benchmarks/memory.py --models vit,llama
+    python benchmarks/memory.py
 
-Measured are shards, optimizer state and the batch, and above them the peak of a step (step_memory.py), on the rank that
-holds most. The prediction sees the model on the meta device, the number of ranks and nothing else. The exit status
-is 1 if one is off by more than --within.
+Measured are shards, optimizer state and the batch, and above them the peak of a step (step_memory.py; on a GPU what was
+asked of CUDA's allocator), on the rank that holds most. The prediction sees the model on the meta device, the number of
+ranks and nothing else. The exit status is 1 if one is off by more than --within.
 """
 
 from __future__ import annotations
@@ -75,23 +76,23 @@ def _vit() -> Subject:
 SUBJECTS = {"gpt": _gpt, "llama": _llama, "vit": _vit}
 
 
-def inputs_of_rank(subject: Subject, rank: int, num_ranks: int) -> dict[str, Tensor]:
+def inputs_of_rank(subject: Subject, rank: int, num_ranks: int, device: str) -> dict[str, Tensor]:
     """This rank's rows; a tensor that is given twice stays one tensor."""
     seen: dict[int, Tensor] = {}
     for whole in subject.inputs.values():
-        seen.setdefault(id(whole), whole.chunk(num_ranks)[rank].clone())
+        seen.setdefault(id(whole), whole.chunk(num_ranks)[rank].clone().to(device))
     return {name: seen[id(whole)] for name, whole in subject.inputs.items()}
 
 
 def measured_bytes(subject: Subject, mesh: dist.DeviceMesh) -> int:
     """Of this rank, everything included."""
-    inputs = inputs_of_rank(subject, mesh.get_rank(), mesh.size())
-    model = subject.make()
+    inputs = inputs_of_rank(subject, mesh.get_rank(), mesh.size(), mesh.device_type)
+    model = subject.make().to(mesh.device_type)
     blocks = subject.units.removesuffix(".*")
     for unit in [*model.get_submodule(blocks), model]:
         graphshard.fully_shard(unit, mesh=mesh)
     compiled = torch.compile(model, backend="graphshard", fullgraph=True)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
     def step() -> None:
         train_step(model, optimizer, lambda: subject.loss(compiled(**inputs)), (), MAX_GRAD_NORM)
@@ -100,18 +101,28 @@ def measured_bytes(subject: Subject, mesh: dist.DeviceMesh) -> int:
         step()
     held = local_bytes(model.parameters()) + optimizer_bytes(optimizer)
     batch = local_bytes({id(value): value for value in inputs.values()}.values())
-    return held + batch + measure_step_memory(step).peak_bytes
+    measure = cuda_peak_bytes if mesh.device_type == "cuda" else lambda step: measure_step_memory(step).peak_bytes
+    return held + batch + measure(step)
 
 
-def predicted(subject: Subject, num_ranks: int) -> graphshard.Report:
+def cuda_peak_bytes(step: Callable[[], None]) -> int:
+    """What a step asks of the allocator above what is there at its start, without rounding to blocks."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    step()
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+
+
+def predicted(subject: Subject, num_ranks: int, device: str) -> graphshard.Report:
     """What is said without running."""
     with torch.device("meta"):
         model = subject.make()
     return graphshard.inspect(
         model,
-        kwargs=inputs_of_rank(subject, 0, num_ranks),
+        kwargs=inputs_of_rank(subject, 0, num_ranks, "meta"),
         mesh={"shard": num_ranks},
-        hardware="cpu-loopback",
+        hardware="h100-sxm" if device == "cuda" else "cpu-loopback",
         units=[subject.units],
         loss=subject.loss,
     )
@@ -137,7 +148,7 @@ def main() -> int:
             subject = SUBJECTS[name]()
             total = torch.tensor(measured_bytes(subject, ranks.mesh))
             dist.all_reduce(total, dist.ReduceOp.MAX)
-            report = predicted(subject, ranks.world_size)
+            report = predicted(subject, ranks.world_size, ranks.device.type)
             error = report.memory.peak_bytes / int(total) - 1
             worst = max(worst, abs(error))
             if ranks.rank == 0:
