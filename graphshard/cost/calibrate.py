@@ -178,10 +178,8 @@ def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report
         shown = (f"{size} bytes {timing.seconds * 1e6:.0f} us" for size, timing in of_sizes.items())
         report(f"{op}: " + ", ".join(shown))
     gathers = timings["all_gather"]
-    lateness = _lateness([gathers[each.num_bytes] for each in several]) if is_cpu else 0.0
-    overlapped = (
-        _overlapped_latency([(gathers[each.num_bytes], found[each]) for each in several]) if is_cpu else 0.0
-    )
+    at_once = [(gathers[each.num_bytes], found[each]) for each in several]
+    lateness, overlapped = _lateness([one for one, _ in at_once]), _overlapped_latency(at_once)
     rows = tuple(
         MeasuredCollective(op=op, num_ranks=num_ranks, num_bytes=size, seconds=timing.seconds + lateness)
         for op, of_sizes in timings.items()
@@ -230,7 +228,8 @@ def _overlapped_latency(gathers: Sequence[tuple[_Timing, _Timing]]) -> float:
 
 
 def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    """0 of none."""
+    return sum(values) / max(len(values), 1)
 
 
 def _whole(num_bytes: int) -> int:

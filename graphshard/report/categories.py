@@ -142,7 +142,7 @@ def _take_over(gm: fx.GraphModule, model: MemoryModel, memory: Sequence[SavedMem
     inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
     for each in memory:
         known = [inputs[name] for name in each.names if name in inputs]
-        buffers = list({id(buffer): buffer for node in known for buffer in model.buffers_of(node)}.values())
+        buffers = list(dict.fromkeys(buffer for node in known for buffer in model.buffers_of(node)))
         for buffer in buffers:
             buffer.num_bytes = 0
         if buffers:

@@ -10,7 +10,6 @@ import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-
 #: The examples' models, and what they import beside torch.
 NEEDED = {"gpt": "torch", "llama": "transformers", "vit": "sklearn"}
 
