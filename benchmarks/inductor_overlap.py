@@ -82,6 +82,7 @@ class _SamePrices:
     def __init__(self, model: CostModel, seconds: Mapping[fx.Node, float]) -> None:
         self.collective_seconds, self.copy_seconds = model.collective_seconds, model.copy_seconds
         self.core_seconds, self.overlapped_seconds = model.core_seconds, model.overlapped_seconds
+        self.spread_seconds = model.spread_seconds
         self._seconds = seconds
 
     def compute_seconds(self, gm: fx.GraphModule) -> Mapping[fx.Node, float]:

@@ -45,6 +45,9 @@ class LinePrices:
     def overlapped_seconds(self, kind: str, num_bytes: int, group: str) -> float:
         return 0.0
 
+    def spread_seconds(self, kind: str, num_bytes: int, group: str) -> float:
+        return 0.0
+
     def core_seconds(self, kind: str, num_bytes: int, group: str) -> float:
         return 0.0
 

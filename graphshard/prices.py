@@ -30,6 +30,13 @@ class Prices(Protocol):
         """
         ...
 
+    def spread_seconds(self, kind: str, num_bytes: int, group: str) -> float:
+        """By how much one collective may end sooner or later than :meth:`collective_seconds` says; arguments as above.
+
+        0 where each takes as long as the other; see :func:`behind_wait`. It may not fall when bytes grow.
+        """
+        ...
+
     def core_seconds(self, kind: str, num_bytes: int, group: str) -> float:
         """Seconds of compute that one collective takes for itself, wherever it runs; arguments as above.
 
@@ -41,6 +48,20 @@ class Prices(Protocol):
     def copy_seconds(self, num_bytes: int) -> float:
         """Seconds in which the device copies ``num_bytes`` from one buffer to another."""
         ...
+
+
+def behind_wait(clock: float, finish: float, spread: float) -> float:
+    """When compute goes on that arrives at ``clock`` at the wait for a collective: the expected time.
+
+    The collective ends at any moment within ``spread`` of ``finish``, each as likely as the other, so that
+    compute which arrives a little later than ``finish`` still waits at times. A later ``clock`` or ``finish`` never
+    gives a sooner result, and the result is never before either. All arguments are seconds, ``spread`` not negative.
+    """
+    if clock >= finish + spread:
+        return clock
+    if clock <= finish - spread:
+        return finish
+    return clock + (finish + spread - clock) ** 2 / (4 * spread)
 
 
 class GraphPrices(Prices, Protocol):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from graphshard.cost import HardwareCard
 from graphshard.cost.cards import LinkClass
+from graphshard.prices import behind_wait
 from graphshard.report import Report
 from graphshard.report.data import CollectivePrice, HalfReport, World
 
@@ -56,7 +57,7 @@ def _replay_half(
 ) -> tuple[float, float]:
     waited = 0.0
     free: dict[str, float] = {}
-    finish: dict[int, float] = {}
+    finish: dict[int, tuple[float, float]] = {}
     for step in half.schedule:
         clock = step.busy_seconds + waited
         one = half.collectives[step.collective]
@@ -65,7 +66,7 @@ def _replay_half(
             quickest = min(max(latency * a + b / bandwidth for a, b in way) for way in price.ways)
             begin = max(clock, free.get(one.group, 0.0) - latency * price.overlapped_seconds)
             free[one.group] = begin + price.fixed_seconds + quickest
-            finish[step.collective] = free[one.group]
+            finish[step.collective] = free[one.group], price.spread_seconds
         else:
-            waited += max(0.0, finish[step.collective] - clock)
+            waited += behind_wait(clock, *finish[step.collective]) - clock
     return half.compute_seconds + waited, waited

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import graphshard.cost.calibrate as calibrate_module
+import graphshard.cost.probes as probes_module
 from graphshard.cost import CostModel, GroupTopology, load_card
 from graphshard.cost.calibrate import (
     CalibrationJob,
@@ -88,6 +89,7 @@ def test_all_that_was_probed_of_collectives_is_in_the_card(tmp_path, monkeypatch
         link=LinkClass(latency_seconds=1.0, bandwidth=2.0, efficiency=0.5),
         collective_start_seconds=0.125,
         overlapped_latency_seconds=0.25,
+        collective_spread_seconds=0.375,
         comm_compute_seconds_per_byte=0.5,
     )
     monkeypatch.setattr(calibrate_module, "probe_collectives", lambda *_, **__: probed)
@@ -173,7 +175,7 @@ def test_what_a_gather_takes_of_the_core_is_probed(gloo_alone, monkeypatch):
 
     def timing(op, num_bytes, _):
         seconds = num_bytes / 1e9
-        return _Timing(seconds, seconds, 0.5 + num_bytes / 1e6 if op == "all_gather" else 9.0)
+        return _Timing(seconds, 0.0, 0.5 + num_bytes / 1e6 if op == "all_gather" else 9.0)
 
     _time_with(monkeypatch, timing)
     probe = probe_collectives(CPU, QUICK)
@@ -189,7 +191,7 @@ def test_how_much_of_their_latency_gathers_share_is_probed(gloo_alone, monkeypat
     def timing(_, num_bytes, at_once):
         shared = overlapped + {2**13: 0.125, 2**16: 0.0, 2**19: -0.125}.get(num_bytes, 9.0)
         seconds = 1.0 + num_bytes / 1e9 + (at_once - 1) * (1.0 + num_bytes / 1e9 - shared)
-        return _Timing(seconds, seconds, 0.0)
+        return _Timing(seconds, 0.0, 0.0)
 
     _time_with(monkeypatch, timing)
     assert probe_collectives(CPU, ProbeSizes()).overlapped_latency_seconds == pytest.approx(expected)
@@ -197,29 +199,44 @@ def test_how_much_of_their_latency_gathers_share_is_probed(gloo_alone, monkeypat
 
 def test_no_latency_is_shared_where_collectives_slow_each_other_down(gloo_alone, monkeypatch):
     gloo_alone(monkeypatch)
-    _time_with(monkeypatch, lambda op, num_bytes, at_once: _Timing(at_once**2, at_once**2, 0.0))
+    _time_with(monkeypatch, lambda op, num_bytes, at_once: _Timing(at_once**2, 0.0, 0.0))
     assert probe_collectives(CPU, QUICK).overlapped_latency_seconds == 0.0
 
 
-def test_collectives_that_are_late_are_later_in_the_card_and_delay_none_behind(gloo_alone, monkeypatch):
+def test_how_far_the_ends_of_gathers_are_spread_is_probed(gloo_alone, monkeypatch):
     gloo_alone(monkeypatch)
 
     def timing(op, num_bytes, at_once):
-        late = {2**13: 0.25, 2**16: 0.5, 2**19: 0.75}.get(num_bytes, 9.0) if op == "all_gather" else 9.0
-        return _Timing(float(at_once), at_once + late, 0.0)
+        is_usual = op == "all_gather" and at_once == 1
+        deviation = {2**13: 0.25, 2**16: 0.5, 2**19: 0.75}.get(num_bytes, 9.0) if is_usual else 9.0
+        return _Timing(float(at_once), deviation, 0.0)
 
     _time_with(monkeypatch, timing)
     probe = probe_collectives(CPU, ProbeSizes())
-    assert {row.seconds for row in probe.link.measured} == {1.5}
-    assert probe.overlapped_latency_seconds == 0.5
+    assert {row.seconds for row in probe.link.measured} == {1.0}
+    assert probe.collective_spread_seconds == 1.0
 
 
-def test_the_slower_half_of_the_calls_is_late(gloo_alone, monkeypatch):
+def test_evenly_spread_calls_give_their_mean_and_half_their_spread(gloo_alone, monkeypatch):
+    """Of eight calls, behind one that does not count, the slowest is left out."""
     gloo_alone(monkeypatch)
-    calls = iter([9.0, *range(10, 0, -1)])
+    calls = iter([99.0, 5.0, 1.0, 7.0, 3.0, 6.0, 2.0, 4.0, 50.0])
     monkeypatch.setattr(calibrate_module._Beside, "seconds", lambda self, _: (float(next(calls)), 0.5))
     asked = _Asked("all_gather", 64)
-    assert calibrate_module._timings([asked], CPU, 10) == {asked: _Timing(5.0, 8.0, 0.5)}
+    (timing,) = calibrate_module._timings([asked], CPU, 8).values()
+    assert (timing.seconds, timing.lost_seconds) == (4.0, 0.5)
+    assert timing.deviation_seconds == pytest.approx((3 + 2 + 1 + 0 + 1 + 2 + 3) / 7)
+
+
+def test_the_calls_of_all_ranks_count(gloo_alone, monkeypatch):
+    gloo_alone(monkeypatch)
+    monkeypatch.setattr(calibrate_module.dist, "get_world_size", lambda *_: 2)
+    monkeypatch.setattr(
+        calibrate_module,
+        "gather_single",
+        lambda found, own: found.copy_(torch.cat([own, own + torch.tensor([2.0, 1.0])])),
+    )
+    assert calibrate_module._timing([(1.0, 0.5), (1.0, 0.5)], CPU) == _Timing(5 / 3, pytest.approx(8 / 9), 5 / 6)
 
 
 def test_collectives_take_turns(gloo_alone, monkeypatch):
@@ -235,8 +252,8 @@ def test_collectives_take_turns(gloo_alone, monkeypatch):
     one, two = _Asked("all_gather", 64), _Asked("broadcast", 64, 2)
     found = calibrate_module._timings([one, two], CPU, 11)
     assert ran == [1, 2] * 12
-    assert (found[one].seconds, found[two].seconds) == (3.0, 6.0)
-    assert found[one].late_seconds * 2 == found[two].late_seconds
+    assert (found[one].seconds, found[two].seconds) == (2.0, 4.0)
+    assert found[one].deviation_seconds * 2 == found[two].deviation_seconds
 
 
 class _Clock:
@@ -304,14 +321,46 @@ def test_compute_that_becomes_faster_loses_what_starting_takes(gloo_alone, monke
 
 
 def test_compute_is_probed_with_progress_and_in_step_with_the_other_ranks():
-    lines, met = [], []
-    probe = probe_compute(CPU, QUICK, report=lines.append, together=lambda: met.append(True))
+    lines, met, compared = [], [], []
+
+    def slowest(seconds):
+        assert len(met) == len(compared) + 1
+        compared.append(seconds)
+        return 2.0
+
+    probe = probe_compute(CPU, QUICK, report=lines.append, together=lambda: met.append(True), slowest=slowest)
     assert [line.partition(":")[0] for line in lines] == [
         "matmul float32", "matmul float64", "matmul bfloat16", "matmul float16", "attention", "memory", "vector",
     ]  # fmt: skip
     assert len(met) == len(QUICK.matmul) + 3 + 2 * len(QUICK.attention) + 1 + len(QUICK.memory_bytes) + 4
-    assert all(rate > 0 for rate in probe.peak_flops.values())
+    assert len(compared) == len(met)
+    assert probe.peak_flops["float32"] == 2.0 * QUICK.matmul[-1] ** 3 / 2.0
+    assert probe.kernel_overhead_seconds == 2.0
     assert probe.memory_bytes > 2**30
+
+
+def test_the_slowest_rank_counts(gloo_alone, monkeypatch):
+    gloo_alone(monkeypatch)
+    reduced = []
+    monkeypatch.setattr(dist, "all_reduce", lambda found, op: (reduced.append(op), found.fill_(0.5)))
+    monkeypatch.setattr(
+        calibrate_module, "probe_compute", lambda *_, slowest, **__: pytest.fail(str(slowest(0.25)))
+    )
+    with pytest.raises(pytest.fail.Exception, match=r"^0\.5$"):
+        calibrate_module.measure_group(_job("here.json"), 1)
+    assert reduced == [dist.ReduceOp.MAX]
+
+
+def test_products_are_probed_on_operands_that_no_cache_holds(monkeypatch):
+    read = []
+    monkeypatch.setattr(probes_module.torch, "mm", lambda left, right, out: read.append((left, right, out)))
+    multiply = probes_module._matmul(CPU, torch.float32, 512)
+    for _ in range(50):
+        multiply()
+    held = {tensor.data_ptr(): tensor.nbytes for operands in read for tensor in operands}
+    assert sum(held.values()) >= 2**26
+    first = [tensor.data_ptr() for tensor in read[0]]
+    assert [i for i, operands in enumerate(read) if operands[0].data_ptr() == first[0]] == [0, 22, 44]
 
 
 def test_the_mean_without_the_slowest_is_typical():

@@ -212,7 +212,10 @@ def test_a_card_made_in_python_is_checked_too(changes, complaint):
 
 def test_nothing_lost_to_collectives_is_fine():
     assert round_card(
-        comm_compute_share=0.0, comm_compute_seconds_per_byte=0.0, overlapped_latency_seconds=0.0
+        comm_compute_share=0.0,
+        comm_compute_seconds_per_byte=0.0,
+        overlapped_latency_seconds=0.0,
+        collective_spread_seconds=0.0,
     )
 
 

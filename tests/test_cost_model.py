@@ -1,5 +1,6 @@
 """The cost model: where a price comes from, and what has none."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from graphshard.cost.tables import parse_tables
 from graphshard.errors import GraphShardError, OptionError, UnknownGroupError
 from graphshard.passes import BucketCollectives, ScheduleCollectives
 from graphshard.pipeline import Pipeline
+from graphshard.prices import behind_wait
 
 GROUPS = {
     "shard": GroupTopology(num_ranks=8, ranks_per_node=8),
@@ -113,6 +115,31 @@ def test_a_latency_passes_beside_the_collective_in_front_as_far_as_the_card_says
         model = CostModel(card=round_card(overlapped_latency_seconds=latency), groups=GROUPS)
         assert model.overlapped_seconds("all_gather", 2**20, "shard") == expected
         assert model.overlapped_seconds("all_gather", 2**20, "one") == 0.0
+
+
+def test_ends_are_spread_as_far_as_the_card_says():
+    model = CostModel(card=round_card(collective_spread_seconds=0.5), groups=GROUPS)
+    assert model.spread_seconds("all_gather", 2**20, "shard") == 0.5
+    assert model.spread_seconds("all_gather", 2**20, "one") == 0.0
+    assert MODEL.spread_seconds("all_gather", 2**20, "shard") == 0.0
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.25, 2.0])
+@pytest.mark.parametrize("ahead", [-3.0, -2.0, -0.25, -0.1, 0.0, 0.1, 0.25, 1.5, 2.0, 3.0])
+def test_a_wait_is_as_long_as_it_is_on_average(ahead, spread):
+    """Compute arrives at 7, the collective ends within ``spread`` of ``ahead`` later."""
+    ends = [7.0 + ahead + spread * (2 * step + 1 - 10_000) / 10_000 for step in range(10_000)]
+    expected = sum(max(7.0, end) for end in ends) / len(ends)
+    assert behind_wait(7.0, 7.0 + ahead, spread) == pytest.approx(expected, abs=1e-7)
+
+
+def test_a_wait_behind_later_clocks_is_never_over_sooner():
+    clocks = [step / 8 for step in range(33)]
+    rows = [[behind_wait(clock, finish, 1.5) for finish in clocks] for clock in clocks]
+    for row in (*rows, *zip(*rows, strict=True)):
+        assert all(before <= after for before, after in itertools.pairwise(row))
+    for clock, row in zip(clocks, rows, strict=True):
+        assert all(over >= max(clock, finish) for finish, over in zip(clocks, row, strict=True))
 
 
 def test_a_core_that_computes_also_starts_and_moves():

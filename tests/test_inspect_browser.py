@@ -71,10 +71,11 @@ def _num_colours(browser, canvas):
 
 
 @pytest.mark.parametrize(
-    ("plan", "overlapped"), [("unit", 0.0), ("unit", 5e-6), pytest.param("auto", 0.0, marks=pytest.mark.slow)]
+    ("plan", "overlapped", "spread"),
+    [("unit", 0.0, 0.0), ("unit", 5e-6, 4e-5), pytest.param("auto", 0.0, 0.0, marks=pytest.mark.slow)],
 )
-def test_neutral_sliders_give_the_reports_time(browser, tmp_path, plan, overlapped):
-    card = round_card(overlapped_latency_seconds=overlapped)
+def test_neutral_sliders_give_the_reports_time(browser, tmp_path, plan, overlapped, spread):
+    card = round_card(overlapped_latency_seconds=overlapped, collective_spread_seconds=spread)
     report = _llama(plan=plan, micro_batches=3, hardware=card)
     write_html(report, tmp_path / "page.html")
     browser.open(tmp_path / "page.html", *DESKTOP)

@@ -52,10 +52,11 @@ def test_ways_of_measured_times():
     assert model.collective_ways("all_gather", 10, "shard") == (0.0, (((0.5, 0.0),),))
 
 
-@pytest.mark.parametrize("overlapped", [0.0, 5e-6])
+@pytest.mark.parametrize(("overlapped", "spread"), [(0.0, 0.0), (5e-6, 0.0), (5e-6, 4e-5)])
 @pytest.mark.parametrize("plan", ["unit", "auto"])
-def test_the_schedule_gives_the_step_again(plan, overlapped):
-    report = _llama(plan=plan, micro_batches=2, hardware=round_card(overlapped_latency_seconds=overlapped))
+def test_the_schedule_gives_the_step_again(plan, overlapped, spread):
+    card = round_card(overlapped_latency_seconds=overlapped, collective_spread_seconds=spread)
+    report = _llama(plan=plan, micro_batches=2, hardware=card)
     step, exposed = replay(report, neutral(report))
     assert step == pytest.approx(report.step_seconds, rel=1e-12)
     assert exposed == pytest.approx(report.exposed_seconds, rel=1e-12) and exposed > 0
@@ -70,6 +71,17 @@ def test_a_step_is_shorter_where_latencies_pass_side_by_side(llama):
     flights = [one for half in report.halves for one in half.collectives]
     assert any(after.began < before.finished for before, after in itertools.pairwise(flights))
     assert neutral(report).prices[0].overlapped_seconds == 5e-6
+
+
+def test_a_step_is_longer_where_ends_are_spread(llama):
+    report = _llama(micro_batches=2, hardware=round_card(collective_spread_seconds=4e-5))
+    assert report.step_seconds > llama.step_seconds
+    assert neutral(report).prices[0].spread_seconds == 4e-5
+    late = [one.collective for one in report.exposures if one.collective.cause == "spread"]
+    assert late
+    for one in late:
+        assert one.finished <= one.needed < one.finished + 4e-5 and 0 < one.exposed_seconds <= 1e-5
+        assert one.reason.startswith("it should have ended ") and one.remedy
 
 
 @pytest.mark.parametrize(("bandwidth", "latency"), [(0.25, 1.0), (1.0, 8.0), (50.0, 0.1)])

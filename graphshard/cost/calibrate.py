@@ -24,7 +24,7 @@ from .._compat import gather_single, reduce_scatter_single, uses_gloo
 from ..collectives import EagerEmitter, emit_sum_of_exchange
 from ..errors import CalibrationError
 from .cards import COLLECTIVE_KINDS, HardwareCard, LinkClass, MeasuredCollective, load_card
-from .probes import ComputeProbe, ProbeSizes, probe_compute, say_nothing
+from .probes import ComputeProbe, ProbeSizes, probe_compute, say_nothing, typical
 
 #: Environment that torchrun gives its ranks.
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -34,8 +34,11 @@ _EMIT = EagerEmitter()
 #: So many collectives are under way when it is measured how they share their latency.
 _AT_ONCE = 6
 
-#: So many sizes of gathers tell that, and how late one may be.
+#: So many sizes of gathers tell that, and how far their times are spread.
 _NUM_USUAL = 3
+
+#: Ranks compute for about so long before each collective: in a step they are not in step either.
+_APART_SECONDS = 0.01
 
 Report = Callable[[str], None]
 
@@ -66,6 +69,7 @@ class CommProbe:
     link: LinkClass
     collective_start_seconds: float
     overlapped_latency_seconds: float
+    collective_spread_seconds: float
     comm_compute_seconds_per_byte: float
 
 
@@ -151,20 +155,27 @@ def measure_group(job: CalibrationJob, local_ranks: int, report: Report = say_no
         torch.set_num_threads(job.num_threads)
     device = torch.device(job.device_type, torch.cuda.current_device() if job.device_type == "cuda" else None)
     tell = report if dist.get_rank() == 0 else say_nothing
-    compute = probe_compute(device, job.sizes, report=tell, together=dist.barrier)
+    slowest = partial(_slowest, device)
+    compute = probe_compute(device, job.sizes, report=tell, together=dist.barrier, slowest=slowest)
     comm = probe_collectives(device, job.sizes, report=tell)
     if dist.get_rank() == 0:
         _card(job, compute, comm, local_ranks).save(job.out)
     dist.barrier()
 
 
+def _slowest(device: torch.device, seconds: float) -> float:
+    found = torch.tensor(seconds, device=device, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.item()
+
+
 def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report = say_nothing) -> CommProbe:
     """Measures the default process group; every rank calls it and gets the same numbers.
 
-    A time is the median over calls of the slowest rank; on a CPU each rank computes meanwhile, as it does in training,
-    and the rows of the card count with a collective that is late. Latency and bandwidth of the link come from the
-    gathers: the smallest is all latency, and the two largest differ by bandwidth. So does what one takes of the core
-    that computes: in all, and for each byte more. Several at a time tell how much of their latency passes side by side.
+    A time is the :func:`typical` of calls and ranks; on a CPU each rank computes before and meanwhile, as it does in
+    training. Latency and bandwidth of the link come from the gathers: the smallest is all latency, and the two largest
+    differ by bandwidth. So does what one takes of the core that computes: in all, and for each byte more. Several at a
+    time tell how much of their latency passes side by side.
     """
     num_ranks, is_cpu = dist.get_world_size(), device.type == "cpu"
     asked = [_Asked(op, size) for op in COLLECTIVE_KINDS for size in map(_whole, sizes.collective_bytes)]
@@ -179,9 +190,8 @@ def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report
         report(f"{op}: " + ", ".join(shown))
     gathers = timings["all_gather"]
     at_once = [(gathers[each.num_bytes], found[each]) for each in several]
-    lateness, overlapped = _lateness([one for one, _ in at_once]), _overlapped_latency(at_once)
     rows = tuple(
-        MeasuredCollective(op=op, num_ranks=num_ranks, num_bytes=size, seconds=timing.seconds + lateness)
+        MeasuredCollective(op=op, num_ranks=num_ranks, num_bytes=size, seconds=timing.seconds)
         for op, of_sizes in timings.items()
         for size, timing in of_sizes.items()
     )
@@ -197,7 +207,8 @@ def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report
     return CommProbe(
         link=LinkClass(latency_seconds=latency, bandwidth=bandwidth, efficiency=1.0, measured=rows),
         collective_start_seconds=start,
-        overlapped_latency_seconds=overlapped + lateness,
+        overlapped_latency_seconds=_overlapped_latency(at_once),
+        collective_spread_seconds=_spread([one for one, _ in at_once]),
         comm_compute_seconds_per_byte=core_seconds,
     )
 
@@ -208,14 +219,13 @@ def _usual(asked: Sequence[_Asked]) -> Sequence[int]:
     return (some[1:-1] or some)[:_NUM_USUAL]
 
 
-def _lateness(gathers: Sequence[_Timing]) -> float:
-    """By how much the slower half of usual gathers is later than the median, the mean over sizes.
+def _spread(gathers: Sequence[_Timing]) -> float:
+    """Within how many seconds of their time usual gathers end, if evenly spread; the mean over sizes.
 
-    Beside compute it is a lottery which thread the system lets run first, and ranks are not in step. A plan that counts
-    on the usual time waits whenever a collective is late; what is late does not delay those behind it, whose own
-    latency passes meanwhile.
+    Beside compute it is a lottery which thread the system lets run first, and ranks are not in step. Evenly spread
+    times are half of that away from their mean, on average.
     """
-    return _mean([timing.late_seconds - timing.seconds for timing in gathers])
+    return 2 * _mean([timing.deviation_seconds for timing in gathers])
 
 
 def _overlapped_latency(gathers: Sequence[tuple[_Timing, _Timing]]) -> float:
@@ -265,14 +275,14 @@ def _collective(op: str, num_bytes: int, device: torch.device) -> _Collective:
     num_ranks = dist.get_world_size()
     whole = torch.ones(num_bytes // 4, device=device)
     part = torch.ones(whole.numel() // num_ranks, device=device)
-    received = torch.empty_like(whole)
+    received, reduced = torch.empty_like(whole), torch.empty_like(part)  # memory is new in a step, too
     exchange = partial(dist.all_to_all_single, received, whole, async_op=True)
     if op == "reduce_scatter" and device.type == "cpu" and uses_gloo(dist.group.WORLD):
         # What the pass exchange_reductions makes of it.
         return _Collective(exchange, partial(emit_sum_of_exchange, _EMIT, received, "sum", num_ranks))
     starts = {
-        "all_gather": partial(gather_single, whole, part, async_op=True),
-        "reduce_scatter": partial(reduce_scatter_single, part, whole, async_op=True),
+        "all_gather": partial(gather_single, received, part, async_op=True),
+        "reduce_scatter": partial(reduce_scatter_single, reduced, whole, async_op=True),
         "all_reduce": partial(dist.all_reduce, whole, async_op=True),
         "all_to_all": exchange,
         "broadcast": partial(dist.broadcast, whole, 0, async_op=True),
@@ -295,8 +305,8 @@ class _Beside:
 
         Never less than starting them took: work elsewhere on the machine that ends meanwhile is no gain.
         """
-        alone = self._block_seconds() if self._is_beside else 0.0
         dist.barrier()
+        alone = self._block_seconds() if self._is_beside else 0.0
         self._synchronize()
         begin = time.perf_counter()
         works = [collective.start() for collective in collectives]
@@ -313,25 +323,26 @@ class _Beside:
         self._synchronize()
         return time.perf_counter() - begin, max(lost, started)
 
-    def _block_seconds(self, blocks: int = 64) -> float:
-        begin = time.perf_counter()
-        for _ in range(blocks):
+    def _block_seconds(self) -> float:
+        begin, blocks = time.perf_counter(), 0
+        while time.perf_counter() - begin < _APART_SECONDS:
             self._block()
+            blocks += 1
         return (time.perf_counter() - begin) / blocks
 
 
 @dataclass(frozen=True, slots=True)
 class _Timing:
-    """Calls of collectives, of the slowest rank each.
+    """Calls of collectives, of all ranks.
 
     Attributes:
-        seconds: from start to end, the median.
-        late_seconds: what the slower half of the calls takes, the mean.
-        lost_seconds: what compute beside it loses, the median.
+        seconds: from start to end, of a :func:`typical` one.
+        deviation_seconds: by how much the others are sooner or later, the mean.
+        lost_seconds: what compute beside it loses, of a :func:`typical` one.
     """
 
     seconds: float
-    late_seconds: float
+    deviation_seconds: float
     lost_seconds: float
 
 
@@ -347,11 +358,13 @@ def _timings(asked: Sequence[_Asked], device: torch.device, num_samples: int) ->
 
 
 def _timing(times: Sequence[tuple[float, float]], device: torch.device) -> _Timing:
-    slowest = torch.tensor(times, device=device, dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    seconds, lost = slowest.median(dim=0).values.tolist()
-    late = float(slowest[:, 0].sort().values[len(slowest) // 2 :].mean())
-    return _Timing(seconds=seconds, late_seconds=late, lost_seconds=lost)
+    own = torch.tensor(times, device=device, dtype=torch.float64)
+    found = own.new_empty(dist.get_world_size() * len(own), 2)
+    gather_single(found, own)
+    all_seconds, all_lost = found.t().tolist()
+    seconds = typical(all_seconds)
+    deviation = typical([abs(each - seconds) for each in all_seconds])
+    return _Timing(seconds=seconds, deviation_seconds=deviation, lost_seconds=typical(all_lost))
 
 
 def _card(job: CalibrationJob, compute: ComputeProbe, comm: CommProbe, local_ranks: int) -> HardwareCard:

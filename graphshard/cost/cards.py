@@ -33,7 +33,12 @@ COLLECTIVE_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", 
 DEVICE_TYPES = ("cuda", "cpu")
 
 #: Entries that may be 0.
-_MAY_BE_ZERO = ("overlapped_latency_seconds", "comm_compute_share", "comm_compute_seconds_per_byte")
+_MAY_BE_ZERO = (
+    "overlapped_latency_seconds",
+    "collective_spread_seconds",
+    "comm_compute_share",
+    "comm_compute_seconds_per_byte",
+)
 _RANK_NUMBERS = (
     "vector_flops",
     "memory_bandwidth",
@@ -43,6 +48,7 @@ _RANK_NUMBERS = (
     "ranks_per_node",
     "collective_start_seconds",
     "overlapped_latency_seconds",
+    "collective_spread_seconds",
     "comm_compute_share",
     "comm_compute_seconds_per_byte",
 )
@@ -124,6 +130,8 @@ class HardwareCard:
         collective_start_seconds: what each collective costs before its first byte moves.
         overlapped_latency_seconds: how much of a collective's latency passes while the one in front of it in its
             process group still moves: gloo has several under way, NCCL one (0).
+        collective_spread_seconds: by how much a collective may end sooner or later than its time, each moment as
+            likely as the other: ranks are not in step, and gloo's threads wait for a core. 0 if it was not measured.
         comm_compute_share: fraction of its throughput that compute loses while a collective runs
             (NCCL's kernels take multiprocessors), in [0, 1).
         comm_compute_seconds_per_byte: seconds of the core that computes which a collective takes
@@ -147,6 +155,7 @@ class HardwareCard:
     inter_node: LinkClass
     collective_start_seconds: float
     overlapped_latency_seconds: float = 0.0
+    collective_spread_seconds: float = 0.0
     comm_compute_share: float = 0.0
     comm_compute_seconds_per_byte: float = 0.0
     device_type: str = "cuda"

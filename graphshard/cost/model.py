@@ -140,6 +140,13 @@ class CostModel:
             return 0.0
         return min(self.card.overlapped_latency_seconds, self.collective_seconds(kind, num_bytes, group))
 
+    def spread_seconds(self, kind: str, num_bytes: int, group: str) -> float:
+        """By how many seconds one collective may end sooner or later than :meth:`collective_seconds` says.
+
+        Args and errors are those of :meth:`collective_seconds`.
+        """
+        return self.card.collective_spread_seconds if self.topology(group).num_ranks > 1 else 0.0
+
     def copy_seconds(self, num_bytes: int) -> float:
         """Seconds of a copy that reads and writes ``num_bytes``."""
         return copy_seconds(num_bytes, self.card)

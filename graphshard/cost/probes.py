@@ -1,12 +1,14 @@
 """Probes: how fast this device multiplies, attends, streams and starts kernels, by running them.
 
 Each returns numbers of a hardware card. They run in a process group or without one: ``together`` is
-called before each probe, so that ranks that share a machine are measured while all of them work.
+called before each probe, so that ranks that share a machine are measured while all of them work, and ``slowest``
+behind it, for a step is as slow as its slowest rank.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +23,11 @@ from .kernels import STEPS_OF
 
 #: Dtypes whose products are measured.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+#: Products are timed on so many bytes of operands in turns, which no cache holds: in a step each product reads what was
+#: written a while ago.
+_COLD_BYTES = {"cpu": 2**26, "cuda": 2**28}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +97,7 @@ def probe_compute(
     *,
     report: Callable[[str], None] = say_nothing,
     together: Callable[[], None] = lambda: None,
+    slowest: Callable[[float], float] = lambda seconds: seconds,
 ) -> ComputeProbe:
     """Measures a device.
 
@@ -98,8 +106,9 @@ def probe_compute(
         sizes: what to run.
         report: takes a line per finished probe.
         together: called before each probe.
+        slowest: gives the most of what all ranks give it.
     """
-    timer = _Timer(device, sizes, together)
+    timer = _Timer(device, sizes, together, slowest)
     main = torch.float32 if device.type == "cpu" else torch.bfloat16
     rows = _rates([(2.0 * side**3, timer.seconds(_matmul(device, main, side))) for side in sizes.matmul])
     best = max(rate for _, rate in rows)
@@ -163,19 +172,25 @@ class _Timer:
     turns with it, does not count.
     """
 
-    def __init__(self, device: torch.device, sizes: ProbeSizes, together: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        sizes: ProbeSizes,
+        together: Callable[[], None],
+        slowest: Callable[[float], float],
+    ) -> None:
         self._sizes = sizes
-        self._together = together
+        self._together, self._slowest = together, slowest
         self._wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         is_one_thread = device.type == "cpu" and torch.get_num_threads() == 1
         self._clock = time.thread_time if is_one_thread else time.perf_counter
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Seconds of one call: the :func:`typical` of several timings, each of enough calls to be read."""
+        """Seconds of one call on the slowest rank: the :func:`typical` of several timings, of enough calls each."""
         self._together()
         call()
         repeats = max(1, round(self._sizes.sample_seconds / max(self._time(call, 1), 1e-9)))
-        return typical([self._time(call, repeats) for _ in range(self._sizes.num_samples)])
+        return self._slowest(typical([self._time(call, repeats) for _ in range(self._sizes.num_samples)]))
 
     def _time(self, call: Callable[[], object], repeats: int) -> float:
         self._wait()
@@ -187,9 +202,19 @@ class _Timer:
 
 
 def _matmul(device: torch.device, dtype: torch.dtype, side: int) -> Callable[[], object]:
-    left, right = (torch.ones(side, side, device=device, dtype=dtype) for _ in range(2))
-    out = torch.empty_like(left)
-    return lambda: torch.mm(left, right, out=out)
+    each = 3 * side**2 * dtype.itemsize
+    operands = itertools.cycle(
+        [
+            [torch.ones(side, side, device=device, dtype=dtype) for _ in range(3)]
+            for _ in range(_COLD_BYTES[device.type] // each + 1)
+        ]
+    )
+
+    def multiply() -> None:
+        left, right, out = next(operands)
+        torch.mm(left, right, out=out)
+
+    return multiply
 
 
 def _probe_attention(

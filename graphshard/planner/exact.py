@@ -182,7 +182,7 @@ class _Exploration:
     def _following(self, state: State) -> Iterator[State]:
         machine = self._machine
         for flight in state.flights:
-            is_over = flight.finish <= state.seconds and not flight.bucket.wait_seconds
+            is_over = flight.latest <= state.seconds and not flight.bucket.wait_seconds
             closed = machine.wait(state, flight) if is_over and not machine.prefetched else None
             if closed is not None and closed.held_bytes <= state.held_bytes:
                 yield closed

@@ -20,6 +20,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from ..prices import behind_wait
 from .problem import Collective, Problem
 from .simulate import Bucket, Flight, Machine, State, Step
 
@@ -97,7 +98,8 @@ class _Lane:
         #: The latency of the smallest that may pass beside what is in front.
         self.least_overlap = min(one.overlapped_seconds for one in alone)
         #: How long before they are missed gathers from each place on may start.
-        self.margin = [2 * max(seconds[place : place + _NEAR]) for place in range(len(ones))]
+        spread = max(one.spread_seconds for one in alone)
+        self.margin = [2 * max(seconds[place : place + _NEAR]) + spread for place in range(len(ones))]
         total = sum(one.in_bytes for one in ones)
         prices, first = machine.problem.prices, ones[0]
         self.most_costs = sum(one.before_seconds for one in ones) + (
@@ -196,7 +198,9 @@ class _Search:
         ahead = state.seconds - elapsed  # from the tasks' own time to the clock
         delay = 0.0
         for flight in state.flights:
-            delay = max(delay, flight.finish - ahead - self._elapsed[flight.bucket.deadline])
+            needed = ahead + self._elapsed[flight.bucket.deadline]
+            if flight.latest > needed + delay:
+                delay = max(delay, behind_wait(needed, flight.finish, flight.bucket.spread_seconds) - needed)
         work = [0.0] * len(state.free)
         for lane in self._lanes:
             place = lane.next_place(state)
@@ -214,7 +218,7 @@ class _Search:
     def _following(self, state: State) -> Iterator[State]:
         machine = self._machine
         for flight in state.flights:
-            if flight.finish <= state.seconds and flight.bucket.limit != "gather" and not machine.prefetched:
+            if flight.latest <= state.seconds and flight.bucket.limit != "gather" and not machine.prefetched:
                 closed = machine.wait(state, flight)
                 if closed is not None and closed.held_bytes <= state.held_bytes:
                     yield closed

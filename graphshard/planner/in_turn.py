@@ -91,7 +91,8 @@ class _Pass:
             _Lane(machine, sorted(each, key=lambda i: (ones[i].earliest, i))) for each in others
         ]
         #: Gathers should end so long before they are read.
-        self._margin = max((self._bucket([i]).seconds for each in gathers for i in each), default=0.0)
+        buckets = [self._bucket([index]) for each in gathers for index in each]
+        self._margin = max((one.seconds + one.spread_seconds for one in buckets), default=0.0)
 
     def run(self) -> list[Step] | None:
         machine = self._machine
@@ -133,7 +134,7 @@ class _Pass:
     def _wait_for_ended(self) -> None:
         """What has ended and is no gather holds memory, or is what another one waits for."""
         state = self._state
-        ended = [f for f in state.flights if f.finish <= state.seconds and f.bucket.limit != "gather"]
+        ended = [f for f in state.flights if f.latest <= state.seconds and f.bucket.limit != "gather"]
         for flight in ended:
             self._wait(flight.bucket.mask)
 

@@ -52,7 +52,7 @@ class PlannedBucket:
         num_bytes: the larger of its input and its output.
         start, wait: gaps of the problem; ``start_where`` and ``wait_where`` say them in words.
         issued_at, began_at, finished_at: seconds from the beginning of the graph.
-        exposed_seconds: how long compute waits for it.
+        exposed_seconds: how long compute is expected to wait for it.
         reason: why it could not end sooner; empty if nothing is exposed.
     """
 
@@ -201,6 +201,8 @@ def _reasons(problem: Problem, simulation: Simulation) -> list[tuple[BucketRun, 
 def _reason(problem: Problem, machine: Machine, simulation: Simulation, run: BucketRun) -> str:
     """Why a bucket that compute waits for did not begin sooner."""
     bucket = machine.bucket(run.members)
+    if run.finished <= run.needed:
+        return "it should have ended, and may be late"
     if run.behind and run.began > run.issued:
         front = problem.collectives[run.behind[0]].name
         more = f" and {len(run.behind) - 1} more" if len(run.behind) > 1 else ""

@@ -40,6 +40,10 @@ class RememberedPrices:
         """As in :class:`Prices`."""
         return self._prices.overlapped_seconds(kind, num_bytes, group)
 
+    def spread_seconds(self, kind: str, num_bytes: int, group: str) -> float:
+        """As in :class:`Prices`."""
+        return self._prices.spread_seconds(kind, num_bytes, group)
+
     def core_seconds(self, kind: str, num_bytes: int, group: str) -> float:
         """As in :class:`Prices`."""
         return self._prices.core_seconds(kind, num_bytes, group)

@@ -1,12 +1,13 @@
 """What a schedule costs: the one definition of time and memory that everything else uses.
 
 One compute stream runs tasks in their order and, between them, *steps*: starts and waits of buckets.
-A start costs the stream the bucket's casts, its copy in (none for a bucket of one, and none where
-the members are what one reduced bucket gave, or neighbours in memory) and what the collective takes of
-the core that computes; the collective then queues in its process group, or on the link that this group
-shares with others. A part of its latency may pass while the one in front of it moves (in LogGP's terms
-the gap between two is shorter than the latency of one: Alexandrov and others, SPAA 1995). A wait blocks
-the stream until the collective has ended, then costs its copy out (gathers) and what is computed from it
+A start costs the stream the bucket's casts and its copy in (none for a bucket of one, and none where
+the members are what one reduced bucket gave, or neighbours in memory); the collective then queues in its
+process group, or on the link that this group shares with others, while the stream is charged with what the
+collective takes of the core that computes. A part of its latency may pass while the one in front of it moves
+(in LogGP's terms the gap between two is shorter than the latency of one: Alexandrov and others, SPAA 1995). A wait blocks
+the stream until the collective has ended, or as long as is to be expected where ends are spread
+(:func:`graphshard.prices.behind_wait`), then costs its copy out (gathers) and what is computed from it
 at once.
 """
 
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..errors import GraphShardError
+from ..prices import behind_wait
 from ..rows import are_neighbours
 from .problem import Collective, Problem
 
@@ -43,6 +45,7 @@ class Bucket(NamedTuple):
     num_bytes: int
     seconds: float
     overlapped_seconds: float
+    spread_seconds: float
     copy_in_seconds: float
     core_seconds: float
     start_seconds: float
@@ -66,6 +69,11 @@ class Flight(NamedTuple):
     bucket: Bucket
     finish: float
     held_bytes: int
+
+    @property
+    def latest(self) -> float:
+        """When it has ended for certain."""
+        return self.finish + self.bucket.spread_seconds
 
 
 @dataclass(slots=True)
@@ -198,6 +206,7 @@ class Machine:
             num_bytes=num_bytes,
             seconds=prices.collective_seconds(first.kind, num_bytes, first.queue),
             overlapped_seconds=prices.overlapped_seconds(first.kind, num_bytes, first.queue),
+            spread_seconds=prices.spread_seconds(first.kind, num_bytes, first.queue),
             copy_in_seconds=prices.copy_seconds(in_bytes) if packs else 0.0,
             core_seconds=prices.core_seconds(first.kind, num_bytes, first.queue),
             start_seconds=sum(one.before_seconds for one in ones),
@@ -240,10 +249,9 @@ class Machine:
         """The bucket starts in this gap."""
         if self.why_not_start(state, bucket):
             return None
-        is_linked = len(bucket.members) > 1 and bucket.mask in state.linked
+        is_linked = self._is_linked(state, bucket)
         packs = bucket.packs and not is_linked
-        copy_in = bucket.copy_in_seconds if packs else 0.0
-        seconds = state.seconds + bucket.start_seconds + copy_in + bucket.core_seconds
+        issued = self.issues(state, bucket)
         running = bucket.running_bytes - (bucket.in_bytes if is_linked else 0)
         owned = 0 if packs else bucket.ready_bytes
         held = state.held_bytes + running - (bucket.ready_bytes if packs else 0)
@@ -251,14 +259,14 @@ class Machine:
         live = self.between[state.position] + most
         if self.budget_bytes is not None and live > self.budget_bytes:
             return None
-        finish = self.begins(bucket, seconds, state) + bucket.seconds
+        finish = self.begins(bucket, issued, state) + bucket.seconds
         queue = bucket.queue
         linked = state.linked
         if linked:
             linked = tuple(mask for mask in linked if not mask & bucket.mask)
         return State(
             state.position,
-            seconds,
+            issued + bucket.core_seconds,
             (*state.free[:queue], finish, *state.free[queue + 1 :]),
             state.started | bucket.mask,
             state.waited,
@@ -271,9 +279,21 @@ class Machine:
             Step(state.position, True, bucket.members),
         )
 
+    def _is_linked(self, state: State, bucket: Bucket) -> bool:
+        return len(bucket.members) > 1 and bucket.mask in state.linked
+
+    def issues(self, state: State, bucket: Bucket) -> float:
+        """When a bucket that starts now enters its queue: behind its casts and its copy in."""
+        packs = bucket.packs and not self._is_linked(state, bucket)
+        return state.seconds + bucket.start_seconds + (bucket.copy_in_seconds if packs else 0.0)
+
     def begins(self, bucket: Bucket, issued: float, state: State) -> float:
         """When a bucket that enters its queue at ``issued`` begins: its latency may pass beside what is in front."""
         return max(issued, state.free[bucket.queue] - bucket.overlapped_seconds)
+
+    def resumes(self, state: State, flight: Flight) -> float:
+        """When compute is expected to go on that waits for one of ``state.flights`` now."""
+        return behind_wait(state.seconds, flight.finish, flight.bucket.spread_seconds)
 
     def wait(self, state: State, flight: Flight) -> State | None:
         """One of ``state.flights`` is waited for in this gap."""
@@ -291,7 +311,7 @@ class Machine:
             return None
         return State(
             state.position,
-            max(state.seconds, flight.finish) + bucket.wait_seconds,
+            self.resumes(state, flight) + bucket.wait_seconds,
             state.free,
             state.started,
             waited,
@@ -367,6 +387,7 @@ class BucketRun:
         issued, began, finished: when it entered its queue, ran, and ended; it may begin, in its latency, before
             the one in front has ended.
         needed: when the compute stream waits for it.
+        resumed: when the compute stream is expected to go on.
         behind: members of the bucket in front of it in its queue; empty for the first.
     """
 
@@ -379,12 +400,13 @@ class BucketRun:
     began: float
     finished: float
     needed: float
+    resumed: float
     behind: tuple[int, ...]
 
     @property
     def exposed_seconds(self) -> float:
-        """How long the compute stream waited for it."""
-        return max(0.0, self.finished - self.needed)
+        """How long the compute stream waits for it."""
+        return self.resumed - self.needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -450,11 +472,11 @@ def simulate(problem: Problem, steps: Sequence[Step], *, machine: Machine | None
             if following is None:
                 why = machine.why_not_start(state, bucket)
                 raise PlanError(f"{_names(problem, step.members)} cannot start: {why}")
-            flight = following.flights[-1]
+            flight, issued = following.flights[-1], machine.issues(state, bucket)
             runs[step.members] = {
                 "start": step.position,
-                "issued": following.seconds,
-                "began": machine.begins(bucket, following.seconds, state),
+                "issued": issued,
+                "began": machine.begins(bucket, issued, state),
                 "finished": flight.finish,
                 "behind": last_in_queue.get(bucket.queue, ()),
                 "num_bytes": bucket.num_bytes,
@@ -467,6 +489,7 @@ def simulate(problem: Problem, steps: Sequence[Step], *, machine: Machine | None
                 raise PlanError(f"{_names(problem, step.members)} is waited for but not in flight")
             runs[step.members]["wait"] = step.position
             runs[step.members]["needed"] = state.seconds
+            runs[step.members]["resumed"] = machine.resumes(state, flights[0])
             following = machine.wait(state, flights[0])
             assert following is not None, "there is no budget"
         state = following

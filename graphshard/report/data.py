@@ -90,7 +90,7 @@ class CollectiveEvent:
         seconds: how long it takes alone on its links.
         issued, began, finished: when it entered the queue of its group, moved, and ended.
         needed: when compute asks for its result.
-        exposed_seconds: how long compute waits for it.
+        exposed_seconds: how long compute is expected to wait for it.
         cause: one of :data:`graphshard.report.exposure.CAUSES`; "" if nothing is exposed.
         reason: why it could not end sooner, in words.
         remedy: what would change that.
@@ -140,6 +140,7 @@ class CollectivePrice:
         kind, group, num_bytes: as in :class:`CollectiveEvent`.
         fixed_seconds: what no link changes.
         overlapped_seconds: what of the whole passes while the collective in front of it in its group still moves.
+        spread_seconds: by how much it may end sooner or later; see :func:`graphshard.prices.behind_wait`.
         ways: algorithms and protocols.
     """
 
@@ -148,6 +149,7 @@ class CollectivePrice:
     num_bytes: int
     fixed_seconds: float
     overlapped_seconds: float
+    spread_seconds: float
     ways: tuple[tuple[tuple[float, float], ...], ...]
 
 

@@ -17,6 +17,7 @@ from .walk import Walk
 #: What can keep a collective from ending sooner.
 CAUSES = (
     "closed early",  # it is waited for before its result is read
+    "spread",  # it should have ended, and may be late
     "queue",  # its group is busy with another collective
     "first",  # it is at the beginning: nothing runs that could hide it
     "data",  # its input is made too late
@@ -90,6 +91,8 @@ class Explainer:
         name = ones[0].name
         if flight.wait < deadline:
             return self._closed_early(flight, deadline, name)
+        if flight.finished <= flight.needed:
+            return self._spread(flight)
         if flight.behind and flight.began > flight.issued:
             return self._queued(flight)
         if flight.start == 0:
@@ -113,6 +116,14 @@ class Explainer:
             cause="closed early",
             reason=f"it is waited for {self._problem.where(flight.wait)}, but its result is read only "
             f"{'at the end' if deadline >= len(self._problem.tasks) else self._problem.where(deadline)}: {why}",
+            remedy=self._more_overlap(),
+        )
+
+    def _spread(self, flight: BucketRun) -> Explanation:
+        return Explanation(
+            cause="spread",
+            reason=f"it should have ended {_ms(flight.needed - flight.finished)} before, but on this machine "
+            "collectives are sooner or later (collective_spread_seconds of the card)",
             remedy=self._more_overlap(),
         )
 

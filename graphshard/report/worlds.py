@@ -82,6 +82,7 @@ def _prices(halves: Sequence[HalfReport], model: CostModel) -> tuple[CollectiveP
                     num_bytes=one.num_bytes,
                     fixed_seconds=fixed,
                     overlapped_seconds=model.overlapped_seconds(one.kind, one.num_bytes, one.group),
+                    spread_seconds=model.spread_seconds(one.kind, one.num_bytes, one.group),
                     ways=ways,
                 )
     return tuple(found.values())

@@ -47,6 +47,9 @@ class Prices:
     def overlapped_seconds(self, kind, num_bytes, group):
         return 0.0
 
+    def spread_seconds(self, kind, num_bytes, group):
+        return 0.0
+
     def core_seconds(self, kind, num_bytes, group):
         return 0.0
 

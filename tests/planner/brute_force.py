@@ -21,6 +21,15 @@ class Best:
     peak_bytes: int
 
 
+def expected_wait(ahead, spread):
+    """The mean of ``max(0, ahead + x)`` for x between -spread and spread: the area of a triangle or trapezium."""
+    longest, shortest = max(0.0, ahead + spread), max(0.0, ahead - spread)
+    if not spread:
+        return longest
+    share = (longest - shortest) / (2 * spread)  # of the x for which there is a wait
+    return share * (longest + shortest) / 2 if share < 1 else ahead
+
+
 def all_schedules(problem, *, prunes: bool = False) -> Best:
     """Tries every schedule of a small problem."""
     best = Best(float("inf"), 10**30)
@@ -118,10 +127,10 @@ def all_schedules(problem, *, prunes: bool = False) -> Best:
             staging = sum(ones[m].staged_bytes + ones[m].in_bytes for m in members)
             peak = max(peak, now + staging)
         num_bytes = sum(max(ones[m].in_bytes, ones[m].out_bytes) for m in members)
-        clock += problem.prices.core_seconds(first.kind, num_bytes, first.queue)
         seconds = problem.prices.collective_seconds(first.kind, num_bytes, first.queue)
         beside = problem.prices.overlapped_seconds(first.kind, num_bytes, first.queue)
         finish = max(clock + beside, free.get(links[first.queue], 0.0)) + seconds - beside
+        clock += problem.prices.core_seconds(first.kind, num_bytes, first.queue)
         free = {**free, links[first.queue]: finish}
         left = frozenset(group for group in linked if not group & set(members))
         visit(gap, clock, free, (*flights, (members, finish, is_linked)), waited, left, peak)
@@ -138,7 +147,10 @@ def all_schedules(problem, *, prunes: bool = False) -> Best:
         elif len(members) == 1:
             made = ones[members[0]].fresh_bytes
         peak = max(peak, now + max(made, 0))
-        clock = max(clock, finish) + sum(ones[m].after_seconds for m in members)
+        first = ones[members[0]]
+        num_bytes = sum(max(ones[m].in_bytes, ones[m].out_bytes) for m in members)
+        spread = problem.prices.spread_seconds(first.kind, num_bytes, first.queue)
+        clock += expected_wait(finish - clock, spread) + sum(ones[m].after_seconds for m in members)
         if copies_out:
             clock += problem.prices.copy_seconds(sum(ones[m].out_bytes for m in members))
         fed = [d for d, one in enumerate(ones) if set(one.after) & set(members)]

@@ -17,12 +17,16 @@ class LinePrices:
     copies: float = 64.0
     core: float = 0.0
     overlapped: float = 0.0
+    spread: float = 0.0
 
     def collective_seconds(self, kind: str, num_bytes: int, group: str) -> float:
         return self.latency + num_bytes / self.bandwidth
 
     def overlapped_seconds(self, kind: str, num_bytes: int, group: str) -> float:
         return min(self.overlapped, self.collective_seconds(kind, num_bytes, group))
+
+    def spread_seconds(self, kind: str, num_bytes: int, group: str) -> float:
+        return self.spread
 
     def core_seconds(self, kind: str, num_bytes: int, group: str) -> float:
         return self.core * (1.0 + num_bytes / 16)

@@ -11,7 +11,7 @@ from graphshard.planner.bound import lower_bounds
 from graphshard.planner.condense import condense
 from graphshard.planner.exact import TooLargeError, best_schedule, least_peak
 from graphshard.planner.from_graph import problem_of_graph
-from graphshard.planner.plan import InfeasibleBudgetError
+from graphshard.planner.plan import InfeasibleBudgetError, make_plan
 from graphshard.planner.problem import Collective, Problem, Task
 from graphshard.planner.simulate import Step, simulate
 from graphshard.planner.solve import plan
@@ -177,6 +177,55 @@ def test_nothing_is_faster_where_latencies_of_many_pass_side_by_side(problem):
     assert plan(problem).seconds <= plan(replace(problem, prices=LinePrices())).seconds
 
 
+SPREAD = [
+    random_problem(
+        seed, most=4, num_tasks=3, with_memory=seed % 2 == 0, prices=LinePrices(spread=spread, overlapped=overlapped)
+    )
+    for spread, overlapped in ((0.5, 0.0), (1.5, 1.0), (4.0, 0.0), (12.0, 2.0))
+    for seed in range(700, 720)
+]
+SPREAD_LONG = [replace(problem, prices=LinePrices(spread=3.0)) for problem in LONG[:25]]
+
+
+@pytest.mark.parametrize("problem", [p for p in SPREAD if len(p.collectives) < 4])
+def test_nothing_is_faster_where_ends_are_spread(problem):
+    _check(problem)
+
+
+@pytest.mark.parametrize("problem", [p for p in SPREAD if p.tasks[0].live_bytes])
+def test_nothing_within_the_budget_is_faster_where_ends_are_spread(problem):
+    tight = replace(problem, budget_bytes=least_peak(problem) + 3)
+    best = all_schedules(tight, prunes=True)
+    assert simulate(tight, best_schedule(tight)).seconds == pytest.approx(best.seconds, abs=1e-9)
+
+
+@pytest.mark.parametrize("problem", SPREAD_LONG)
+def test_nothing_is_faster_where_ends_of_many_are_spread(problem):
+    _check_time(problem)
+    assert plan(problem).seconds >= plan(replace(problem, prices=LinePrices())).seconds - 1e-9
+
+
+def test_a_plan_leaves_room_for_collectives_that_are_late():
+    """A gather of 4 s that tasks of 1 s hide: started behind the first it ends in time, if it is not late."""
+    one = _gather(0, 8, earliest=0, deadline=5)
+    tasks = [Task(seconds=1.0)] * 6
+    other = Collective(
+        name="other", kind="all_reduce", queue="shard", in_bytes=4, out_bytes=4, earliest=0, deadline=6
+    )
+    sure = Problem(tasks=tasks, collectives=[one, other], prices=LinePrices(latency=1.0, bandwidth=8 / 3))
+    late = replace(sure, prices=LinePrices(latency=1.0, bandwidth=8 / 3, spread=1.0))
+    just_in_time = [Step(1, True, (0,)), Step(5, False, (0,)), Step(5, True, (1,)), Step(6, False, (1,))]
+    soon = [Step(0, True, (0,)), Step(5, False, (0,)), Step(5, True, (1,)), Step(6, False, (1,))]
+    assert [simulate(sure, steps).seconds for steps in (just_in_time, soon)] == [7.5, 7.5]
+    assert [simulate(late, steps).seconds for steps in (just_in_time, soon)] == [7.75, 7.5]
+    (run, _) = simulate(late, just_in_time).runs
+    assert (run.finished, run.needed, run.resumed, run.exposed_seconds) == (5.0, 5.0, 5.25, 0.25)
+    planned = plan(late)
+    first = next(bucket for bucket in planned.buckets if "c0" in bucket.names)
+    assert planned.seconds == 6.5625 and first.exposed_seconds == 0.0
+    assert make_plan(late, just_in_time, solver="none").buckets[0].reason == "it should have ended, and may be late"
+
+
 def _gather(number, num_bytes, *, earliest=0, deadline, merge_key=("gather",)):
     return Collective(
         name=f"c{number}", kind="all_gather", queue="shard", in_bytes=num_bytes // 2, out_bytes=num_bytes,
@@ -271,6 +320,17 @@ def test_a_short_collective_is_not_put_off_where_a_long_one_behind_it_would_begi
     tasks = [Task(seconds=seconds) for seconds in (10.0, 8.0, 9.0)]
     problem = Problem(tasks=tasks, collectives=ones, prices=Prices(latency=0.0, bandwidth=1.0))
     assert _check(problem).seconds == plan(problem).seconds == 35.0
+
+
+def test_what_a_collective_takes_of_the_core_is_part_of_its_time():
+    """A gather of 4 s, 1.5 s of them on the core: waited for at once it takes 4 s, behind compute 1.5 s."""
+    prices = LinePrices(latency=2.0, bandwidth=4.0, core=1.0)
+    problem = Problem(tasks=[Task(seconds=5.0)], collectives=[_gather(0, 8, deadline=1)], prices=prices)
+    at_once = simulate(problem, [Step(0, True, (0,)), Step(0, False, (0,))])
+    assert (at_once.seconds, at_once.exposed_seconds) == (9.0, 2.5)
+    hidden = simulate(problem, [Step(0, True, (0,)), Step(1, False, (0,))])
+    assert (hidden.seconds, hidden.exposed_seconds) == (6.5, 0.0)
+    assert [(run.issued, run.finished) for run in (*at_once.runs, *hidden.runs)] == [(0.0, 4.0)] * 2
 
 
 def test_a_busy_core_is_a_reason_to_merge():

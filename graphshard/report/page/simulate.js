@@ -13,6 +13,13 @@ function priceSeconds(price, links) {
   return price.fixed_seconds + quickest;
 }
 
+// When compute is expected to go on that arrives at a wait; graphshard.prices.behind_wait says why.
+function behindWait(clock, finish, spread) {
+  if (clock >= finish + spread) return clock;
+  if (clock <= finish - spread) return finish;
+  return clock + (finish + spread - clock) ** 2 / (4 * spread);
+}
+
 function priceKey(one) {
   return [one.kind, one.group, one.num_bytes].join("|");
 }
@@ -33,11 +40,11 @@ function runHalf(half, prices, links) {
       const seconds = priceSeconds(price, links);
       const overlapped = Math.min(price.overlapped_seconds * links.latency, seconds);
       const began = Math.max(clock, (free.get(one.group) || 0) - overlapped);
-      Object.assign(flight, { issued: clock, began, finished: began + seconds, seconds });
+      Object.assign(flight, { issued: clock, began, finished: began + seconds, seconds, spread: price.spread_seconds });
       free.set(one.group, flight.finished);
     } else {
       flight.needed = clock;
-      flight.exposed = Math.max(0, flight.finished - clock);
+      flight.exposed = behindWait(clock, flight.finished, flight.spread) - clock;
       if (flight.exposed > 0) {
         waits.push({ busy: step.busy_seconds, start: clock, seconds: flight.exposed, collective: step.collective });
         waited += flight.exposed;

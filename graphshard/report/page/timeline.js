@@ -97,7 +97,7 @@ class Timeline {
     context.fillStyle = colour(COLLECTIVE_COLOURS[flight.one.kind] || "collective");
     context.fillRect(left, lane.top, size, lane.bottom - lane.top);
     if (flight.exposed > 0) {
-      const from = x(Math.max(flight.start, flight.needed));
+      const from = x(Math.min(Math.max(flight.start, flight.needed), flight.end));
       context.fillStyle = colour("exposed");
       context.fillRect(from, lane.bottom - 5, Math.max(x(flight.end) - from, 2), 5);
     }
