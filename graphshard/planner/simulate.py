@@ -5,10 +5,9 @@ A start costs the stream the bucket's casts and its copy in (none for a bucket o
 the members are what one reduced bucket gave, or neighbours in memory); the collective then queues in its
 process group, or on the link that this group shares with others, while the stream is charged with what the
 collective takes of the core that computes. A part of its latency may pass while the one in front of it moves
-(in LogGP's terms the gap between two is shorter than the latency of one: Alexandrov and others, SPAA 1995). A wait blocks
-the stream until the collective has ended, or as long as is to be expected where ends are spread
-(:func:`graphshard.prices.behind_wait`), then costs its copy out (gathers) and what is computed from it
-at once.
+(in LogGP's terms the gap between two is shorter than the latency of one: Alexandrov and others, SPAA 1995).
+A wait blocks the stream until the collective has ended, or as long as is to be expected where ends are spread
+(:func:`graphshard.prices.behind_wait`), then costs its copy out (gathers) and what is computed from it at once.
 """
 
 from __future__ import annotations
