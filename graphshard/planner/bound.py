@@ -15,7 +15,8 @@
 
 The work of a set is the least that any merging of it costs. If prices are concave in bytes (latency +
 bytes / bandwidth is), that is one bucket for each merge key. Otherwise the best price per byte counts.
-Prices must not fall when bytes grow, and a merged collective must not take more of the core than its parts.
+Prices must not fall when bytes grow, and a merged collective must not take more of the core than its parts. An
+expected wait is no shorter than one for a collective that ends on time, so bounds do not look at how ends are spread.
 
 With a budget, a collective that would not fit beside a task is not yet started before it, and one
 whose input would not fit is done before it: heads and tails grow, and the bound is *memory-aware*.

@@ -2,7 +2,7 @@
 
 States of a schedule are explored gap by gap. Two states that have done the same (the same
 collectives started, in the same buckets, and waited for) differ only in their clocks; what is still
-to come never gets later when a clock is earlier, because all rules are maxima and sums. So a state
+to come never gets later when a clock is earlier, because all rules are maxima, sums and expected waits. So a state
 none of whose clocks is earlier than another's is dropped (dominance), and so is one whose lower bound
 reaches a schedule that is known. Three choices are left out since they cannot help:
 
