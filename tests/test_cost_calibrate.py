@@ -304,6 +304,23 @@ def test_a_rank_computes_beside_a_collective_of_gloo(gloo_alone, monkeypatch, is
     assert both == (seconds + 0.25, lost)
 
 
+def test_ranks_compute_between_meeting_and_a_collective_of_gloo(gloo_alone, monkeypatch):
+    gloo_alone(monkeypatch)
+    monkeypatch.setattr(calibrate_module, "uses_gloo", lambda group: True)
+    clock, done = _Clock(), []
+    monkeypatch.setattr(calibrate_module, "time", clock)
+    monkeypatch.setattr(calibrate_module, "_APART_SECONDS", 3.5)
+    monkeypatch.setattr(dist, "barrier", lambda: done.append("met"))
+    monkeypatch.setattr(calibrate_module.torch, "mm", lambda *_, **__: (done.append("computed"), clock.block()))
+
+    def start() -> _Work:
+        done.append("started")
+        return _Work(clock)
+
+    calibrate_module._Beside(CPU).seconds([calibrate_module._Collective(start)])
+    assert done == ["met", *["computed"] * 4, "started", *["computed"] * 3]
+
+
 def test_compute_that_becomes_faster_loses_what_starting_takes(gloo_alone, monkeypatch):
     gloo_alone(monkeypatch)
     monkeypatch.setattr(calibrate_module, "uses_gloo", lambda group: True)
@@ -354,7 +371,7 @@ def test_the_slowest_rank_counts(gloo_alone, monkeypatch):
 def test_products_are_probed_on_operands_that_no_cache_holds(monkeypatch):
     read = []
     monkeypatch.setattr(probes_module.torch, "mm", lambda left, right, out: read.append((left, right, out)))
-    multiply = probes_module._matmul(CPU, torch.float32, 512)
+    multiply = probes_module.cold_product(CPU, torch.float32, 512)
     for _ in range(50):
         multiply()
     held = {tensor.data_ptr(): tensor.nbytes for operands in read for tensor in operands}

@@ -73,6 +73,14 @@ def test_a_step_is_shorter_where_latencies_pass_side_by_side(llama):
     assert neutral(report).prices[0].overlapped_seconds == 5e-6
 
 
+def test_the_schedule_gives_the_step_again_where_collectives_take_of_the_core():
+    card = round_card(device_type="cpu", comm_compute_seconds_per_byte=5e-11, collective_start_seconds=1e-6)
+    report = _llama(micro_batches=2, hardware=card)
+    step, exposed = replay(report, neutral(report))
+    assert step == pytest.approx(report.step_seconds, rel=1e-12)
+    assert exposed == pytest.approx(report.exposed_seconds, rel=1e-12) and exposed > 0
+
+
 def test_a_step_is_longer_where_ends_are_spread(llama):
     report = _llama(micro_batches=2, hardware=round_card(collective_spread_seconds=4e-5))
     assert report.step_seconds > llama.step_seconds

@@ -24,7 +24,7 @@ from .._compat import gather_single, reduce_scatter_single, uses_gloo
 from ..collectives import EagerEmitter, emit_sum_of_exchange
 from ..errors import CalibrationError
 from .cards import COLLECTIVE_KINDS, HardwareCard, LinkClass, MeasuredCollective, load_card
-from .probes import ComputeProbe, ProbeSizes, probe_compute, say_nothing, typical
+from .probes import ComputeProbe, ProbeSizes, cold_product, probe_compute, say_nothing, typical
 
 #: Environment that torchrun gives its ranks.
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -36,6 +36,9 @@ _AT_ONCE = 6
 
 #: So many sizes of gathers tell that, and how far their times are spread.
 _NUM_USUAL = 3
+
+#: They multiply matrices of this side.
+_BLOCK_SIDE = 256
 
 #: Ranks compute for about so long before each collective: in a step they are not in step either.
 _APART_SECONDS = 0.01
@@ -297,8 +300,7 @@ class _Beside:
         self._is_beside = device.type == "cpu" and uses_gloo(dist.group.WORLD)
         self._synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         # Short ones: a collective that ends within a block seems to take until its end.
-        square = torch.ones(96, 96)
-        self._block = partial(torch.mm, square, square, out=torch.empty(96, 96))
+        self._block = cold_product(device, torch.float32, _BLOCK_SIDE) if self._is_beside else lambda: None
 
     def seconds(self, collectives: Sequence[_Collective]) -> tuple[float, float]:
         """From the start of the first collective to the end of all, and what compute lost in between.

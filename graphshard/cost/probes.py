@@ -110,7 +110,7 @@ def probe_compute(
     """
     timer = _Timer(device, sizes, together, slowest)
     main = torch.float32 if device.type == "cpu" else torch.bfloat16
-    rows = _rates([(2.0 * side**3, timer.seconds(_matmul(device, main, side))) for side in sizes.matmul])
+    rows = _rates([(2.0 * side**3, timer.seconds(cold_product(device, main, side))) for side in sizes.matmul])
     best = max(rate for _, rate in rows)
     efficiency = {"matmul": _fractions(rows, best)}
     peak = {_name(main): best}
@@ -118,7 +118,7 @@ def probe_compute(
     side = sizes.matmul[len(sizes.matmul) // 2]
     flops = 2.0 * side**3
     for dtype in (dtype for dtype in DTYPES if dtype != main):
-        rate = flops / timer.seconds(_matmul(device, dtype, side))
+        rate = flops / timer.seconds(cold_product(device, dtype, side))
         peak[_name(dtype)] = rate / efficiency["matmul"].at(flops)  # the curve is that of the main dtype
         report(f"matmul {_name(dtype)}: {rate / 1e9:.1f} GFLOP/s")
     forward, backward = _probe_attention(timer, device, main, sizes.attention)
@@ -201,7 +201,8 @@ class _Timer:
         return (self._clock() - start) / repeats
 
 
-def _matmul(device: torch.device, dtype: torch.dtype, side: int) -> Callable[[], object]:
+def cold_product(device: torch.device, dtype: torch.dtype, side: int) -> Callable[[], object]:
+    """Multiplies square matrices, on operands that no cache holds any more; returns what does so."""
     each = 3 * side**2 * dtype.itemsize
     operands = itertools.cycle(
         [

@@ -1,11 +1,11 @@
 """What a schedule costs: the one definition of time and memory that everything else uses.
 
 One compute stream runs tasks in their order and, between them, *steps*: starts and waits of buckets.
-A start costs the stream the bucket's casts and its copy in (none for a bucket of one, and none where
-the members are what one reduced bucket gave, or neighbours in memory); the collective then queues in its
-process group, or on the link that this group shares with others, while the stream is charged with what the
-collective takes of the core that computes. A part of its latency may pass while the one in front of it moves
-(in LogGP's terms the gap between two is shorter than the latency of one: Alexandrov and others, SPAA 1995).
+A start costs the stream the bucket's casts, its copy in (none for a bucket of one, and none where
+the members are what one reduced bucket gave, or neighbours in memory) and what the collective takes of
+the core that computes; the collective then queues in its process group, or on the link that this group
+shares with others. A part of its latency may pass while the one in front of it moves (in LogGP's terms
+the gap between two is shorter than the latency of one: Alexandrov and others, SPAA 1995).
 A wait blocks the stream until the collective has ended, or as long as is to be expected where ends are spread
 (:func:`graphshard.prices.behind_wait`), then costs its copy out (gathers) and what is computed from it at once.
 """
@@ -248,9 +248,10 @@ class Machine:
         """The bucket starts in this gap."""
         if self.why_not_start(state, bucket):
             return None
-        is_linked = self._is_linked(state, bucket)
+        is_linked = len(bucket.members) > 1 and bucket.mask in state.linked
         packs = bucket.packs and not is_linked
-        issued = self.issues(state, bucket)
+        copy_in = bucket.copy_in_seconds if packs else 0.0
+        seconds = state.seconds + bucket.start_seconds + copy_in + bucket.core_seconds
         running = bucket.running_bytes - (bucket.in_bytes if is_linked else 0)
         owned = 0 if packs else bucket.ready_bytes
         held = state.held_bytes + running - (bucket.ready_bytes if packs else 0)
@@ -258,14 +259,14 @@ class Machine:
         live = self.between[state.position] + most
         if self.budget_bytes is not None and live > self.budget_bytes:
             return None
-        finish = self.begins(bucket, issued, state) + bucket.seconds
+        finish = self.begins(bucket, seconds, state) + bucket.seconds
         queue = bucket.queue
         linked = state.linked
         if linked:
             linked = tuple(mask for mask in linked if not mask & bucket.mask)
         return State(
             state.position,
-            issued + bucket.core_seconds,
+            seconds,
             (*state.free[:queue], finish, *state.free[queue + 1 :]),
             state.started | bucket.mask,
             state.waited,
@@ -277,14 +278,6 @@ class Machine:
             state,
             Step(state.position, True, bucket.members),
         )
-
-    def _is_linked(self, state: State, bucket: Bucket) -> bool:
-        return len(bucket.members) > 1 and bucket.mask in state.linked
-
-    def issues(self, state: State, bucket: Bucket) -> float:
-        """When a bucket that starts now enters its queue: behind its casts and its copy in."""
-        packs = bucket.packs and not self._is_linked(state, bucket)
-        return state.seconds + bucket.start_seconds + (bucket.copy_in_seconds if packs else 0.0)
 
     def begins(self, bucket: Bucket, issued: float, state: State) -> float:
         """When a bucket that enters its queue at ``issued`` begins: its latency may pass beside what is in front."""
@@ -471,11 +464,11 @@ def simulate(problem: Problem, steps: Sequence[Step], *, machine: Machine | None
             if following is None:
                 why = machine.why_not_start(state, bucket)
                 raise PlanError(f"{_names(problem, step.members)} cannot start: {why}")
-            flight, issued = following.flights[-1], machine.issues(state, bucket)
+            flight = following.flights[-1]
             runs[step.members] = {
                 "start": step.position,
-                "issued": issued,
-                "began": machine.begins(bucket, issued, state),
+                "issued": following.seconds,
+                "began": machine.begins(bucket, following.seconds, state),
                 "finished": flight.finish,
                 "behind": last_in_queue.get(bucket.queue, ()),
                 "num_bytes": bucket.num_bytes,

@@ -33,7 +33,7 @@ class StreamEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvent:
-    """A bucket enters its queue or is waited for; ``busy_seconds`` is the clock then, without the waits before."""
+    """A start or a wait; ``busy_seconds`` is the stream's clock there without its waits before."""
 
     members: tuple[int, ...]
     is_start: bool
@@ -65,7 +65,7 @@ class Walk:
 def walk(problem: Problem, steps: Sequence[Step]) -> Walk:
     """Carries out a schedule; errors are those of :func:`graphshard.planner.simulate.simulate`."""
     simulation = simulate(problem, steps)
-    runs = {run.members: run for run in simulation.runs}
+    resumed = {run.members: run.resumed for run in simulation.runs}
     stream: list[StreamEvent] = []
     taken: list[StepEvent] = []
     waited = 0.0
@@ -80,11 +80,10 @@ def walk(problem: Problem, steps: Sequence[Step]) -> Walk:
         if step is None:
             note("compute", before.seconds, after.seconds, task=before.position)
             continue
-        run = runs[step.members]
-        arrived = before.seconds if step.is_start else run.resumed
+        arrived = before.seconds if step.is_start else resumed[step.members]
         note("wait", before.seconds, arrived, members=step.members)
         note("copy", arrived, after.seconds, members=step.members)
-        clock = run.issued if step.is_start else before.seconds
+        clock = after.seconds if step.is_start else before.seconds
         taken.append(StepEvent(members=step.members, is_start=step.is_start, busy_seconds=clock - waited))
         waited += arrived - before.seconds
     return Walk(stream=tuple(stream), flights=simulation.runs, steps=tuple(taken), seconds=simulation.seconds)

@@ -127,10 +127,10 @@ def all_schedules(problem, *, prunes: bool = False) -> Best:
             staging = sum(ones[m].staged_bytes + ones[m].in_bytes for m in members)
             peak = max(peak, now + staging)
         num_bytes = sum(max(ones[m].in_bytes, ones[m].out_bytes) for m in members)
+        clock += problem.prices.core_seconds(first.kind, num_bytes, first.queue)
         seconds = problem.prices.collective_seconds(first.kind, num_bytes, first.queue)
         beside = problem.prices.overlapped_seconds(first.kind, num_bytes, first.queue)
         finish = max(clock + beside, free.get(links[first.queue], 0.0)) + seconds - beside
-        clock += problem.prices.core_seconds(first.kind, num_bytes, first.queue)
         free = {**free, links[first.queue]: finish}
         left = frozenset(group for group in linked if not group & set(members))
         visit(gap, clock, free, (*flights, (members, finish, is_linked)), waited, left, peak)

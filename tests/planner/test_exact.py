@@ -322,17 +322,6 @@ def test_a_short_collective_is_not_put_off_where_a_long_one_behind_it_would_begi
     assert _check(problem).seconds == plan(problem).seconds == 35.0
 
 
-def test_what_a_collective_takes_of_the_core_is_part_of_its_time():
-    """A gather of 4 s, 1.5 s of them on the core: waited for at once it takes 4 s, behind compute 1.5 s."""
-    prices = LinePrices(latency=2.0, bandwidth=4.0, core=1.0)
-    problem = Problem(tasks=[Task(seconds=5.0)], collectives=[_gather(0, 8, deadline=1)], prices=prices)
-    at_once = simulate(problem, [Step(0, True, (0,)), Step(0, False, (0,))])
-    assert (at_once.seconds, at_once.exposed_seconds) == (9.0, 2.5)
-    hidden = simulate(problem, [Step(0, True, (0,)), Step(1, False, (0,))])
-    assert (hidden.seconds, hidden.exposed_seconds) == (6.5, 0.0)
-    assert [(run.issued, run.finished) for run in (*at_once.runs, *hidden.runs)] == [(0.0, 4.0)] * 2
-
-
 def test_a_busy_core_is_a_reason_to_merge():
     """Twelve small gathers that compute hides altogether: free on a link of their own, not on a core."""
     ones = [_gather(i, 8, deadline=9) for i in range(12)]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from problems import LinePrices, random_problem
 
 from graphshard.planner.bound import lower_bounds
+from graphshard.planner.heuristic import Beam, good_schedule
 from graphshard.planner.in_turn import Rule, schedule_in_turn
 from graphshard.planner.problem import Collective, Problem, Task
 from graphshard.planner.simulate import simulate
@@ -73,6 +74,24 @@ def test_the_budget_is_kept(seed, share):
     budget = int(least + share * (free - least))
     steps = schedule_in_turn(replace(problem, budget_bytes=budget), RULE)
     assert steps is None or simulate(problem, steps).peak_bytes <= budget
+
+
+SEARCHES = {
+    "in turn": lambda problem: schedule_in_turn(problem, RULE),
+    "beam": lambda problem: good_schedule(problem, Beam(width=2)),
+}
+
+
+@pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES)
+def test_what_may_be_late_is_not_closed_when_it_should_have_ended(search):
+    """A reduction of 2 s, begun at 0, that may end at 5: closed as soon as that is certain, which costs nothing."""
+    one = Collective(name="r", kind="reduce_scatter", queue="shard", in_bytes=4, out_bytes=1, earliest=0, deadline=9,
+                     ready_bytes=4, limit="reduction")  # fmt: skip
+    prices = LinePrices(latency=1.0, bandwidth=4.0, spread=3.0)
+    problem = Problem(tasks=[Task(seconds=1.0)] * 9, collectives=[one], prices=prices)
+    steps = search(problem)
+    assert [(step.position, step.is_start) for step in steps] == [(0, True), (5, False)]
+    assert simulate(problem, steps).seconds == 9.0
 
 
 def test_what_is_read_waits_for_what_comes_before_it():
