@@ -358,14 +358,17 @@ def test_compute_is_probed_with_progress_and_in_step_with_the_other_ranks():
 
 def test_the_slowest_rank_counts(gloo_alone, monkeypatch):
     gloo_alone(monkeypatch)
-    reduced = []
-    monkeypatch.setattr(dist, "all_reduce", lambda found, op: (reduced.append(op), found.fill_(0.5)))
-    monkeypatch.setattr(
-        calibrate_module, "probe_compute", lambda *_, slowest, **__: pytest.fail(str(slowest(0.25)))
-    )
-    with pytest.raises(pytest.fail.Exception, match=r"^0\.5$"):
+    asked, answered = [], []
+    monkeypatch.setattr(dist, "all_reduce", lambda found, op: (asked.append((found.item(), op)), found.fill_(0.5)))
+
+    def probe(*_, slowest, **__):
+        answered.append(slowest(0.25))
+        raise CalibrationError("enough")
+
+    monkeypatch.setattr(calibrate_module, "probe_compute", probe)
+    with pytest.raises(CalibrationError, match="enough"):
         calibrate_module.measure_group(_job("here.json"), 1)
-    assert reduced == [dist.ReduceOp.MAX]
+    assert (asked, answered) == ([(0.25, dist.ReduceOp.MAX)], [0.5])
 
 
 def test_products_are_probed_on_operands_that_no_cache_holds(monkeypatch):

@@ -81,6 +81,14 @@ def test_the_schedule_gives_the_step_again_where_collectives_take_of_the_core():
     assert exposed == pytest.approx(report.exposed_seconds, rel=1e-12) and exposed > 0
 
 
+@pytest.mark.parametrize(("plan", "remedy"), [("unit", 'plan="auto"'), ("auto", "less to send at this point")])
+def test_who_may_wait_for_what_is_late_is_told_what_is_possible(plan, remedy):
+    """A plan without a budget has taken all the room there is: no budget would help."""
+    report = _llama(plan=plan, micro_batches=2, hardware=round_card(collective_spread_seconds=4e-5))
+    late = [one.collective for one in report.exposures if one.collective.cause == "spread"]
+    assert late and all(one.remedy.startswith(remedy) for one in late)
+
+
 def test_a_step_is_longer_where_ends_are_spread(llama):
     report = _llama(micro_batches=2, hardware=round_card(collective_spread_seconds=4e-5))
     assert report.step_seconds > llama.step_seconds

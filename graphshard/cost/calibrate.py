@@ -37,11 +37,11 @@ _AT_ONCE = 6
 #: So many sizes of gathers tell that, and how far their times are spread.
 _NUM_USUAL = 3
 
-#: They multiply matrices of this side.
-_BLOCK_SIDE = 256
-
-#: Ranks compute for about so long before each collective: in a step they are not in step either.
+#: Ranks compute for about so long before each collective: in training they are not in step either.
 _APART_SECONDS = 0.01
+
+#: Then, and beside collectives, they multiply matrices of this side.
+_BLOCK_SIDE = 256
 
 Report = Callable[[str], None]
 

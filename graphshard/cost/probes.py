@@ -24,7 +24,6 @@ from .kernels import STEPS_OF
 #: Dtypes whose products are measured.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
-
 #: Products are timed on so many bytes of operands in turns, which no cache holds: in a step each product reads what was
 #: written a while ago.
 _COLD_BYTES = {"cpu": 2**26, "cuda": 2**28}

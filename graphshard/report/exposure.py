@@ -124,7 +124,7 @@ class Explainer:
             cause="spread",
             reason=f"it should have ended {_ms(flight.needed - flight.finished)} before, but on this machine "
             "collectives are sooner or later (collective_spread_seconds of the card)",
-            remedy=self._more_overlap(),
+            remedy=self._more_room(flight),
         )
 
     def _queued(self, flight: BucketRun) -> Explanation:
@@ -178,8 +178,9 @@ class Explainer:
             why = "another order or bucket costs more elsewhere"
             if budget is not None:
                 why += f", or does not fit the budget of {size_text(budget)}"
-            remedy = "a larger memory_budget" if budget is not None else self._less_to_send(flight)
-            return Explanation(cause="schedule", reason=f"it starts {where}: {why}", remedy=remedy)
+            return Explanation(
+                cause="schedule", reason=f"it starts {where}: {why}", remedy=self._more_room(flight)
+            )
         why = self._declined.get(name, _STARTED_LATE[self._made_by])
         first = "at the top" if earliest == 0 else self._problem.where(earliest)
         return Explanation(
@@ -190,6 +191,11 @@ class Explainer:
 
     def _more_overlap(self) -> str:
         return _MORE_OVERLAP[self._made_by]
+
+    def _more_room(self, flight: BucketRun) -> str:
+        """Between its start and its wait; a plan without a budget has taken what there is."""
+        is_free = self._made_by == "plan" and self._problem.budget_bytes is None
+        return self._less_to_send(flight) if is_free else self._more_overlap()
 
     def _spread_out(self) -> str:
         equal = "units of more equal size, so that each collective has compute of its own to hide behind"
