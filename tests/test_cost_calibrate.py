@@ -203,6 +203,36 @@ def test_no_latency_is_shared_where_collectives_slow_each_other_down(gloo_alone,
     assert probe_collectives(CPU, QUICK).overlapped_latency_seconds == 0.0
 
 
+def test_collectives_take_no_less_than_they_add_behind_others(gloo_alone, monkeypatch):
+    """A link of 1 MB/s that lets 512 KiB through at once after a pause."""
+    gloo_alone(monkeypatch)
+    at_once_bytes = 2**19
+    _time_with(
+        monkeypatch, lambda _, size, num: _Timing(max(num * size - at_once_bytes, 0) / 1e6, 0.0, 0.0)
+    )
+    rows = {(row.op, row.num_bytes): row.seconds for row in probe_collectives(CPU, ProbeSizes()).link.measured}
+    assert len(rows) == len(COLLECTIVE_KINDS) * len(ProbeSizes().collective_bytes)
+    for (_, size), seconds in rows.items():
+        is_queued = size in (2**19, 2**22)
+        expected = size if is_queued else max(size - at_once_bytes, 0)
+        assert seconds == pytest.approx(expected / 1e6)
+
+
+def test_collectives_that_share_their_latency_take_what_they_take_alone(gloo_alone, monkeypatch):
+    gloo_alone(monkeypatch)
+    _time_with(monkeypatch, lambda _, size, num: _Timing(1.0 + num * size / 1e9, 0.0, 0.0))
+    rows = probe_collectives(CPU, ProbeSizes()).link.measured
+    assert [row.seconds for row in rows] == [1.0 + row.num_bytes / 1e9 for row in rows]
+
+
+def test_the_collectives_of_a_device_are_measured_one_at_a_time(gloo_alone, monkeypatch):
+    gloo_alone(monkeypatch)
+    nums = []
+    _time_with(monkeypatch, lambda _, size, num: nums.append(num) or _Timing(1.0 + size / 1e9, 0.0, 0.0))
+    probe_collectives(torch.device("cuda"), ProbeSizes())
+    assert set(nums) == {1}
+
+
 def test_how_far_the_ends_of_gathers_are_spread_is_probed(gloo_alone, monkeypatch):
     gloo_alone(monkeypatch)
 

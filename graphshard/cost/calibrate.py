@@ -10,8 +10,8 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,10 @@ _AT_ONCE = 6
 
 #: So many sizes of gathers tell that, and how far their times are spread.
 _NUM_USUAL = 3
+
+#: So many of one kind and size, the last of the usual ones and the next, tell what one takes behind others.
+_QUEUED = 3
+_NUM_QUEUED_SIZES = 2
 
 #: Ranks compute for about so long before each collective: in training they are not in step either.
 _APART_SECONDS = 0.01
@@ -176,7 +180,8 @@ def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report
     """Measures the default process group; every rank calls it and gets the same numbers.
 
     A time is the :func:`typical` of calls and ranks; on a CPU each rank computes before and meanwhile, as it does in
-    training. Latency and bandwidth of the link come from the gathers: the smallest is all latency, and the two largest
+    training. Where one adds more behind others of its kind and size than it takes alone, that counts. Latency and
+    bandwidth of the link come from the gathers: the smallest is all latency, and the two largest
     differ by bandwidth. So does what one takes of the core that computes: in all, and for each byte more. Several at a
     time tell how much of their latency passes side by side.
     """
@@ -184,15 +189,17 @@ def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report
     asked = [_Asked(op, size) for op in COLLECTIVE_KINDS for size in map(_whole, sizes.collective_bytes)]
     # The stream of a device runs the collectives of a group one after the other.
     several = [_Asked("all_gather", size, _AT_ONCE) for size in _usual(asked)] if is_cpu else []
-    found = _timings([*asked, *several], device, sizes.num_samples)
+    queued = _queued(asked) if is_cpu else []
+    found = _timings([*asked, *several, *queued], device, sizes.num_samples)
     timings = {
-        op: {each.num_bytes: found[each] for each in asked if each.op == op} for op in COLLECTIVE_KINDS
+        op: {each.num_bytes: _behind_others(each, found) for each in asked if each.op == op}
+        for op in COLLECTIVE_KINDS
     }
     for op, of_sizes in timings.items():
         shown = (f"{size} bytes {timing.seconds * 1e6:.0f} us" for size, timing in of_sizes.items())
         report(f"{op}: " + ", ".join(shown))
     gathers = timings["all_gather"]
-    at_once = [(gathers[each.num_bytes], found[each]) for each in several]
+    at_once = [(found[replace(each, at_once=1)], found[each]) for each in several]
     rows = tuple(
         MeasuredCollective(op=op, num_ranks=num_ranks, num_bytes=size, seconds=timing.seconds)
         for op, of_sizes in timings.items()
@@ -220,6 +227,24 @@ def _usual(asked: Sequence[_Asked]) -> Sequence[int]:
     """Three sizes that buckets have: without the smallest and the largest, where there are others."""
     some = [each.num_bytes for each in asked if each.op == "all_gather"]
     return (some[1:-1] or some)[:_NUM_USUAL]
+
+
+def _queued(asked: Sequence[_Asked]) -> list[_Asked]:
+    """Several of each kind at once, of two sizes."""
+    sizes = [each.num_bytes for each in asked if each.op == "all_gather"]
+    chosen = sizes[_NUM_USUAL : _NUM_USUAL + _NUM_QUEUED_SIZES]
+    return [replace(each, at_once=_QUEUED) for each in asked if each.num_bytes in chosen]
+
+
+def _behind_others(asked: _Asked, found: Mapping[_Asked, _Timing]) -> _Timing:
+    """The timing of one alone, but no shorter than each of several adds, where that was measured.
+
+    A link that lets some bytes through at once after a pause (a token bucket) is faster alone than in a step.
+    """
+    one, several = found[asked], found.get(replace(asked, at_once=_QUEUED))
+    if several is None:
+        return one
+    return replace(one, seconds=max(one.seconds, (several.seconds - one.seconds) / (_QUEUED - 1)))
 
 
 def _spread(gathers: Sequence[_Timing]) -> float:
