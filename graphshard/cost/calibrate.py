@@ -37,7 +37,7 @@ _AT_ONCE = 6
 #: So many sizes of gathers tell that, and how far their times are spread.
 _NUM_USUAL = 3
 
-#: So many of one kind and size, the last of the usual ones and the next, tell what one takes behind others.
+#: So many of a kind tell what one takes behind others, at so many sizes: the largest of those and the next.
 _QUEUED = 3
 _NUM_QUEUED_SIZES = 2
 
@@ -181,9 +181,9 @@ def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report
 
     A time is the :func:`typical` of calls and ranks; on a CPU each rank computes before and meanwhile, as it does in
     training. Where one adds more behind others of its kind and size than it takes alone, that counts. Latency and
-    bandwidth of the link come from the gathers: the smallest is all latency, and the two largest
-    differ by bandwidth. So does what one takes of the core that computes: in all, and for each byte more. Several at a
-    time tell how much of their latency passes side by side.
+    bandwidth of the link come from the gathers: the smallest is all latency, and the two largest differ by bandwidth.
+    So does what one takes of the core that computes: in all, and for each byte more. Several at a time tell how much
+    of their latency passes side by side.
     """
     num_ranks, is_cpu = dist.get_world_size(), device.type == "cpu"
     asked = [_Asked(op, size) for op in COLLECTIVE_KINDS for size in map(_whole, sizes.collective_bytes)]
@@ -230,9 +230,10 @@ def _usual(asked: Sequence[_Asked]) -> Sequence[int]:
 
 
 def _queued(asked: Sequence[_Asked]) -> list[_Asked]:
-    """Several of each kind at once, of two sizes."""
-    sizes = [each.num_bytes for each in asked if each.op == "all_gather"]
-    chosen = sizes[_NUM_USUAL : _NUM_USUAL + _NUM_QUEUED_SIZES]
+    """Several of each kind at once, of the largest usual size and the next."""
+    sizes = sorted({each.num_bytes for each in asked})
+    first = sizes.index(_usual(asked)[-1])
+    chosen = sizes[first : first + _NUM_QUEUED_SIZES]
     return [replace(each, at_once=_QUEUED) for each in asked if each.num_bytes in chosen]
 
 
@@ -244,7 +245,12 @@ def _behind_others(asked: _Asked, found: Mapping[_Asked, _Timing]) -> _Timing:
     one, several = found[asked], found.get(replace(asked, at_once=_QUEUED))
     if several is None:
         return one
-    return replace(one, seconds=max(one.seconds, (several.seconds - one.seconds) / (_QUEUED - 1)))
+    return replace(one, seconds=max(one.seconds, _added(one, several, _QUEUED)))
+
+
+def _added(one: _Timing, several: _Timing, num: int) -> float:
+    """How much later ``num`` at once end for each beside the first."""
+    return (several.seconds - one.seconds) / (num - 1)
 
 
 def _spread(gathers: Sequence[_Timing]) -> float:
@@ -261,7 +267,7 @@ def _overlapped_latency(gathers: Sequence[tuple[_Timing, _Timing]]) -> float:
 
     Given are one, and several at once, for each size.
     """
-    found = [one.seconds - (several.seconds - one.seconds) / (_AT_ONCE - 1) for one, several in gathers]
+    found = [one.seconds - _added(one, several, _AT_ONCE) for one, several in gathers]
     return max(_mean(found), 0.0)
 
 
