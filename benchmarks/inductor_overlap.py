@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from graphshard.collectives import group_name, is_collective, is_wait
 from graphshard.cost import CostModel
+from graphshard.cost.links import KIND_OF
 from graphshard.mesh import MeshLayout
-from graphshard.planner.from_graph import KINDS, problem_of_graph
+from graphshard.planner.from_graph import problem_of_graph
 from graphshard.planner.problem import Problem
 from graphshard.planner.simulate import Step
 from graphshard.rewrite import apply_order, copy_graph
@@ -128,7 +129,7 @@ def _estimator(
         values = [source.meta["val"] for source in (*node.all_input_nodes, node)]
         num_bytes = max(value.numel() * value.element_size() for value in values)
         size = num_bytes if override_size is None else override_size
-        kind = KINDS.get(node.target, "all_gather")
+        kind = KIND_OF.get(node.target, "all_gather")
         return 1e3 * model.collective_seconds(kind, size, ours[group_name(node)])
 
     return estimate

@@ -7,7 +7,7 @@ For each model (layers x width) and link, two ranks take turns at training with 
 hardware card is measured on that link before each round, for the machine drifts; the planned contender plans with the
 first. Predicted is the median of what `graphshard.inspect` says of both schedules with each card. "best" is the longer
 of computing (the unsharded step and the core's own share of communication) and moving the bytes over the link: what a
-schedule that hides everything would come near to.
+schedule that hides everything would come near to. The exit status is 1 if a contender's losses are not the others'.
 """
 
 from __future__ import annotations
@@ -170,6 +170,9 @@ def summarise(
             f"memory {measured_bytes / MIB:.1f} MiB, predicted {predicted.peak_bytes / MIB:.1f} "
             f"({100 * memory_error:+.1f} %)"
         )
+    preferred = min(data, key=lambda name: data[name]["predicted_ms"])
+    slower = rows[preferred].median_ms / min(rows[name].median_ms for name in data) - 1
+    lines.append(f"predicted to be the fastest of these: {preferred}, {100 * slower:.1f} % above what was the fastest")
     return lines, data
 
 
@@ -181,7 +184,8 @@ def main() -> int:
         print(f"shaped links SKIPPED: {obstacle}")
         options.links = [each for each in options.links if each == "loopback"]
     print("  ".join(f"{name} {value}" for name, value in describe_machine().items()))
-    points = []
+    points: list[dict[str, object]] = []
+    is_wrong = False
     for num_layers, width in options.models:
         config = GptConfig(num_layers=num_layers, width=width)
         for where in options.links:
@@ -193,7 +197,8 @@ def main() -> int:
                     sys.exit(f"{where}: {error}")
             print(f"link measured at {result.link_gbits:.2f} Gbit/s each way")
             print(format_table(result.rows))
-            print(*(f"WRONG {gap}" for gap in result.loss_gaps), sep="\n", end="")
+            print(*(f"WRONG {gap}\n" for gap in result.loss_gaps), sep="", end="")
+            is_wrong |= bool(result.loss_gaps)
             gbits = result.link_gbits
             predictions = {
                 name: [predict(config, options.batch, card, plan, gbits) for card in cards]
@@ -204,7 +209,7 @@ def main() -> int:
             points.append({"layers": num_layers, "width": width, "link": where, "gbits": gbits, **data})
             if options.json:
                 options.json.write_text(json.dumps(points, indent=1) + "\n")
-    return 0
+    return int(is_wrong)
 
 
 if __name__ == "__main__":

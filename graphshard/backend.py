@@ -62,7 +62,13 @@ def half_pipeline(options: BackendOptions) -> Pipeline:
     if options.hardware is not None:
         is_free = options.bucket == "auto"
         budget = "default" if options.memory_budget is None else options.memory_budget
-        steps.append(passes.PlanCollectives(merge=is_free, memory_budget=budget))
+        place = passes.PlanCollectives(
+            merge=is_free,
+            memory_budget=budget,
+            max_gathers=options.limit_all_gathers,
+            backward_prefetch=options.backward_prefetch or "",
+        )
+        steps.append(place)
     elif options.overlap is False:
         steps.append(passes.ScheduleCollectives(prefetch=0, reductions_in_flight=1))
     else:
@@ -164,7 +170,6 @@ class _Compilation:
         return Planning(
             card=card,
             halves=half_pipeline(self.options),
-            merge=self.options.bucket == "auto",
             is_shared=is_checked,
             what=f"graph {self.index}",
         )
@@ -287,11 +292,11 @@ class _Compilation:
 
     def _check_order(self, planned: list[str], source: str | None, half: str) -> None:
         if source is None:
+            message = f"graphshard: Inductor shows no source of the {half}: whether its collectives moved is not known"
+        elif difference := order_difference(planned, emitted_order(source)):
+            message = f"graphshard: Inductor moved collectives of the {half}: {difference}"
+        else:
             return
-        difference = order_difference(planned, emitted_order(source))
-        if not difference:
-            return
-        message = f"graphshard: Inductor moved collectives of the {half}: {difference}"
         if self.options.verify == "full":
             raise ScheduleOrderError(message)
         warnings.warn(message, stacklevel=2)

@@ -10,6 +10,7 @@ from .errors import BudgetError
 from .inspection_settings import Settings
 from .joint_trials import JointTrials, StepChoice
 from .options import BackendOptions
+from .passes import PlanCollectives
 from .persistent_bytes import always_bytes, persistent_bytes_of_joint
 from .pipeline import Pipeline
 from .planner.plan import InfeasibleBudgetError
@@ -39,7 +40,7 @@ def choose_inspected(
         context=context,
         tag=tag,
         lower=Pipeline(*steps.passes[:1], given=steps.given),
-        merge=True,
+        place=PlanCollectives(),
         prices=lambda _: settings.prices(context.mesh),
     )
     budget = settings.budget_bytes

@@ -107,7 +107,7 @@ class JointTrials:
         context: what passes on it know.
         tag: the joint passes behind ``keep_gathered``.
         lower: the passes on a half in front of the planner.
-        merge: whether the planner may merge collectives.
+        place: the planning pass, of which trials change the budget.
         prices: of a half.
         recomputes: whether activations may be computed again.
     """
@@ -116,7 +116,7 @@ class JointTrials:
     context: PassContext
     tag: Pipeline
     lower: Pipeline
-    merge: bool
+    place: PlanCollectives
     prices: Callable[[fx.GraphModule], GraphPrices]
     recomputes: bool = True
 
@@ -225,7 +225,7 @@ class JointTrials:
         Raises:
             InfeasibleBudgetError: no plan keeps the budget.
         """
-        place = PlanCollectives(merge=self.merge, memory_budget=memory_budget)
+        place = replace(self.place, memory_budget=memory_budget)
         ctx = replace(ctx, prices=self.prices(half))
         (record,) = Pipeline(place, given=self.lower.facts_at_end).run(half, ctx)
         planned = record.report.planned

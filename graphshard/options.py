@@ -7,9 +7,17 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.fsdp import BackwardPrefetch
+
 from .cost import HardwareCard, load_card
 from .errors import OptionError
 from .schedule import parse_bytes
+
+#: Options of the planner.
+_NEED_HARDWARE = ("memory_budget", "bucket", "limit_all_gathers", "backward_prefetch")
+
+#: As many gathers in flight as FSDP1 with ``limit_all_gathers=True``.
+_FSDP1_GATHERS = 2
 
 _CHOICES = {
     "bucket": ("unit", "none", "auto"),
@@ -37,6 +45,12 @@ class BackendOptions:
             ``hardware``). What is left is for units that keep their parameters for the backward, and between
             micro-batches whose gradients are not reduced. None: with ``hardware``, no more than FSDP2's order
             of units holds.
+        limit_all_gathers: all-gathers that may be in flight at a time, a bucket counting once; True for FSDP1's
+            two, 0 or False for as many as the plan finds best (needs ``hardware``; without it one is ahead).
+        backward_prefetch: when the backward gathers the next unit, as FSDP1 has it: "pre" (or ``BACKWARD_PRE``), one
+            bucket a unit, right after the unit before is gathered; "post" (``BACKWARD_POST``), not before that
+            unit's gradients exist. None where the plan finds it best. Units with prefetches of their own
+            (``set_modules_to_backward_prefetch``) keep those (needs ``hardware``; without it one is ahead).
         verify: "cheap" compares the collectives across ranks before the first one of a new graph
             and checks the order Inductor emits; "full" also recomputes every fake value after each
             pass, and makes another order an error; "off" does none of it.
@@ -48,6 +62,8 @@ class BackendOptions:
     overlap: bool | str = True
     hardware: HardwareCard | None = None
     memory_budget: int | None = None
+    limit_all_gathers: int = 0
+    backward_prefetch: str | None = None
     verify: str = "cheap"
     dump: Path | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
@@ -58,9 +74,16 @@ class BackendOptions:
             if not any(type(value) is type(choice) and value == choice for choice in choices):
                 listed = ", ".join(map(repr, choices))
                 raise OptionError(f"graphshard backend: option {name}={value!r} must be one of {listed}")
-        needing = [
-            name for name in ("memory_budget", "bucket") if getattr(self, name) not in (None, "unit", "none")
-        ]
+        if type(self.limit_all_gathers) is not int or self.limit_all_gathers < 0:
+            raise OptionError(
+                f"graphshard backend: option limit_all_gathers={self.limit_all_gathers!r} must be True, False, or the "
+                "number of gathers that may be in flight, 0 for any number"
+            )
+        if self.backward_prefetch not in (None, "pre", "post"):
+            raise OptionError(
+                f"graphshard backend: option backward_prefetch={self.backward_prefetch!r} must be 'pre', 'post' or None"
+            )
+        needing = [name for name in _NEED_HARDWARE if getattr(self, name) not in (None, 0, "unit", "none")]
         if needing and self.hardware is None:
             raise OptionError(
                 f"graphshard backend: option {needing[0]}={getattr(self, needing[0])!r} needs a cost model: "
@@ -103,6 +126,10 @@ class BackendOptions:
             raise OptionError(
                 f"graphshard backend: option hardware={hardware!r} must be a card, its name or its file"
             )
+        if type(given.get("limit_all_gathers")) is bool:
+            given["limit_all_gathers"] = _FSDP1_GATHERS if given["limit_all_gathers"] else 0
+        if isinstance(given.get("backward_prefetch"), BackwardPrefetch):
+            given["backward_prefetch"] = given["backward_prefetch"].name.removeprefix("BACKWARD_").lower()
         if given.get("memory_budget") is not None:
             given["memory_budget"] = parse_bytes(given["memory_budget"])
         return BackendOptions(**given)

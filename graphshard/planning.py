@@ -37,14 +37,12 @@ class Planning:
     Attributes:
         card: the hardware.
         halves: the passes on each half; the last one plans.
-        merge: whether it may merge collectives.
         is_shared: ranks follow one plan; if not, each makes its own.
         what: names the graph in errors.
     """
 
     card: HardwareCard
     halves: Pipeline
-    merge: bool
     is_shared: bool
     what: str
 
@@ -103,9 +101,11 @@ class Planning:
         Returns:
             What was done, and the choice, if there was one. Its ``peak_bytes`` are None where they are not known.
         """
-        lower, _ = self.halves.split(-1)
+        lower, placing = self.halves.split(-1)
+        (place,) = placing.passes
+        assert isinstance(place, passes.PlanCollectives)
         trials = JointTrials(
-            gm=gm, context=context, tag=tag, lower=lower, merge=self.merge, prices=self._prices,
+            gm=gm, context=context, tag=tag, lower=lower, place=place, prices=self._prices,
             recomputes=self.is_shared,
         )  # fmt: skip
         calls = [UnshardCall(*node.args) for node in gm.graph.find_nodes(op="call_function", target=UNSHARD)]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import fx
 
 from ._compat import group_by_name
-from .collectives import ALL_GATHER, REDUCE_SCATTER, group_name, is_collective
+from .collectives import group_name, is_collective
 from .context import KnownPlan
 from .cost import CollectiveTables, CostModel, GroupTopology, HardwareCard, load_card, load_tables
 from .errors import OptionError, OptionTypeError
@@ -26,8 +26,8 @@ from .planner.follow import ways_to_follow
 from .planner.from_graph import GraphProblem, problem_of_graph
 from .planner.plan import InfeasibleBudgetError, Plan, make_plan
 from .planner.problem import Problem
-from .planner.simulate import simulate
-from .planner.solve import is_possible, plan, smallest_budget
+from .planner.simulate import Step, simulate
+from .planner.solve import is_possible, leanest_schedule, plan
 from .planner.wishes import NO_WISHES, Wishes
 from .prices import GraphPrices
 from .rows import RowPlace
@@ -48,6 +48,10 @@ def schedule_graph(
     memory_budget: int | str | None = None,
     groups: Mapping[str, int | GroupTopology] | None = None,
     shared_links: Sequence[tuple[str, ...]] = (),
+    buckets: Sequence[Sequence[fx.Node]] = (),
+    prefetch: Sequence[tuple[fx.Node, fx.Node]] = (),
+    max_gathers: int = 0,
+    max_reductions: int = 0,
 ) -> Plan:
     """Merges and orders the collectives of any captured graph, in place; on an error nothing is changed.
 
@@ -63,6 +67,10 @@ def schedule_graph(
             the ranks of a group then lie side by side, as many to a node as the card has.
         shared_links: names of groups that share a link, ``[("replicate", "shard")]`` for instance: their
             collectives then run one after the other. Left out, groups do not slow each other down.
+        buckets: nodes that start collectives, of which each group of nodes is to be one bucket.
+        prefetch: pairs of such nodes (a, b): b starts right after the wait for a.
+        max_gathers: all-gathers of inputs that may be in flight at a time, a bucket counting once; 0 for any number.
+        max_reductions: the same for collectives whose results compute does not read.
 
     Returns:
         The plan, with predicted times, bounds and reasons.
@@ -70,6 +78,7 @@ def schedule_graph(
     Raises:
         CardError, TableError, OptionError, OptionTypeError: a card, table or budget that cannot be read.
         InfeasibleBudgetError: no plan keeps the budget; names one that a plan keeps.
+        ProblemError: buckets, prefetches or limits that contradict each other, or name other nodes.
         UnpricedGroupError: nothing says how many ranks a group has.
     """
     card = hardware if isinstance(hardware, HardwareCard) else load_card(hardware)
@@ -79,7 +88,13 @@ def schedule_graph(
         gm,
         model,
         memory_budget=memory_budget,
-        wishes=Wishes(shared_links=shared_links),
+        wishes=Wishes(
+            shared_links=shared_links,
+            fixed_buckets=buckets,
+            prefetch=prefetch,
+            max_gathers=max_gathers,
+            max_reductions=max_reductions,
+        ),
         device_type=card.device_type,
     )
 
@@ -100,9 +115,9 @@ def topologies(
             found[name] = GroupTopology(num_ranks=len(ranks), ranks_per_node=max(map(nodes.count, nodes)))
     for node in collectives:
         name = group_name(node)
-        if name not in found and node.target in (ALL_GATHER, REDUCE_SCATTER):
-            num_ranks = node.args[1] if node.target is ALL_GATHER else node.args[2]
-            found[name] = _side_by_side(num_ranks, per_node)
+        arguments = [argument.name for argument in node.target._schema.arguments]
+        if name not in found and "group_size" in arguments:
+            found[name] = _side_by_side(node.args[arguments.index("group_size")], per_node)
     return found
 
 
@@ -232,11 +247,12 @@ def _followed(
 def _within_budget(
     gm: fx.GraphModule, found: GraphProblem, budget: int | None, device_type: str | None
 ) -> tuple[fx.GraphModule, Plan]:
+    """The graph with the fastest plan that the memory model lets pass, the order in which it came included."""
     before = measured_peak(gm, device_type)
-    fits = (budget is None or before <= budget) and is_possible(
-        replace(found.problem, budget_bytes=None), found.unplanned
-    )
-    problem = replace(found.problem, budget_bytes=budget)
+    came = simulate(found.problem.without_wishes(), found.unplanned).seconds
+    may_stay = is_possible(replace(found.problem, budget_bytes=None), found.unplanned)
+    fits = may_stay and (budget is None or before <= budget)
+    problem = found.problem
     for _ in range(_ATTEMPTS):
         try:
             result = plan(problem, unplanned=found.unplanned, notes=found.notes)
@@ -245,15 +261,40 @@ def _within_budget(
         planned = planned_graph(gm, found, result.steps)
         live = measured_live(planned, device_type)
         peak = max(live.values(), default=0)
-        if budget is None or peak <= budget:
+        if budget is None:
+            return planned, replace(result, peak_bytes=peak)
+        if peak <= budget:
+            if fits and came < result.seconds:
+                break
+            if problem is not found.problem:
+                result = _plan_of(found, result.steps, "beam", came)
             return planned, replace(result, peak_bytes=peak, budget_bytes=budget)
         problem = _with_excess(problem, result, live, budget)
     assert budget is not None
-    if fits:  # the graph as it came keeps the budget, whatever the model of the problem says
-        result = make_plan(found.problem, found.unplanned, solver="none", notes=found.notes)
-        result = replace(result, unplanned_seconds=result.seconds, peak_bytes=before, budget_bytes=budget)
-        return gm, result
-    raise InfeasibleBudgetError(budget, _feasible_budget(gm, found, device_type), is_smallest=False)
+    if fits:  # it keeps the budget, whatever the problem's account of memory says
+        return gm, replace(
+            _plan_of(found, found.unplanned, "none", came), peak_bytes=before, budget_bytes=budget
+        )
+    leanest, _ = leanest_schedule(found.problem)
+    planned = planned_graph(gm, found, leanest)
+    peak = measured_peak(planned, device_type)
+    if peak <= budget:
+        return planned, replace(
+            _plan_of(found, leanest, "leanest", came), peak_bytes=peak, budget_bytes=budget
+        )
+    raise InfeasibleBudgetError(budget, min(peak, before) if may_stay else peak, is_smallest=False)
+
+
+def _plan_of(found: GraphProblem, steps: Sequence[Step], solver: str, unplanned_seconds: float) -> Plan:
+    """The plan for steps that were not found for this problem and its budget, with its own bounds.
+
+    Where the problem counts more for the steps than the budget, which the memory model does not, the bounds allow that.
+    """
+    problem = replace(found.problem, budget_bytes=None)
+    if found.problem.budget_bytes is not None:
+        most = max(found.problem.budget_bytes, simulate(problem, steps).peak_bytes)
+        problem = replace(problem, budget_bytes=most)
+    return make_plan(problem, steps, solver=solver, unplanned_seconds=unplanned_seconds, notes=found.notes)
 
 
 def _with_excess(problem: Problem, result: Plan, live: Mapping[str, int], budget: int) -> Problem:
@@ -272,13 +313,6 @@ def _with_excess(problem: Problem, result: Plan, live: Mapping[str, int], budget
         for task, most, expected in zip(problem.tasks, taken, planned, strict=True)
     ]
     return replace(problem, tasks=tasks)
-
-
-def _feasible_budget(gm: fx.GraphModule, found: GraphProblem, device_type: str | None) -> int:
-    """A budget that a plan of this graph keeps, by the memory model: the smallest found."""
-    smallest, _ = smallest_budget(found.problem)
-    result = plan(replace(found.problem, budget_bytes=smallest), notes=found.notes)
-    return max(measured_peak(planned_graph(gm, found, result.steps), device_type), smallest)
 
 
 def measured_live(gm: fx.GraphModule, device_type: str | None) -> dict[str, int]:

@@ -32,21 +32,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import ClassVar
 
 from torch import fx
 
-from graphshard.collectives import group_name
+from graphshard.collectives import group_name, is_collective
 from graphshard.context import PassContext
-from graphshard.errors import PassError
+from graphshard.errors import OptionError, PassError
 from graphshard.facts import Fact
 from graphshard.memory import WAITING_INPUTS, kept_inputs, tensor_bytes
 from graphshard.pipeline import PassReport
 from graphshard.placement import Decisions, Movable, Placement, at_once
 from graphshard.planner.plan import InfeasibleBudgetError
 from graphshard.planner.wishes import Wishes
-from graphshard.provenance import row_places, shards_behind
+from graphshard.provenance import reduced_parameters, row_places, shards_behind
 from graphshard.rewrite import apply_order, copy_graph
 from graphshard.schedule import PlannedGraph, measured_peak, parse_bytes, plan_graph
 
@@ -54,6 +54,9 @@ from .bucket_collectives import BucketCollectives
 
 #: A memory budget: what units gathered one ahead take.
 DEFAULT = "default"
+
+#: What ``backward_prefetch`` may be.
+BACKWARD_PREFETCHES = ("", "pre", "post")
 
 #: Budgets to try for it, as shares of what these take, where no plan keeps the first.
 _SHARES = (1.0, 1.02, 1.05, 1.1, 1.25, 1.5)
@@ -69,6 +72,14 @@ class PlanCollectives:
             is held meanwhile (``PassContext.held_bytes``) included: bytes, or a text like "60GiB". None
             for no limit. "default" for what units gathered one ahead take (:func:`default_peak`; of both
             halves of a step, if the context knows), or a little more where no plan is found within it.
+        max_gathers: buckets of gathers that may be in flight at a time; 0 for any number.
+        backward_prefetch: when a backward gathers the next unit, in the order in which it reads them. "pre": right
+            after the wait for the unit before, whose parameters are one bucket a dtype and group. "post": not before
+            the gradients of that unit exist. "" where the plan is best. What the user says of a unit's prefetches
+            comes first.
+
+    Raises:
+        OptionError: a budget or a prefetch that cannot be.
     """
 
     name: ClassVar[str] = "plan_collectives"
@@ -78,8 +89,13 @@ class PlanCollectives:
 
     merge: bool = True
     memory_budget: int | str | None = None
+    max_gathers: int = 0
+    backward_prefetch: str = ""
 
     def __post_init__(self) -> None:
+        if self.backward_prefetch not in BACKWARD_PREFETCHES:
+            known = ", ".join(map(repr, BACKWARD_PREFETCHES))
+            raise OptionError(f"backward_prefetch={self.backward_prefetch!r} must be one of {known}")
         if self.memory_budget not in (None, DEFAULT):
             parse_bytes(self.memory_budget)
 
@@ -93,7 +109,7 @@ class PlanCollectives:
         """
         if ctx.prices is None:
             raise PassError("plan_collectives: the context has no prices (PassContext.prices, a CostModel)")
-        prices, wishes, places = ctx.prices, _wishes(gm, ctx, self.merge), row_places(gm, ctx)
+        prices, wishes, places = ctx.prices, self._wishes(gm, ctx), row_places(gm, ctx)
 
         def plan(memory_budget: int | str | None) -> PlannedGraph:
             return plan_graph(
@@ -130,6 +146,39 @@ class PlanCollectives:
             planned=planned,
         )
 
+    def _wishes(self, gm: fx.GraphModule, ctx: PassContext) -> Wishes:
+        """The user's limits and prefetches, the latter as pairs of gathers; their units are buckets."""
+        units = _units(gm, ctx)
+        order = list(units)
+        named = [
+            (unit, other)
+            for index, unit in enumerate(order)
+            for other in ctx.prefetched_after(unit)
+            if other in order[index + 1 :]
+        ]
+        said = {other for _, other in named}
+        by_rule = [
+            (unit, other)
+            for unit, other in pairwise(order)
+            if ctx.first_gradient is not None and not ctx.prefetched_after(unit) and other not in said
+        ]
+        if self.backward_prefetch == "pre":
+            named += by_rule
+        fixed = {unit: units[unit] for unit in chain(*named)}
+        return Wishes(
+            fixed_buckets=list(chain(*fixed.values())) if self.merge else [],
+            prefetch=[pair for unit, other in named for pair in self._pairs(units[unit], units[other])],
+            behind=_behind(gm, ctx, by_rule, units) if self.backward_prefetch == "post" else [],
+            max_gathers=self.max_gathers,
+            max_reductions=ctx.max_reductions,
+            merge=self.merge,
+        )
+
+    def _pairs(self, first: list[list[fx.Node]], then: list[list[fx.Node]]) -> list[tuple[fx.Node, fx.Node]]:
+        """Has the gathers of one unit start after the last of another; of merged ones, naming one will do."""
+        last = first[-1][-1]
+        return [(last, gather) for bucket in then for gather in (bucket[:1] if self.merge else bucket)]
+
 
 def _beside(plan: Callable[[int], PlannedGraph], budget_bytes: int, held_bytes: int) -> PlannedGraph:
     """The plan within what is left of a budget."""
@@ -152,7 +201,7 @@ def _leanest(plan: Callable[[int | None], PlannedGraph], peak: int, notes: list[
             planned = plan(budget)
         except InfeasibleBudgetError:
             continue
-        if planned.plan.solver != "none" or not planned.plan.buckets:
+        if planned.plan.solver not in ("none", "leanest") or not planned.plan.buckets:
             if share > 1.0:
                 notes.append(f"{too_little}: this one is within {budget}")
             return planned
@@ -185,30 +234,30 @@ def default_peak(gm: fx.GraphModule, ctx: PassContext) -> int:
     return measured_peak(one_ahead, ctx.device_type)
 
 
-def _wishes(gm: fx.GraphModule, ctx: PassContext, merge: bool) -> Wishes:
-    """The user's limit and prefetches, the latter as pairs of gathers; their units are buckets."""
+def _units(gm: fx.GraphModule, ctx: PassContext) -> dict[str, list[list[fx.Node]]]:
+    """The gathers of each unit by group and dtype; units in the order in which compute asks for them."""
     units: dict[str, dict[tuple[str, ...], list[fx.Node]]] = {}
     for gather in Movable(gm, ctx).gathers:
         binding = shards_behind(gather, ctx)[0]
         of_unit = units.setdefault(binding.unit, {})
         of_unit.setdefault((group_name(gather), str(gather.meta["val"].dtype)), []).append(gather)
-    fixed: dict[str, list[list[fx.Node]]] = {}
-    pairs = []
-    order = list(units)
-    for index, unit in enumerate(order):
-        for other in ctx.prefetched_after(unit):
-            if other in order[index + 1 :]:
-                for named in (unit, other):
-                    fixed[named] = list(units[named].values())
-                (*_, last), *_ = reversed(fixed[unit])
-                firsts = [bucket[0] for bucket in fixed[other]] if merge else list(chain(*fixed[other]))
-                pairs += [(last, first) for first in firsts]
-    return Wishes(
-        fixed_buckets=list(chain(*fixed.values())) if merge else [],
-        prefetch=pairs,
-        max_reductions=ctx.max_reductions,
-        merge=merge,
-    )
+    return {unit: list(of_unit.values()) for unit, of_unit in units.items()}
+
+
+def _behind(
+    gm: fx.GraphModule, ctx: PassContext, pairs: list[tuple[str, str]], units: dict[str, list[list[fx.Node]]]
+) -> list[tuple[fx.Node, fx.Node]]:
+    """Of each pair of units: the reductions of the first one's gradients, and the gathers of the other."""
+    reductions: dict[str, list[fx.Node]] = {}
+    for node, bindings in reduced_parameters(gm, ctx).items():
+        if is_collective(node):
+            reductions.setdefault(bindings[0].unit, []).append(node)
+    return [
+        (reduction, gather)
+        for unit, other in pairs
+        for reduction in reductions.get(unit, ())
+        for gather in chain(*units[other])
+    ]
 
 
 def _names(gm: fx.GraphModule) -> list[str]:

@@ -172,7 +172,9 @@ def test_values_that_make_no_sense_are_all_named(tmp_path):
     data["efficiency"]["vector"] = []
     data["inter_node"]["efficiency"] = 1.01
     data["intra_node"]["protocols"]["ll"]["bandwidth_fraction"] = 2
-    data["comm_compute_share"] = 1.5
+    data["memory_bytes"] = float("inf")
+    sizes = ((0, 8), (1.5, 8), (2, 0.5))
+    data["inter_node"]["measured"] = [["all_gather", num_ranks, num_bytes, 1] for num_ranks, num_bytes in sizes]
     with pytest.raises(CardError) as error:
         load_card(_saved(tmp_path, data))
     message = str(error.value)
@@ -186,7 +188,10 @@ def test_values_that_make_no_sense_are_all_named(tmp_path):
         "efficiency.vector has no rows",
         "inter_node.efficiency must be at most 1, not 1.01",
         "intra_node.protocols.ll.bandwidth_fraction must be at most 1, not 2",
-        "comm_compute_share must be at most 1, not 1.5",
+        "memory_bytes must be positive, not inf",
+        "inter_node.measured[0] ranks must be positive, not 0",
+        "inter_node.measured[1] ranks must be a whole number, not 1.5",
+        "inter_node.measured[2] bytes must be a whole number, not 0.5",
     ):
         assert complaint in message
 
@@ -197,6 +202,8 @@ def test_values_that_make_no_sense_are_all_named(tmp_path):
         ({"peak_flops": {}}, "peak_flops is empty"),
         ({"kernel_overhead_seconds": 0.0}, "kernel_overhead_seconds must be positive"),
         ({"host_bandwidth": float("nan")}, "host_bandwidth must be positive, not nan"),
+        ({"memory_bytes": float("nan")}, "memory_bytes must be positive, not nan"),
+        ({"ranks_per_node": float("inf")}, "ranks_per_node must be positive, not inf"),
         ({"efficiency": {}}, "efficiency.matmul is missing"),
         ({"efficiency": {"matmul": Curve(((0.0, 1.0),))}}, "has a size that is not a positive number"),
         (
@@ -212,7 +219,6 @@ def test_a_card_made_in_python_is_checked_too(changes, complaint):
 
 def test_nothing_lost_to_collectives_is_fine():
     assert round_card(
-        comm_compute_share=0.0,
         comm_compute_seconds_per_byte=0.0,
         overlapped_latency_seconds=0.0,
         collective_spread_seconds=0.0,

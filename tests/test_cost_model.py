@@ -98,17 +98,6 @@ def test_a_node_is_priced_by_its_bytes_and_group():
     assert model.node_seconds(node) == model.collective_seconds("all_gather", 8 * 8 * 2**20, "shard")
 
 
-def test_what_compute_loses_is_at_most_the_collective():
-    for changes, expected in (
-        ({}, 0.0),
-        ({"comm_compute_share": 0.25}, 0.25 * MODEL.collective_seconds("all_gather", 2**20, "shard")),
-        ({"comm_compute_seconds_per_byte": 1e-12}, 2**20 * 1e-12),
-        ({"comm_compute_seconds_per_byte": 1.0}, MODEL.collective_seconds("all_gather", 2**20, "shard")),
-    ):
-        model = CostModel(card=round_card(**changes), groups=GROUPS)
-        assert model.compute_lost_seconds("all_gather", 2**20, "shard") == pytest.approx(expected)
-
-
 def test_a_latency_passes_beside_the_collective_in_front_as_far_as_the_card_says():
     seconds = MODEL.collective_seconds("all_gather", 2**20, "shard")
     for latency, expected in ((0.0, 0.0), (seconds / 4, seconds / 4), (2 * seconds, seconds)):

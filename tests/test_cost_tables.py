@@ -60,6 +60,15 @@ def test_words_of_torch_and_nccl_and_further_columns(tmp_path):
     assert tables.seconds("reduce_scatter", 8, "any", 2) == 2
 
 
+@pytest.mark.parametrize(
+    ("header", "row"),
+    [("group,op,bytes,time", "shard,all_gather,8,1"), ("time,op,bytes,group,seconds", "9,all_gather,8,shard,1")],
+)
+def test_a_column_time_is_in_seconds_unless_there_is_one_of_seconds(header, row):
+    tables = parse_tables(f"{header}\n{row}\n", where="t.csv")
+    assert tables.seconds("all_gather", 8, "shard", 2) == 1
+
+
 def test_rows_of_one_size_are_averaged_and_noise_is_smoothed_out():
     rows = TableRows.of([(8, 3.0), (8, 1.0), (16, 1.0), (32, 4.0)])
     assert rows.rows == ((8, 2.0), (16, 2.0), (32, 4.0))
@@ -93,7 +102,7 @@ def test_rows_that_cannot_be_read_are_named_by_line():
         HEADER
         + "shard,all_gather,8,1\nshard,gossip,8,1\n,all_gather,8,1\nshard,all_gather,eight,1\nshard,all_gather\n"
     )
-    text += "shard,all_gather,8,-1\nshard,all_gather,8,nan\n"
+    text += "shard,all_gather,8,-1\nshard,all_gather,8,nan\nshard,all_gather,0.5,1\n"
     with pytest.raises(TableError) as error:
         parse_tables(text, where="t.csv")
     message = str(error.value)
@@ -104,6 +113,7 @@ def test_rows_that_cannot_be_read_are_named_by_line():
         "line 6: bytes None is not a number",
         "line 7: seconds must be positive, not -1",
         "line 8: seconds must be positive, not nan",
+        "line 9: bytes must be a whole number, not 0.5",
     ):
         assert complaint in message
     assert "line 2" not in message

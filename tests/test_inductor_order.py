@@ -1,12 +1,16 @@
 """The order handed to Inductor, the order read from its source, and the difference in words."""
 
 import operator
+import warnings
 
 import pytest
 import torch
 from small_graphs import GraphBuilder, aten
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.fx_passes.control_dependencies import control_deps
 
+import graphshard
+from graphshard import backend
 from graphshard.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT, c10d
 from graphshard.errors import OptionError
 from graphshard.inductor import (
@@ -223,3 +227,44 @@ def test_functorch_settings_are_scoped():
     with functorch_patch():
         assert functorch_config.enable_autograd_cache is False
     assert functorch_config.enable_autograd_cache == before
+
+
+def _swapped(source):
+    """The order of the source with its first two steps the other way round."""
+    first, second, *rest = emitted_order(source)
+    return [second, first, *rest]
+
+
+def _step(fake_group, verify):
+    torch.compiler.reset()
+    mesh = fake_group(2)
+    model = torch.nn.Sequential(*(graphshard.fully_shard(torch.nn.Linear(8, 8), mesh=mesh) for _ in range(2)))
+    model = graphshard.fully_shard(model, mesh=mesh)
+    torch.compile(model, backend="graphshard", options={"verify": verify})(torch.zeros(4, 8)).sum().backward()
+
+
+def test_an_order_that_inductor_changed_is_an_error_or_a_warning(fake_group, monkeypatch):
+    _step(fake_group, "full")
+    monkeypatch.setattr(backend, "emitted_order", _swapped)
+    with pytest.raises(BackendCompilerFailed, match=r"ScheduleOrderError: .*moved collectives of the forward: "):
+        _step(fake_group, "full")
+    with pytest.warns(UserWarning, match=r"Inductor moved collectives of the (for|back)ward: "):
+        _step(fake_group, "cheap")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        _step(fake_group, "off")
+
+
+def test_an_order_that_cannot_be_checked_is_an_error_or_a_warning(fake_group, monkeypatch):
+    compile_fx_inner = backend.compile_fx_inner
+
+    def without_source(*args, **kwargs):
+        compiled = compile_fx_inner(*args, **kwargs)
+        compiled.source_code = None
+        return compiled
+
+    monkeypatch.setattr(backend, "compile_fx_inner", without_source)
+    with pytest.raises(BackendCompilerFailed, match=r"ScheduleOrderError: .*shows no source of the forward"):
+        _step(fake_group, "full")
+    with pytest.warns(UserWarning, match="whether its collectives moved is not known"):
+        _step(fake_group, "cheap")

@@ -205,7 +205,7 @@ def test_a_choice_for_other_sizes_does_not_say_what_the_halves_may_take(monkeypa
         stored = StepChoice(kept=("blocks.2", "root"), peak_bytes=123, input_bytes=size).to_dict()
         monkeypatch.setattr(planning, "decide_together", lambda _, __, run, what: run(stored))
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
-        planner = planning.Planning(card=CARD, halves=halves, merge=True, is_shared=False, what="graph")
+        planner = planning.Planning(card=CARD, halves=halves, is_shared=False, what="graph")
         records, choice = planner.choose(copy_graph(trials.gm), trials.context, trials.tag, None)
         return [record.name for record in records], choice.peak_bytes
 
@@ -219,7 +219,7 @@ def test_ranks_that_do_not_meet_compute_nothing_again(lean_step):
 
     def ask(trials):
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
-        planner = planning.Planning(card=CARD, halves=halves, merge=True, is_shared=False, what="graph")
+        planner = planning.Planning(card=CARD, halves=halves, is_shared=False, what="graph")
         with pytest.raises(InfeasibleBudgetError):
             planner.choose(copy_graph(trials.gm), trials.context, trials.tag, least)
         return True
@@ -235,7 +235,7 @@ def test_a_stored_choice_is_for_one_setting_of_the_user(monkeypatch):
         stored = StepChoice(kept=("root",), input_bytes=trials.input_bytes()).to_dict()
         monkeypatch.setattr(planning, "decide_together", lambda _, key, run, what: keys.append(key) or run(stored))
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
-        planner = planning.Planning(card=CARD, halves=halves, merge=True, is_shared=False, what="graph")
+        planner = planning.Planning(card=CARD, halves=halves, is_shared=False, what="graph")
         for share in (1.0, 1.0, 0.5):
             with functorch_config.patch(activation_memory_budget=share):
                 planner.choose(copy_graph(trials.gm), trials.context, trials.tag, None)
@@ -248,6 +248,6 @@ def test_a_graph_without_sharded_parameters_is_left_alone():
     build = GraphBuilder()
     gm = build.finish(build(aten.relu.default, build.input("primals_1", 2, 2)))
     halves = Pipeline(LowerShards(), PlanCollectives(), given=JOINT_PIPELINE.facts_at_end)
-    planner = planning.Planning(card=CARD, halves=halves, merge=True, is_shared=True, what="graph")
+    planner = planning.Planning(card=CARD, halves=halves, is_shared=True, what="graph")
     _, tag = JOINT_PIPELINE.split(-1)
     assert planner.choose(gm, PassContext(), tag, 1) == ([], None)

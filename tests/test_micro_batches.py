@@ -103,7 +103,7 @@ def test_it_takes_a_budget(budget, kept):
 
     def ask(trials):
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
-        planner = planning.Planning(card=CARD, halves=halves, merge=True, is_shared=False, what="graph")
+        planner = planning.Planning(card=CARD, halves=halves, is_shared=False, what="graph")
         return [
             planner.choose(copy_graph(trials.gm), trials.context, trials.tag, budget, waiting)[1]
             for waiting in ((), UNITS)
@@ -121,7 +121,7 @@ def test_with_gradients_that_wait_the_budget_is_one_of_all_micro_batches():
 
     def ask(trials):
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
-        planner = planning.Planning(card=CARD, halves=halves, merge=True, is_shared=False, what="graph")
+        planner = planning.Planning(card=CARD, halves=halves, is_shared=False, what="graph")
 
         def choose(budget, waiting):
             return planner.choose(copy_graph(trials.gm), trials.context, trials.tag, budget, waiting)[1]
@@ -149,7 +149,7 @@ def test_a_stored_choice_holds_whether_gradients_wait_or_not(monkeypatch):
         stored = StepChoice(kept=("root",), kept_between=("root",), input_bytes=trials.input_bytes()).to_dict()
         monkeypatch.setattr(planning, "decide_together", lambda _, key, run, what: keys.append(key) or run(stored))
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
-        planner = planning.Planning(card=CARD, halves=halves, merge=True, is_shared=False, what="graph")
+        planner = planning.Planning(card=CARD, halves=halves, is_shared=False, what="graph")
         for waiting in ((), ("root",)):
             _, choice = planner.choose(copy_graph(trials.gm), trials.context, trials.tag, "1GB", waiting)
             kept.append(choice.kept_between)

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from torch.distributed.fsdp import BackwardPrefetch
 
 from graphshard.cost import load_card
 from graphshard.errors import CardError, GraphShardError, OptionError, OptionTypeError
@@ -50,11 +51,45 @@ def test_an_unknown_card_lists_the_known_ones():
         BackendOptions.parse({"hardware": 3})
 
 
-@pytest.mark.parametrize("given", [{"memory_budget": "1GiB"}, {"bucket": "auto"}], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [{"memory_budget": "1GiB"}, {"bucket": "auto"}, {"limit_all_gathers": True}, {"backward_prefetch": "pre"}],
+    ids=str,
+)
 def test_planning_needs_a_card(given):
     (name,) = given
     with pytest.raises(OptionError, match=f"option {name}=.* needs a cost model: give option hardware"):
         BackendOptions.parse(given)
+
+
+@pytest.mark.parametrize(("given", "limit"), [(True, 2), (False, 0), (0, 0), (3, 3)])
+def test_gathers_in_flight_as_fsdp1_limits_them(given, limit):
+    assert BackendOptions.parse({"hardware": "h100-sxm", "limit_all_gathers": given}).limit_all_gathers == limit
+
+
+@pytest.mark.parametrize("given", [-1, 1.0, "2"])
+def test_limits_that_cannot_be(given):
+    with pytest.raises(OptionError, match=f"option limit_all_gathers={given!r} must be True, False, or the number"):
+        BackendOptions.parse({"hardware": "h100-sxm", "limit_all_gathers": given})
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("pre", "pre"),
+        ("post", "post"),
+        (None, None),
+        (BackwardPrefetch.BACKWARD_PRE, "pre"),
+        (BackwardPrefetch.BACKWARD_POST, "post"),
+    ],
+)
+def test_backward_prefetch_takes_words_and_fsdp1s_enum(given, name):
+    assert BackendOptions.parse({"hardware": "h100-sxm", "backward_prefetch": given}).backward_prefetch == name
+
+
+def test_another_backward_prefetch_is_refused():
+    with pytest.raises(OptionError, match=r"option backward_prefetch='after' must be 'pre', 'post' or None"):
+        BackendOptions.parse({"hardware": "h100-sxm", "backward_prefetch": "after"})
 
 
 @pytest.mark.parametrize("overlap", [False, "always"])

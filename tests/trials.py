@@ -10,7 +10,7 @@ from small_models import WithHead
 from graphshard.capture import ShardingRules, capture_step
 from graphshard.cost import CostModel, load_card
 from graphshard.joint_trials import JointTrials
-from graphshard.passes import LowerShards
+from graphshard.passes import LowerShards, PlanCollectives
 from graphshard.pipeline import Pipeline
 
 CARD = load_card("cpu-ethernet-1g")
@@ -27,7 +27,7 @@ def in_capture(ask: Callable[[JointTrials], Any], batch: int = 64, reshard: bool
             context=context,
             tag=tag,
             lower=Pipeline(LowerShards(), given=tag.facts_at_end),
-            merge=True,
+            place=PlanCollectives(),
             prices=lambda _: CostModel.of_mesh(CARD, context.mesh),
         )
         answers.append(ask(trials))

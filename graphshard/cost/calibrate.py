@@ -417,7 +417,6 @@ def _card(job: CalibrationJob, compute: ComputeProbe, comm: CommProbe, local_ran
     sources = dict.fromkeys((*values, measured), source)
     sources["efficiency.vector"] = "vector_flops is what a pointwise kernel reached"
     sources[other] = f"card {job.like}" if job.like else f"not measured; as {measured}"
-    sources["comm_compute_share"] = "not measured"
     sources["ranks_per_node"] = "the ranks started on this machine"
     sources["device_type"] = "where it was measured"
     return HardwareCard(

@@ -36,7 +36,6 @@ DEVICE_TYPES = ("cuda", "cpu")
 _MAY_BE_ZERO = (
     "overlapped_latency_seconds",
     "collective_spread_seconds",
-    "comm_compute_share",
     "comm_compute_seconds_per_byte",
 )
 _RANK_NUMBERS = (
@@ -49,7 +48,6 @@ _RANK_NUMBERS = (
     "collective_start_seconds",
     "overlapped_latency_seconds",
     "collective_spread_seconds",
-    "comm_compute_share",
     "comm_compute_seconds_per_byte",
 )
 _LINKS = ("intra_node", "inter_node")
@@ -132,8 +130,6 @@ class HardwareCard:
             process group still moves: gloo has several under way, NCCL one (0).
         collective_spread_seconds: by how much a collective may end sooner or later than its time, each moment as
             likely as the other: ranks are not in step, and gloo's threads wait for a core. 0 if it was not measured.
-        comm_compute_share: fraction of its throughput that compute loses while a collective runs
-            (NCCL's kernels take multiprocessors), in [0, 1).
         comm_compute_seconds_per_byte: seconds of the core that computes which a collective takes
             per byte of the larger of input and output (gloo copies and adds on a core).
         sources: where each entry comes from, by entry ("peak_flops", "efficiency.matmul").
@@ -156,7 +152,6 @@ class HardwareCard:
     collective_start_seconds: float
     overlapped_latency_seconds: float = 0.0
     collective_spread_seconds: float = 0.0
-    comm_compute_share: float = 0.0
     comm_compute_seconds_per_byte: float = 0.0
     device_type: str = "cuda"
     summary: str = ""
@@ -357,9 +352,10 @@ def _value_problems(card: HardwareCard) -> Iterator[str]:
         yield "peak_flops is empty: name at least one dtype"
     if card.device_type not in DEVICE_TYPES:
         yield f"device_type must be one of {', '.join(DEVICE_TYPES)}, not {card.device_type!r}"
+    counts = ["memory_bytes", "ranks_per_node"]
     numbers = {f"peak_flops.{name}": value for name, value in card.peak_flops.items()}
     numbers |= {name: getattr(card, name) for name in _RANK_NUMBERS}
-    fractions = {"comm_compute_share": card.comm_compute_share}
+    fractions = {}
     for name in _LINKS:
         link = getattr(card, name)
         numbers |= {f"{name}.{key}": getattr(link, key) for key in _LINK_NUMBERS}
@@ -371,13 +367,18 @@ def _value_problems(card: HardwareCard) -> Iterator[str]:
             fractions[f"{path}.bandwidth_fraction"] = way.bandwidth_fraction
         for index, row in enumerate(link.measured):
             path = f"{name}.measured[{index}]"
-            numbers |= {f"{path} bytes": row.num_bytes, f"{path} seconds": row.seconds}
+            numbers |= {
+                f"{path} ranks": row.num_ranks,
+                f"{path} bytes": row.num_bytes,
+                f"{path} seconds": row.seconds,
+            }
+            counts += (f"{path} ranks", f"{path} bytes")
     for kind, curve in card.efficiency.items():
         yield from (f"efficiency.{kind} {problem}" for problem in curve.problems())
         for size, value in curve.rows:
             numbers[f"efficiency.{kind} at {size:g}"] = fractions[f"efficiency.{kind} at {size:g}"] = value
-    for name in ("memory_bytes", "ranks_per_node"):
-        if numbers[name] != int(numbers[name]):
+    for name in counts:
+        if math.isfinite(numbers[name]) and numbers[name] != int(numbers[name]):
             yield f"{name} must be a whole number, not {numbers[name]:g}"
     missing = [kind for kind in KERNEL_CLASSES if kind not in card.efficiency]
     yield from (f"efficiency.{kind} is missing" for kind in missing)

@@ -80,7 +80,7 @@ class CostModel:
                 return seconds
             warnings.warn(
                 f"{self.tables.source} has no {kind} over {group} nor over {topology.num_ranks} ranks; "
-                f"the formulas of card {self.card.name!r} are used",
+                f"the times of card {self.card.name!r} are used",
                 UserWarning,
                 stacklevel=2,
             )
@@ -111,16 +111,6 @@ class CostModel:
         """:meth:`collective_seconds` of the node that starts a collective."""
         kind, num_bytes = collective_kind(collective), collective_bytes(collective)
         return self.collective_seconds(kind, num_bytes, group_name(collective))
-
-    def compute_lost_seconds(self, kind: str, num_bytes: int, group: str) -> float:
-        """Seconds that compute loses to a collective which runs beside it.
-
-        NCCL's kernels take multiprocessors while they run; gloo copies and adds on a core. The loss is
-        part of the collective's seconds, never more.
-        """
-        seconds = self.collective_seconds(kind, num_bytes, group)
-        share = self.card.comm_compute_share * seconds
-        return min(seconds, share + self.card.comm_compute_seconds_per_byte * num_bytes)
 
     def core_seconds(self, kind: str, num_bytes: int, group: str) -> float:
         """Seconds of the core that computes which one collective takes: gloo starts, copies and adds on it.

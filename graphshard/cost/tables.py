@@ -127,7 +127,8 @@ def load_tables(path: str | Path) -> CollectiveTables:
     """Reads a CSV file with the columns ``group`` or ``group_size``, ``op``, ``bytes`` and ``seconds``.
 
     A group is named as in the mesh ("shard"); a number in its place is a number of ranks. ``op`` takes
-    the names of torch, NCCL and :data:`graphshard.cost.cards.COLLECTIVE_KINDS`. Further columns are ignored.
+    the names of torch, NCCL and :data:`graphshard.cost.cards.COLLECTIVE_KINDS`. A column ``time`` counts
+    as ``seconds`` where there is none of that name. Further columns are ignored.
 
     Raises:
         TableError: no such file, missing columns, no rows, or rows that cannot be read, with their lines.
@@ -144,7 +145,8 @@ def load_tables(path: str | Path) -> CollectiveTables:
 def parse_tables(text: str, *, where: str) -> CollectiveTables:
     """Reads the CSV text of :func:`load_tables`; ``where`` names it in errors and warnings."""
     reader = csv.DictReader(text.splitlines())
-    columns = [name.strip().lower() for name in reader.fieldnames or ()]
+    words = [name.strip().lower() for name in reader.fieldnames or ()]
+    columns = ["seconds" if word == "time" and "seconds" not in words else word for word in words]
     reader.fieldnames = columns
     missing = [name for name in _COLUMNS if name not in columns]
     if "group" not in columns and "group_size" not in columns:
@@ -181,6 +183,8 @@ def _parse_row(row: dict[str, str | None], group_column: str) -> tuple[str, Grou
     if group_column == "group_size" and not group.isdecimal():
         raise ValueError(f"group_size {group!r} is not a whole number")
     numbers = {name: _positive(row[name], name) for name in ("bytes", "seconds")}
+    if numbers["bytes"] != int(numbers["bytes"]):
+        raise ValueError(f"bytes must be a whole number, not {row['bytes']}")
     key: GroupKey = int(group) if group.isdecimal() else group
     return _KIND_OF_WORD[word], key, int(numbers["bytes"]), numbers["seconds"]
 

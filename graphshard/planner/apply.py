@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from torch import fx
 
 from ..collectives import is_collective, is_wait
+from ..cost.links import collective_kind
 from ..merging import merge_gathers, merge_reductions
 from ..rewrite import apply_order, copy_graph
 from ..rows import RowPlace
-from .from_graph import KINDS, GraphProblem
+from .from_graph import GraphProblem
 from .simulate import Step, simulate
 
 
@@ -42,7 +43,7 @@ def planned_graph(gm: fx.GraphModule, found: GraphProblem, steps: Sequence[Step]
 def _merge(graph: fx.Graph, members: list[fx.Node], places: list[RowPlace | None]) -> fx.Node:
     if len(members) == 1:
         return members[0]
-    if KINDS[members[0].target] == "all_gather":
+    if collective_kind(members[0]) == "all_gather":
         return merge_gathers(graph, members, places)
     return merge_reductions(graph, members)
 

@@ -3,7 +3,7 @@
 Nothing is assumed about who made the graph or which process groups it uses. A collective can move if
 one wait reads it, and nothing else, and if no op writes in place to what it reads. With it move the
 layout nodes (casts, pads, views) between inputs of the graph and its start, and those that are made
-of its result alone. Everything else is compute and keeps its order.
+of its result alone, unless some op writes in place to what they read. Everything else is compute and keeps its order.
 
 Memory is measured, not assumed: the memory model's account of the graph as it came, less what the
 problem says that collectives hold there, is what the tasks hold.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,25 +35,27 @@ from ..collectives import (
     operands,
     short_name,
 )
+from ..cost.links import collective_bytes, collective_kind
 from ..errors import GraphShardError
 from ..graph_text import dtype_text
 from ..memory import MemoryModel, copied_bytes, is_alias, is_view, kept_inputs, tensor_bytes
 from ..prices import GraphPrices, Prices
 from ..provenance import is_accumulation, is_layout
 from ..rows import RowPlace
+from ..user_comms import ALL_REDUCE_HOOK
 from .problem import Collective, Problem, Task
 from .simulate import Step, simulate
 from .wishes import NO_WISHES, Wishes
 
-#: What the prices call each collective that can move.
-KINDS: dict[Any, str] = {
-    ALL_GATHER: "all_gather",
-    CUSTOM_ALL_GATHER: "all_gather",
-    REDUCE_SCATTER: "reduce_scatter",
-    CUSTOM_REDUCE_SCATTER: "reduce_scatter",
-    ALL_REDUCE: "all_reduce",
-    ALL_TO_ALL: "all_to_all",
-    c10d.broadcast.default: "broadcast",
+#: Collectives that can move.
+MOVABLE = {
+    ALL_GATHER,
+    CUSTOM_ALL_GATHER,
+    REDUCE_SCATTER,
+    CUSTOM_REDUCE_SCATTER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    c10d.broadcast.default,
 }
 
 #: Those that can be merged with others of their kind.
@@ -114,18 +116,21 @@ def problem_of_graph(
         PriceError: a price that cannot be.
         ProblemError: buckets, prefetches or limits that contradict each other, or name other nodes.
     """
-    movable, notes = _movable(gm)
-    _check_groups([node for node in gm.graph.nodes if node.target in KINDS], prices)
-    lazy = _lazy_nodes(gm.graph, movable)
+    written = {_base(source) for node in gm.graph.nodes for source in _written(node)}
+    movable, notes = _movable(gm, written)
+    priced = [node for node in filter(is_collective, gm.graph.nodes) if node.target is not ALL_REDUCE_HOOK]
+    _check_groups(priced, prices)
+    lazy = _lazy_nodes(gm.graph, movable, written)
     seconds = dict(prices.compute_seconds(gm))
-    for node in gm.graph.nodes:
-        if is_wait(node) and node not in lazy and node.args[0].target in KINDS:
-            seconds[node] = _seconds_alone(node.args[0], prices)
+    for node in priced:
+        wait = next(_waits(node), None)  # of coalesced ones, the first
+        if node not in lazy and wait is not None:
+            seconds[wait] = _seconds_alone(node, prices)
     bad = [f"{node.name}: {value}" for node, value in seconds.items() if not 0.0 <= value < float("inf")]
     if bad:
         raise PriceError(f"prices must be finite and not negative, but these are not: {', '.join(bad[:5])}")
     reader = _Reader(gm, movable, lazy, seconds, places or {}, device_type)
-    collectives = reader.collectives()
+    collectives = wishes.held_back(movable, reader.collectives(), notes)
     tasks = [Task(seconds=seconds.get(node, 0.0)) for node in reader.tasks]
     problem = Problem(
         tasks=tasks,
@@ -150,13 +155,19 @@ def problem_of_graph(
     )
 
 
-def _movable(gm: fx.GraphModule) -> tuple[list[fx.Node], list[str]]:
-    """The collectives that can move, in graph order, and a sentence on each of the others."""
-    written = {_base(source) for node in gm.graph.nodes for source in _written(node)}
+def _movable(gm: fx.GraphModule, written: Set[fx.Node]) -> tuple[list[fx.Node], list[str]]:
+    """The collectives that can move, in graph order, and a sentence on each of the others.
+
+    Args:
+        gm: the graph.
+        written: the values whose memory some op writes to in place.
+    """
     found, notes = [], []
     for node in filter(is_collective, gm.graph.nodes):
         users = list(node.users)
-        if node.target not in KINDS:
+        if node.target is ALL_REDUCE_HOOK:
+            why = "is a user's hook, whose time is not known and counts as none"
+        elif node.target not in MOVABLE:
             why = "is of a kind that is not planned"
         elif len(users) != 1 or not is_wait(users[0]):
             why = "is not read by one wait alone"
@@ -174,8 +185,13 @@ def _written(node: fx.Node) -> Iterator[fx.Node]:
     is_op = node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
     if not is_op or is_wait(node):
         return
-    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
+    arguments = node.target._schema.arguments
+    given = {
+        argument.name: value for argument, value in zip(arguments, node.args, strict=False)
+    } | node.kwargs
+    for argument in arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
+            value = given.get(argument.name)
             yield from (value,) if isinstance(value, fx.Node) else filter(_is_node, value or ())
 
 
@@ -215,16 +231,29 @@ def _sizes(node: fx.Node) -> tuple[int, int]:
 
 
 def _seconds_alone(node: fx.Node, prices: Prices) -> float:
-    return prices.collective_seconds(KINDS[node.target], max(_sizes(node)), group_name(node))
+    return prices.collective_seconds(collective_kind(node), collective_bytes(node), group_name(node))
 
 
-def _lazy_nodes(graph: fx.Graph, movable: list[fx.Node]) -> set[fx.Node]:
-    """The nodes that move: collectives, their waits, and layout nodes that only wait for these or for inputs."""
+def _waits(collective: fx.Node) -> Iterator[fx.Node]:
+    """The waits for a collective, or for the items of a coalesced one, in graph order of the items."""
+    for user in collective.users:
+        if is_wait(user):
+            yield user
+        elif user.target is operator.getitem:
+            yield from filter(is_wait, user.users)
+
+
+def _lazy_nodes(graph: fx.Graph, movable: list[fx.Node], written: Set[fx.Node]) -> set[fx.Node]:
+    """The nodes that move: collectives, their waits, and layout nodes that only wait for these or for inputs.
+
+    What reads memory that is ``written`` in place does not: it would read another value elsewhere.
+    """
     lazy = set(movable)
+    fixed = {node for node in graph.nodes if any(_base(source) in written for source in node.all_input_nodes)}
     rooted: dict[fx.Node, bool] = {}  # layout nodes made of inputs alone
     for node in graph.nodes:
         if is_layout(node) and node.all_input_nodes:
-            rooted[node] = all(
+            rooted[node] = node not in fixed and all(
                 source.op == "placeholder" or rooted.get(source) for source in node.all_input_nodes
             )
     pending = [source for node in movable for source in node.all_input_nodes]
@@ -239,6 +268,7 @@ def _lazy_nodes(graph: fx.Graph, movable: list[fx.Node]) -> set[fx.Node]:
         sources = node.all_input_nodes
         if (is_wait(node) and node.args[0] in moved) or (
             (is_layout(node) or is_accumulation(node))
+            and node not in fixed
             and any(source in derived for source in sources)
             and all(source in derived or source.op == "placeholder" for source in sources)
         ):
@@ -295,7 +325,7 @@ class _Reader:
         kept_bytes = sum(tensor_bytes(base.meta["val"]) for base in kept)
         fresh_bytes = sum(tensor_bytes(base.meta["val"]) for base in kept if base is not node)
         is_from_inputs = earliest == 0 and not after
-        kind = KINDS[node.target]
+        kind = collective_kind(node)
         is_last = deadline == len(self.tasks) and not is_from_inputs
         return Collective(
             name=node.name,

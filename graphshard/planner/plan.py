@@ -85,8 +85,9 @@ class Plan:
         gap: ``seconds`` / the best bound - 1.
         peak_bytes: the most that is live.
         budget_bytes: the most that may be; None for no limit.
-        solver: "exact" (nothing is faster under the model), "beam" (the best of searches), or "none" (the graph as
-            it came).
+        solver: "exact" (nothing is faster under the model), "beam" (the best of searches), "leanest" (the one with the
+            lowest peak, where no other is found that keeps the budget), "followed" (that of another rank), or "none"
+            (the graph as it came).
         steps: the schedule itself.
         notes: what was left as it is, and why.
     """
@@ -210,7 +211,8 @@ def _reason(problem: Problem, machine: Machine, simulation: Simulation, run: Buc
     if run.start == 0:
         return "first in the graph"
     if run.start == bucket.earliest:
-        return "its data is not ready sooner"
+        is_held_back = any(problem.collectives[index].ready is not None for index in run.members)
+        return "the user has it start no sooner" if is_held_back else "its data is not ready sooner"
     if any(problem.collectives[index].after for index in run.members):
         return "it comes after another collective"
     needed, budget = bucket.running_bytes, problem.budget_bytes

@@ -84,7 +84,8 @@ class Collective:
         kind: what :meth:`Prices.collective_seconds` calls it.
         queue: its process group.
         in_bytes, out_bytes: sizes of its input and of its result.
-        earliest: the first gap in which its input exists.
+        earliest: the first gap in which it may start: its input exists.
+        ready: the first gap in which its input exists, where the user has it start later; else None.
         deadline: the gap in front of the first task that reads its result.
         merge_key: those with equal keys may be merged; None for one that stays alone.
         after: collectives, by index, that must be waited for before it starts.
@@ -118,6 +119,7 @@ class Collective:
     views_result: bool = False
     limit: str = ""
     place: RowPlace | None = None
+    ready: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -172,7 +174,11 @@ class Problem:
 
     def without_wishes(self) -> Problem:
         """The same problem without what the user insists on, beside the budget."""
-        return replace(self, fixed_buckets=(), prefetch=(), max_gathers=0, max_reductions=0)
+        ones = [
+            one if one.ready is None else replace(one, earliest=one.ready, ready=None)
+            for one in self.collectives
+        ]
+        return replace(self, collectives=ones, fixed_buckets=(), prefetch=(), max_gathers=0, max_reductions=0)
 
     def where(self, position: int) -> str:
         """A gap, for people."""
@@ -197,6 +203,9 @@ def _contradictions(problem: Problem) -> list[str]:
             )
         if any(not 0 <= other < index for other in one.after):
             found.append(f"{one.name} comes after {one.after}, which are not all earlier ones")
+    for name in ("max_gathers", "max_reductions"):
+        if getattr(problem, name) < 0:
+            found.append(f"{name}={getattr(problem, name)} must be 0, for any number, or more")
     lanes: dict[tuple[str, ...] | None, Collective] = {}
     for one in problem.collectives:
         first = lanes.setdefault(one.merge_key, one)

@@ -132,8 +132,9 @@ class Machine:
         self.budget_bytes = budget_bytes
         self.collectives = problem.collectives
         self.end = len(problem.tasks)
-        groups = sorted({one.queue for one in problem.collectives})
-        self.queues = sorted(set(map(problem.link_of, groups)))
+        # In the order of the collectives: a schedule must not depend on names, which differ between ranks.
+        groups = list(dict.fromkeys(one.queue for one in problem.collectives))
+        self.queues = list(dict.fromkeys(map(problem.link_of, groups)))
         self._queue = {group: self.queues.index(problem.link_of(group)) for group in groups}
         self.fixed = {index: tuple(sorted(b)) for b in problem.fixed_buckets for index in b}
         self.dependents: dict[int, list[int]] = {}

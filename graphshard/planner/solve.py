@@ -239,28 +239,45 @@ def smallest_budget(problem: Problem) -> tuple[int, bool]:
     Raises:
         ProblemError: no schedule is found that keeps what the user insists on.
     """
+    steps, is_leanest = leanest_schedule(problem)
+    return simulate(replace(problem, budget_bytes=None), steps).peak_bytes, is_leanest
+
+
+def leanest_schedule(problem: Problem) -> tuple[list[Step], bool]:
+    """The schedule with the lowest peak that is found, and whether none has a lower one.
+
+    Raises:
+        ProblemError: no schedule is found that keeps what the user insists on.
+    """
     free = replace(problem, budget_bytes=None)
     if len(problem.collectives) <= EXACT_COLLECTIVES and len(problem.tasks) <= EXACT_TASKS:
         try:
             least = least_peak(free, max_states=EXACT_STATES)
+            if least is None:
+                raise ProblemError(_TOO_MANY_WISHES)
+            steps = best_schedule(replace(problem, budget_bytes=least), max_states=EXACT_STATES)
         except TooLargeError:
             pass
         else:
-            if least is None:
-                raise ProblemError(_TOO_MANY_WISHES)
-            return least, True
+            assert steps is not None, "a schedule has the least peak"
+            return steps, True
     small, gaps = condense(free)
     candidates = [steps for steps in (in_place(free),) if is_possible(free, steps)]
     candidates += [expand(steps, gaps) for steps in [good_schedule(small, BEAMS[0])] if steps is not None]
     if not candidates:
         raise ProblemError(_TOO_MANY_WISHES)
-    smallest = min(simulate(free, steps).peak_bytes for steps in candidates)
+    smallest, _, leanest = min(
+        (simulate(free, steps).peak_bytes, place, steps) for place, steps in enumerate(candidates)
+    )
     floor = max([task.live_bytes for task in problem.tasks], default=0)
     while smallest - floor > max(1, smallest // 1000):
         middle = (smallest + floor) // 2
         steps = good_schedule(replace(small, budget_bytes=middle), BEAMS[0])
         if steps is None:
             floor = middle
-        else:
-            smallest = min(middle, simulate(free, expand(steps, gaps)).peak_bytes)
-    return smallest, False
+            continue
+        found = expand(steps, gaps)
+        peak = simulate(free, found).peak_bytes
+        leanest = found if peak < smallest else leanest
+        smallest = min(middle, peak)
+    return leanest, False

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from ..collectives import is_collective
-from .problem import ProblemError
+from .problem import Collective, ProblemError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +18,7 @@ class Wishes:
     Attributes:
         fixed_buckets: collectives that must form one bucket each; of one group, dtype and settings.
         prefetch: pairs of collectives (a, b): b starts where a is waited for, right after it.
+        behind: pairs of collectives (a, b): b does not start before the input of a exists, unless it is read sooner.
         max_gathers, max_reductions: buckets that may be in flight; 0 for any number.
         shared_links: names of process groups that share a link, so that their collectives run one after
             the other; those that the graph does not use may be among them.
@@ -26,6 +27,7 @@ class Wishes:
 
     fixed_buckets: Sequence[Sequence[fx.Node]] = ()
     prefetch: Sequence[tuple[fx.Node, fx.Node]] = ()
+    behind: Sequence[tuple[fx.Node, fx.Node]] = ()
     max_gathers: int = 0
     max_reductions: int = 0
     shared_links: Sequence[tuple[str, ...]] = ()
@@ -51,19 +53,44 @@ class Wishes:
         Raises:
             ProblemError: a node that starts no collective.
         """
-        index = _indices(movable, [node for pair in self.prefetch for node in pair])
-        found = []
-        for first, then in self.prefetch:
-            if first in index and then in index:
-                found.append((index[first], index[then]))
-            else:
-                notes.append(
-                    f"{then.name} is not prefetched after {first.name}: one of them stays in its place"
-                )
+        return _pairs(movable, self.prefetch, "is not prefetched after", notes)
+
+    def held_back(
+        self, movable: list[fx.Node], collectives: Sequence[Collective], notes: list[str]
+    ) -> list[Collective]:
+        """The collectives of ``movable``, of which some start later; adds a note for pairs of what cannot move.
+
+        Raises:
+            ProblemError: a node that starts no collective.
+        """
+        found = list(collectives)
+        deadlines = [one.deadline for one in collectives]
+        for bucket in self.buckets_by_index(movable, []):
+            for index in bucket:
+                deadlines[index] = min(collectives[other].deadline for other in bucket)
+        for first, then in _pairs(movable, self.behind, "is not held back behind", notes):
+            one = found[then]
+            earliest = min(max(one.earliest, collectives[first].earliest), deadlines[then])
+            if earliest > one.earliest:
+                ready = one.earliest if one.ready is None else one.ready
+                found[then] = replace(one, earliest=earliest, ready=ready)
         return found
 
 
 NO_WISHES = Wishes()
+
+
+def _pairs(
+    movable: list[fx.Node], pairs: Sequence[tuple[fx.Node, fx.Node]], what_fails: str, notes: list[str]
+) -> list[tuple[int, int]]:
+    index = _indices(movable, [node for pair in pairs for node in pair])
+    found = []
+    for first, then in pairs:
+        if first in index and then in index:
+            found.append((index[first], index[then]))
+        else:
+            notes.append(f"{then.name} {what_fails} {first.name}: one of them stays in its place")
+    return found
 
 
 def _indices(movable: list[fx.Node], named: list[fx.Node]) -> dict[fx.Node, int]:

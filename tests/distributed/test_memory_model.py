@@ -86,12 +86,12 @@ class _Residual(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-def _peak_of_a_step(folder: str, num_results: int) -> int:
+def _peak_of_a_step(folder: str, num_results: int, **options: object) -> int:
     torch.manual_seed(0)
     head = nn.Linear(64, num_results) if num_results else nn.Identity()
     model = nn.Sequential(*(_Residual(64) for _ in range(3)), head)
     model = shard_units("compiled", model, list(model)[:-1])
-    forward = compile_if_asked("compiled", model, dump=f"{folder}/{dist.get_rank()}")
+    forward = compile_if_asked("compiled", model, dump=f"{folder}/{dist.get_rank()}", **options)
     inputs = torch.randn(512, 64)
     gradients = torch.ones(512, num_results or 64)
 
@@ -115,3 +115,21 @@ def test_the_predicted_peak_is_what_a_compiled_step_allocates(
     words = (tmp_path / "0" / "graph0.backward.memory.txt").read_text().split()
     assert words[0] == "peak" and words[2] == "bytes"
     assert measured == pytest.approx(int(words[1]), rel=0.05)
+
+
+def _held_within(folder: str, share: float) -> tuple[int, int]:
+    """A budget a little above the smallest, and what a step holds then: shards, its input, and the peak above them."""
+    options = {"hardware": "cpu-loopback", "bucket": "auto"}
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as refused:
+        _peak_of_a_step(folder, 0, memory_budget=1, **options)
+    torch.compiler.reset()
+    budget = int(share * refused.value.inner_exception.smallest_bytes)
+    peak = _peak_of_a_step(folder, 0, memory_budget=budget, **options)
+    shards = sum(parameter.numel() for parameter in _Residual(64).parameters()) * 3 * 4 // dist.get_world_size()
+    return budget, shards + 512 * 64 * 4 + peak
+
+
+@pytest.mark.parametrize("share", [1.0, pytest.param(1.2, marks=pytest.mark.slow)])
+def test_a_step_holds_no_more_than_its_budget(run_on_gloo_ranks, tmp_path: Path, share: float):
+    for budget, held in run_on_gloo_ranks(2, _held_within, str(tmp_path), share):
+        assert 0.9 * budget < held <= budget

@@ -120,6 +120,14 @@ def test_merged_and_placed_by_cost(run_on_gloo_ranks, tmp_path: Path, workload):
         assert 0 < planned.count(collective) < lowered.count(collective)
 
 
+@pytest.mark.parametrize(
+    ("prefetch", "limit"), [("pre", True), pytest.param("post", 1, marks=pytest.mark.slow)]
+)
+def test_gathers_as_fsdp1_prefetches_and_limits_them(run_on_gloo_ranks, prefetch, limit):
+    options = {"hardware": SLOW_LINK, "bucket": "auto", "backward_prefetch": prefetch, "limit_all_gathers": limit}
+    run_on_gloo_ranks(2, train_planned, "mlp_16_17_8", 2, options)
+
+
 @pytest.mark.parametrize("bucket", ["unit", "none"])
 def test_placed_by_cost_within_a_budget(run_on_gloo_ranks, bucket):
     options = {"hardware": SLOW_LINK, "bucket": bucket, "memory_budget": "1MB"}

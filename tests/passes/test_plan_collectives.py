@@ -1,5 +1,6 @@
 """plan_collectives: the planner as a pass."""
 
+import itertools
 import sys
 from dataclasses import dataclass, replace
 
@@ -16,9 +17,10 @@ from graphshard.memory import kept_inputs, memory_timeline
 from graphshard.passes import BucketCollectives, PlanCollectives, ScheduleCollectives
 from graphshard.pipeline import Pipeline
 from graphshard.planner import solve
+from graphshard.planner.from_graph import problem_of_graph
 from graphshard.planner.plan import InfeasibleBudgetError
 from graphshard.planner.simulate import PlanError
-from graphshard.provenance import shards_behind
+from graphshard.provenance import reduced_parameters, shards_behind
 from graphshard.rewrite import copy_graph
 
 plan_collectives = sys.modules[PlanCollectives.__module__]
@@ -260,6 +262,88 @@ def test_a_users_prefetch_is_kept(captured, merge):
     assert not any(node.target is aten.addmm.default for node in between)
 
 
+def _backward_of_units(captured, pass_):
+    """A planned backward: its nodes, and by unit its gathers, in the order of the units' waits."""
+    gm, ctx = _half(captured, "blocks_3", "backward", Prices(latency=0.01, bandwidth=1e6))
+    plan = run_pass(pass_, gm, ctx, *HELD).report.planned.plan
+    nodes = list(gm.graph.nodes)
+    units: dict[str, list] = {}
+    for gather in sorted(filter(_is_gather, nodes), key=lambda node: nodes.index(next(iter(node.users)))):
+        units.setdefault(shards_behind(gather, ctx)[0].unit, []).append(gather)
+    return plan, nodes, units
+
+
+def _is_gather(node):
+    return node.target is ALL_GATHER
+
+
+def _is_product(node):
+    return node.target in (aten.mm.default, aten.addmm.default)
+
+
+def test_a_backward_gathers_the_next_unit_right_after_the_one_before(captured):
+    """As FSDP1's BACKWARD_PRE. A plan without it starts all gathers of these at once, each alone."""
+    _, nodes, units = _backward_of_units(captured, PlanCollectives(backward_prefetch="pre"))
+    assert len(units) == 3 and all(len(gathers) == 1 for gathers in units.values())
+    for (before,), (then,) in itertools.pairwise(units.values()):
+        (wait,) = before.users
+        between = nodes[nodes.index(wait) : nodes.index(then)]
+        assert nodes.index(then) > nodes.index(wait) and not any(map(_is_product, between))
+    _, nodes, units = _backward_of_units(captured, PlanCollectives())
+    assert max(len(gathers) for gathers in units.values()) > 1
+
+
+def test_a_backward_gathers_the_next_unit_behind_the_gradients_of_the_one_before(captured):
+    """As FSDP1's BACKWARD_POST; a gather that is read before all of these exist starts where it is read."""
+    gm, ctx = _half(captured, "blocks_3", "backward", Prices(latency=0.01, bandwidth=1e6))
+    units = [f"blocks.{index}" for index in (2, 1, 0)]
+    problem = problem_of_graph(gm, ctx.prices).problem
+    known = {one.name: one for one in problem.collectives}
+    unit_of = {node.name: shards_behind(node, ctx)[0].unit for node in gm.graph.nodes if _is_gather(node)}
+    served = {node.name: bindings[0].unit for node, bindings in reduced_parameters(gm, ctx).items()}
+    exists = {
+        unit: max(known[name].earliest for name, owner in served.items() if owner == unit) for unit in units
+    }
+
+    def too_soon(pass_):
+        plan, _, _ = _backward_of_units(captured, pass_)
+        found = []
+        for before, unit in itertools.pairwise(units):
+            for bucket in plan.buckets:
+                members = [name for name in bucket.names if unit_of.get(name) == unit]
+                soonest = max((min(exists[before], known[name].deadline) for name in members), default=0)
+                found += members if bucket.start < soonest else []
+        return found
+
+    assert too_soon(PlanCollectives()) and not too_soon(PlanCollectives(backward_prefetch="post"))
+
+
+def test_what_a_user_says_of_a_units_prefetch_comes_before_that_of_all(captured):
+    gm, ctx = _half(captured, "blocks_3", "backward", Prices(latency=0.01, bandwidth=1e6))
+    ctx = replace(ctx, backward_prefetch=(("blocks.2", ("blocks.0",)),))
+    run_pass(PlanCollectives(backward_prefetch="pre"), gm, ctx, *HELD)
+    nodes = list(gm.graph.nodes)
+    gathers = {shards_behind(node, ctx)[0].unit: node for node in nodes if _is_gather(node)}
+    (wait,) = gathers["blocks.2"].users
+    between = nodes[nodes.index(wait) : nodes.index(gathers["blocks.0"])]
+    assert between and not any(map(_is_product, between))
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_gathers_in_flight_are_limited(captured, half):
+    def most_open(limit):
+        gm, ctx = _half(captured, "blocks_3", half, CHEAP)
+        run_pass(PlanCollectives(max_gathers=limit), gm, ctx, *HELD)
+        most = open_now = 0
+        for node in gm.graph.nodes:
+            open_now += _is_gather(node)
+            open_now -= is_wait(node) and _is_gather(node.args[0])
+            most = max(most, open_now)
+        return most
+
+    assert most_open(1) == 1 and most_open(2) <= 2 < most_open(0)
+
+
 def test_needs_prices(captured):
     gm, ctx = _half(captured, "two_linears", "forward", prices=None)
     with pytest.raises(PassError, match="plan_collectives: the context has no prices"):
@@ -271,6 +355,8 @@ def test_refuses_budgets_that_cannot_be():
         PlanCollectives(memory_budget="much")
     with pytest.raises(OptionTypeError, match="memory_budget=True"):
         PlanCollectives(memory_budget=True)
+    with pytest.raises(OptionError, match="backward_prefetch='late' must be one of '', 'pre', 'post'"):
+        PlanCollectives(backward_prefetch="late")
 
 
 def test_pipeline_text_reads_back():

@@ -57,6 +57,17 @@ def test_two_busy_groups_beside_compute():
     assert plan(problem).seconds <= seconds
 
 
+def test_names_of_groups_do_not_matter():
+    """They are counters that differ between ranks."""
+    problem = tensor_parallel_backward(4)
+    groups = {"shard": "tensor", "tensor": "shard"}
+    renamed = replace(
+        problem, collectives=[replace(one, queue=groups[one.queue]) for one in problem.collectives]
+    )
+    assert schedule_in_turn(problem, RULE) == schedule_in_turn(renamed, RULE)
+    assert plan(problem).steps == plan(renamed).steps
+
+
 @settings(max_examples=40, deadline=None)
 @given(seed=SEEDS, is_tight=st.booleans(), most=st.sampled_from([1, 2, 8]))
 def test_every_problem_has_a_list_schedule(seed, is_tight, most):

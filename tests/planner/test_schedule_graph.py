@@ -1,5 +1,7 @@
 """`graphshard.schedule_graph`: planned for a machine that is a card, groups that are names and sizes."""
 
+import operator
+
 import pytest
 import torch
 from graphs import MESH, inputs_of, random_graph
@@ -54,6 +56,14 @@ def test_groups_that_are_names_have_the_size_their_gathers_say():
     assert inside.seconds < across.seconds
 
 
+def test_a_coalesced_gather_says_how_many_ranks_its_group_has():
+    build = GraphBuilder()
+    values = [build.input(f"primals_{index}", 4, 4) for index in range(2)]
+    started = build(torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default, values, 16, "shard")
+    gm = build.finish(*(build(WAIT, build(operator.getitem, started, index)) for index in range(2)))
+    assert graphshard.schedule_graph(gm, hardware="h100-sxm").seconds > 0
+
+
 def test_ranks_of_a_process_group_that_exists(fake_group):
     """8 ranks on a card with one rank a node: its all-reduce says nothing of its size."""
     name = fake_group(8).get_group().group_name
@@ -71,6 +81,28 @@ def test_an_all_reduce_over_an_unknown_group_asks_for_its_ranks():
         graphshard.schedule_graph(gm, hardware="h100-sxm")
     plan = graphshard.schedule_graph(gm, hardware="h100-sxm", groups={"elsewhere": 8})
     assert plan.exposed_seconds > 0
+
+
+def test_the_users_buckets_prefetches_and_limits_are_kept():
+    """Without them each of these two gathers starts at once, alone."""
+    gm = _gathers(width=8192)
+    first, second = filter(is_collective, gm.graph.nodes)
+
+    def planned(**wishes):
+        return graphshard.schedule_graph(copy_graph(gm), hardware="h100-sxm", **wishes)
+
+    def in_copy(ask):
+        copied = copy_graph(gm)
+        return graphshard.schedule_graph(copied, hardware="h100-sxm", **ask(*filter(is_collective, copied.graph.nodes)))
+
+    free = planned()
+    assert [(bucket.start, bucket.wait) for bucket in free.buckets] == [(0, 0), (0, 1)]
+    limited = planned(max_gathers=1)
+    assert limited.buckets[1].start > 0 or limited.buckets[1].issued_at >= limited.buckets[0].finished_at
+    merged = in_copy(lambda one, other: {"buckets": [[one, other]]})
+    assert [bucket.names for bucket in merged.buckets] == [(first.name, second.name)]
+    ahead = in_copy(lambda one, other: {"prefetch": [(one, other)]})
+    assert ahead.buckets[1].issued_at == pytest.approx(ahead.buckets[0].finished_at)
 
 
 def _two_groups():

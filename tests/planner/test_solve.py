@@ -1,7 +1,11 @@
 """The planner on problems too large for brute force."""
 
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -47,13 +51,37 @@ def test_the_budget_is_kept_or_refused_with_one_that_works(seed, share):
     assert found.peak_bytes <= budget
 
 
+def test_other_hashes_in_another_process_give_the_same_plans():
+    script = (
+        "from graphs import PRICES, random_graph; from problems import random_problem\n"
+        "from graphshard.planner.solve import plan; from graphshard.schedule import schedule_with_prices\n"
+        "print([plan(random_problem(seed, most=14, num_tasks=10)).steps for seed in range(6)])\n"
+        "print([schedule_with_prices(random_graph(seed), PRICES).steps for seed in range(3)])\n"
+    )
+    folder = Path(__file__).parent
+    paths = os.pathsep.join(map(str, (folder, folder.parent, folder.parents[1])))
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=300,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths},
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    (text,) = said
+    assert text.count("Step(") > 50
+
+
 @settings(max_examples=15, deadline=None)
 @given(seed=SEEDS)
 def test_names_do_not_matter_and_plans_repeat(seed):
     problem = random_problem(seed, most=14, num_tasks=10)
+    groups = {"copies": "z", "shard": "m", "tensor": "a"}  # in another order
     renamed = replace(
         problem,
-        collectives=[replace(one, name=f"z{hash(one.name) % 97}") for one in problem.collectives],
+        collectives=[
+            replace(one, name=f"z{37 * index % 97}", queue=groups[one.queue])
+            for index, one in enumerate(problem.collectives)
+        ],
         position_names=[f"node {index}" for index in range(len(problem.tasks))],
     )
     assert plan(problem).steps == plan(renamed).steps == plan(problem).steps

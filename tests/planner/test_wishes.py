@@ -12,6 +12,7 @@ from graphshard.planner.plan import InfeasibleBudgetError
 from graphshard.planner.problem import ProblemError
 from graphshard.planner.simulate import simulate
 from graphshard.planner.wishes import Wishes
+from graphshard.rewrite import copy_graph
 from graphshard.schedule import schedule_with_prices
 
 CONTEXT = PassContext(mesh=MESH, full_checks=True)
@@ -82,6 +83,37 @@ def test_limits_of_gathers_and_reductions_in_flight():
     assert len(gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER)) >= 2
 
 
+def test_a_gather_behind_a_reduction_starts_no_sooner_than_its_input_exists():
+    """The gather that would start first of all, and one that is read sooner, which is not held back."""
+    build = GraphBuilder()
+    value = build.input("primals_0", 8, 8)
+    first = build.gather(build.input("primals_1", 4, 8), 2)
+    grad = build(aten.mm.default, value, first)
+    reduced = build.reduction(grad, 2)
+    product = build(aten.mm.default, grad, build.gather(build.input("primals_2", 4, 8), 2))
+    gm = build.finish(reduced, product)
+    one, reduction, other = filter(is_collective, gm.graph.nodes)
+    assert _positions(schedule_with_prices(copy_graph(gm), PRICES))[0][(2,)][0] == 0
+    wishes = Wishes(behind=[(reduction, other), (reduction, one)])
+    found = problem_of_graph(gm, PRICES, wishes=wishes)
+    as_it_came = simulate(found.problem.without_wishes(), found.unplanned).seconds
+    plan = schedule_with_prices(gm, PRICES, wishes=wishes)
+    starts, _ = _positions(plan)
+    assert (starts[(0,)][0], starts[(2,)][0]) == (0, 1)
+    assert plan.unplanned_seconds == as_it_came
+    reasons = {bucket.names: bucket.reason for bucket in plan.buckets}
+    assert reasons[(other.name,)] == "the user has it start no sooner"
+    assert not check_waited(gm, CONTEXT)
+
+
+def test_members_of_a_bucket_are_held_back_no_further_than_it_is_read():
+    gm, gathers = _chain(num_gathers=2, num_reductions=1)
+    *gathers, reduction = gathers
+    wishes = Wishes(fixed_buckets=[gathers], behind=[(reduction, gather) for gather in gathers])
+    plan = schedule_with_prices(gm, PRICES, wishes=wishes)
+    assert plan.buckets[0].names == tuple(gather.name for gather in gathers)
+
+
 def test_a_graph_that_breaks_the_wishes_is_timed_but_not_kept():
     """Merging these costs far more than it saves: the graph as it came is faster, and not allowed."""
     gm, gathers = _chain(num_gathers=3)
@@ -111,8 +143,11 @@ def test_wishes_about_what_cannot_move_are_noted():
     value = build(aten.mm.default, value, build.gather(other, 2, "shard_group"))
     gm = build.finish(value, build(aten.copy_.default, state, build(aten.relu.default, state)))
     written, free = filter(is_collective, gm.graph.nodes)
-    plan = schedule_with_prices(gm, PRICES, wishes=Wishes(fixed_buckets=[[written, free]], prefetch=[(written, free)]))
+    wishes = Wishes(fixed_buckets=[[written, free]], prefetch=[(written, free)], behind=[(written, free)])
+    plan = schedule_with_prices(gm, PRICES, wishes=wishes)
     assert plan.notes[1:] == (
+        "all_gather_into_tensor_default_1 is not held back behind all_gather_into_tensor_default: "
+        "one of them stays in its place",
         "all_gather_into_tensor_default is not in the bucket asked for: it stays in its place",
         "all_gather_into_tensor_default_1 is not prefetched after all_gather_into_tensor_default: "
         "one of them stays in its place",
@@ -125,6 +160,9 @@ def test_wishes_about_what_cannot_move_are_noted():
         (lambda gathers: {"prefetch": [(gathers[0], gathers[1]), (gathers[1], gathers[0])]}, "ask for fewer"),
         (lambda gathers: {"fixed_buckets": [gathers[:2], gathers[1:3]]}, "is in two fixed buckets"),
         (lambda gathers: {"fixed_buckets": [[gathers[0].args[0]]]}, "these do not: primals_1"),
+        (lambda gathers: {"behind": [(gathers[0].args[0], gathers[1])]}, "these do not: primals_1"),
+        (lambda gathers: {"max_gathers": -1}, "max_gathers=-1 must be 0, for any number, or more"),
+        (lambda gathers: {"max_reductions": -2}, "max_reductions=-2 must be 0, for any number, or more"),
         (
             lambda gathers: {"prefetch": [(gathers[0], next(iter(gathers[1].users)))]},
             "these do not: wait_tensor",
