@@ -12,6 +12,7 @@ import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from .inductor import (
     config_patches,
     emitted_order,
     functorch_patch,
+    memory_patch,
     order_difference,
     pin_order,
     planned_order,
@@ -50,6 +52,9 @@ from .planning import Planning
 from .provenance import reduced_parameters, shards_behind
 from .rewrite import output_values
 from .unit import unit_of
+
+#: A plan that takes more than this of its budget is compiled without fusions that could hold more than it says.
+_TIGHT = 0.8
 
 JOINT_PIPELINE = Pipeline(passes.MergeUnshards(), passes.SpreadParameters(), passes.TagRecompute())
 
@@ -241,6 +246,7 @@ class _Compilation:
         context = self.context.for_backward(unreduced) if half == "backward" else self.context.for_forward()
         context = replace(context, held_bytes=variant.held_bytes)
         dumped_as = self._variant_name(half)
+        records: list[PassRecord] = []
         if is_sharded:
             self._dump(dumped_as, "0-partitioned", self._text(gm, context))
             lower, place = half_pipeline(self.options).split(-1)
@@ -260,7 +266,12 @@ class _Compilation:
             self.regathered.update(binding.name for binding in bindings if binding is not None)
         planned = planned_order(gm)
         pin_order(gm)
-        compiled = compile_fx_inner(gm, variant.example_inputs, **kwargs)
+        with (
+            memory_patch(self.options.inductor)
+            if _is_tight(records, context, self.options)
+            else nullcontext()
+        ):
+            compiled = compile_fx_inner(gm, variant.example_inputs, **kwargs)
         if planned and self.options.verify != "off":
             self._check_order(planned, getattr(compiled, "source_code", None), half)
         return compiled
@@ -327,6 +338,14 @@ class _Compilation:
     def _dump(self, stage: str, step: str, text: str) -> None:
         if self.options.dump is not None:
             (self.options.dump / f"graph{self.index}.{stage}.{step}.txt").write_text(text)
+
+
+def _is_tight(records: Sequence[PassRecord], context: PassContext, options: BackendOptions) -> bool:
+    """Whether a planned half takes most of the user's budget: then kernels must run where the plan has them."""
+    plans = [record.report.planned.plan for record in records if record.report.planned is not None]
+    if options.memory_budget is None or not plans:
+        return False
+    return context.held_bytes + plans[-1].peak_bytes > _TIGHT * options.memory_budget
 
 
 def _gloo_groups(gm: fx.GraphModule) -> tuple[str, ...]:

@@ -1,10 +1,13 @@
 """The order handed to Inductor, the order read from its source, and the difference in words."""
 
 import operator
+import re
+import sys
 import warnings
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from small_graphs import GraphBuilder, aten
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.fx_passes.control_dependencies import control_deps
@@ -235,12 +238,13 @@ def _swapped(source):
     return [second, first, *rest]
 
 
-def _step(fake_group, verify):
+def _step(fake_group, verify, **options):
     torch.compiler.reset()
     mesh = fake_group(2)
     model = torch.nn.Sequential(*(graphshard.fully_shard(torch.nn.Linear(8, 8), mesh=mesh) for _ in range(2)))
     model = graphshard.fully_shard(model, mesh=mesh)
-    torch.compile(model, backend="graphshard", options={"verify": verify})(torch.zeros(4, 8)).sum().backward()
+    forward = torch.compile(model, backend="graphshard", options={"verify": verify, **options})
+    forward(torch.zeros(4, 8)).sum().backward()
 
 
 def test_an_order_that_inductor_changed_is_an_error_or_a_warning(fake_group, monkeypatch):
@@ -268,3 +272,29 @@ def test_an_order_that_cannot_be_checked_is_an_error_or_a_warning(fake_group, mo
         _step(fake_group, "full")
     with pytest.warns(UserWarning, match="whether its collectives moved is not known"):
         _step(fake_group, "cheap")
+
+
+def test_fusions_that_hold_more_are_left_out_where_a_plan_comes_near_its_budget(fake_group, monkeypatch):
+    """Unless the user says what kernels must share to be fused."""
+    name, seen = "score_fusion_memory_threshold", []
+    compile_fx_inner = backend.compile_fx_inner
+
+    def remember(*args, **kwargs):
+        seen.append(getattr(inductor_config, name))
+        return compile_fx_inner(*args, **kwargs)
+
+    monkeypatch.setattr(backend, "compile_fx_inner", remember)
+    usual = getattr(inductor_config, name)
+    with pytest.raises(BackendCompilerFailed) as refused:
+        _step(fake_group, "cheap", hardware="cpu-loopback", memory_budget=1)
+    smallest = int(re.search(r"is (\d+) bytes", str(refused.value))[1])
+    for options, expected in (
+        ({}, {usual}),
+        ({"memory_budget": "1GB"}, {usual}),
+        ({"memory_budget": smallest}, {sys.maxsize}),
+        ({"memory_budget": smallest, "inductor": {name: 3}}, {3}),
+    ):
+        seen.clear()
+        _step(fake_group, "cheap", hardware="cpu-loopback", bucket="auto", **options)
+        assert set(seen) == expected and len(seen) == 2
+    assert getattr(inductor_config, name) == usual
