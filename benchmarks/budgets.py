@@ -51,14 +51,17 @@ class Budgeted:
         self.model.zero_grad(set_to_none=True)
 
     def planned_bytes(self) -> int:
-        """The larger peak of the two halves."""
-        texts = [path.read_text() for path in self.dump.glob("graph0.*.plan.txt")]
-        return max(int(re.search(r"^peak (\d+) bytes", text, re.MULTILINE)[1]) for text in texts)
+        """The larger peak of the two halves, and what of the budget is held beside that half."""
+        found = []
+        for path in self.dump.glob("graph*.plan.txt"):
+            peak, budget = re.search(r"^peak (\d+) bytes, budget (\d+)", path.read_text(), re.MULTILINE).groups()
+            found.append(int(peak) + self.budget_bytes - int(budget))
+        return max(found)
 
     def num_recomputed(self) -> int:
         """Ops of the forward that the backward computes again."""
-        chosen = self.dump / "graph0.joint.choice.txt"
-        found = re.search(r"^(\d+) ops of the forward", chosen.read_text(), re.MULTILINE) if chosen.exists() else None
+        (chosen,) = self.dump.glob("graph*.joint.choice.txt")
+        found = re.search(r"^(\d+) ops of the forward", chosen.read_text(), re.MULTILINE)
         return int(found[1]) if found else 0
 
 

@@ -47,6 +47,7 @@ from .inductor import (
 from .memory import kept_inputs, memory_timeline
 from .ops import REDUCE_GRAD, UNSHARD
 from .options import BackendOptions
+from .passes.plan_collectives import held_beside, step_bytes
 from .pipeline import PassRecord, Pipeline
 from .planning import Planning
 from .provenance import reduced_parameters, shards_behind
@@ -198,7 +199,9 @@ class _Compilation:
         self._dump_records("joint", records + tag.run(gm, self.context))
         self.kept_between = frozenset(choice.kept_between if choice is not None else ())
         peak = choice.peak_bytes if choice is not None else None
-        self.context = replace(self.context, pieces=pieces_of(gm), default_peak_bytes=peak)
+        self.context = replace(
+            self.context, pieces=pieces_of(gm), default_peak_bytes=peak, resident_bytes=step_bytes(gm)
+        )
         if choice is not None:
             self._dump("joint", "choice", f"{choice}\n")
 
@@ -266,11 +269,8 @@ class _Compilation:
             self.regathered.update(binding.name for binding in bindings if binding is not None)
         planned = planned_order(gm)
         pin_order(gm)
-        with (
-            memory_patch(self.options.inductor)
-            if _is_tight(records, context, self.options)
-            else nullcontext()
-        ):
+        is_tight = self._is_tight(records, gm, context)
+        with memory_patch(self.options.inductor) if is_tight else nullcontext():
             compiled = compile_fx_inner(gm, variant.example_inputs, **kwargs)
         if planned and self.options.verify != "off":
             self._check_order(planned, getattr(compiled, "source_code", None), half)
@@ -312,6 +312,13 @@ class _Compilation:
             raise ScheduleOrderError(message)
         warnings.warn(message, stacklevel=2)
 
+    def _is_tight(self, records: Sequence[PassRecord], gm: fx.GraphModule, context: PassContext) -> bool:
+        """Whether a planned half takes most of the user's budget: then kernels must run where the plan has them."""
+        plans = [record.report.planned.plan for record in records if record.report.planned is not None]
+        if self.options.memory_budget is None or not plans:
+            return False
+        return held_beside(gm, context) + plans[-1].peak_bytes > _TIGHT * self.options.memory_budget
+
     def _variant_name(self, half: str) -> str:
         """``backward`` for the first state it is compiled for, then ``backward-2``, ..."""
         self.variants[half] += 1
@@ -338,14 +345,6 @@ class _Compilation:
     def _dump(self, stage: str, step: str, text: str) -> None:
         if self.options.dump is not None:
             (self.options.dump / f"graph{self.index}.{stage}.{step}.txt").write_text(text)
-
-
-def _is_tight(records: Sequence[PassRecord], context: PassContext, options: BackendOptions) -> bool:
-    """Whether a planned half takes most of the user's budget: then kernels must run where the plan has them."""
-    plans = [record.report.planned.plan for record in records if record.report.planned is not None]
-    if options.memory_budget is None or not plans:
-        return False
-    return context.held_bytes + plans[-1].peak_bytes > _TIGHT * options.memory_budget
 
 
 def _gloo_groups(gm: fx.GraphModule) -> tuple[str, ...]:

@@ -63,6 +63,8 @@ class PassContext:
         known_plan: the plan to follow, of another rank; None to make one.
         held_bytes: of a user's memory budget, what is held outside of the graph while it runs: gradients that wait
             for a later micro-batch, and gathered parameters, that are not inputs of it.
+        resident_bytes: of a user's memory budget, the inputs that live through the whole step (shards, buffers, inputs
+            of the model): what of them a half does not take is held beside it. 0 where the budget is without them.
         default_peak_bytes: the most that a half of the step holds with units gathered one ahead, beside inputs
             that live through all of it, where that is known: what plans may take without a user's budget.
         device_type: where the graph will run, if not where its values are: a capture on fake tensors of
@@ -82,6 +84,7 @@ class PassContext:
     prices: GraphPrices | None = None
     known_plan: KnownPlan | None = None
     held_bytes: int = 0
+    resident_bytes: int = 0
     default_peak_bytes: int | None = None
     device_type: str | None = None
 

@@ -244,8 +244,12 @@ class JointTrials:
         if choice is not None:
             Pipeline(KeepGathered(units=choice.kept), given=self.tag.given).run(trial, self.context)
             tag = choice.extended(tag)
-        known = replace(context_from_shard_ops(trial), device_type=self.context.device_type)
-        context = replace(known, pieces=pieces_of(trial))
+        context = replace(
+            context_from_shard_ops(trial),
+            device_type=self.context.device_type,
+            resident_bytes=self.context.resident_bytes,
+            pieces=pieces_of(trial),
+        )
         forward, backward = self._partitioned(trial, tag)
         yield forward, context.for_forward()
         yield backward, context.for_backward()

@@ -19,6 +19,7 @@ from .joint_trials import JointTrials, StepChoice
 from .keeping import KeepingCost, choose_kept
 from .memory import tensor_bytes
 from .ops import UNSHARD
+from .passes.plan_collectives import held_beside
 from .planner.plan import InfeasibleBudgetError
 
 
@@ -105,7 +106,7 @@ class _Accumulation:
                 refused.append(error)
                 continue
             seconds[state] = plan.seconds
-            peaks.append(state.context.held_bytes + plan.peak_bytes)
+            peaks.append(held_beside(state.gm, state.context) + plan.peak_bytes)
         if refused:
             raise max(refused, key=lambda error: error.smallest_bytes)
         return KeepingCost(seconds=seconds[forward] + seconds[backward], peak_bytes=max(peaks))

@@ -38,8 +38,8 @@ class BackendOptions:
             it costs, False starts and waits in place. With ``hardware`` the planner decides.
         hardware: a hardware card (its name, its file, or itself): collectives stand where the planner
             finds the predicted time least.
-        memory_budget: the most that may be live on a rank while one graph runs, its inputs included
-            (shards of parameters, saved activations; gradients that wait for a later micro-batch and gathered
+        memory_budget: the most that may be live on a rank while one graph runs, the inputs of its step included
+            (shards of all its parameters, saved activations; gradients that wait for a later micro-batch and gathered
             parameters too, not reduced gradients and optimizer state of the caller): bytes, or a text like
             "60GiB". The planner keeps it, if it must by computing activations again, or says what it needs (needs
             ``hardware``). What is left is for units that keep their parameters for the backward, and between

@@ -25,6 +25,7 @@ from .joint_trials import JointTrials, StepChoice
 from .micro_batches import accumulation_cost, choose_kept_between
 from .ops import UNSHARD
 from .params import UnshardCall
+from .passes.plan_collectives import step_bytes
 from .pipeline import PassRecord, Pipeline
 from .schedule import parse_bytes, topologies
 from .shared_plan import PlanStore, decide_together
@@ -105,9 +106,14 @@ class Planning:
         (place,) = placing.passes
         assert isinstance(place, passes.PlanCollectives)
         trials = JointTrials(
-            gm=gm, context=context, tag=tag, lower=lower, place=place, prices=self._prices,
+            gm=gm,
+            context=replace(context, resident_bytes=0 if memory_budget is None else step_bytes(gm)),
+            tag=tag,
+            lower=lower,
+            place=place,
+            prices=self._prices,
             recomputes=self.is_shared,
-        )  # fmt: skip
+        )
         calls = [UnshardCall(*node.args) for node in gm.graph.find_nodes(op="call_function", target=UNSHARD)]
         if not calls or (memory_budget is None and not trials.open_units()):
             return [], None

@@ -69,7 +69,7 @@ class PlanCollectives:
     Attributes:
         merge: whether collectives may be merged; where not, they are only placed.
         memory_budget: the most that may be live while the graph runs, inputs that its caller keeps and what else
-            is held meanwhile (``PassContext.held_bytes``) included: bytes, or a text like "60GiB". None
+            is held meanwhile (:func:`held_beside`) included: bytes, or a text like "60GiB". None
             for no limit. "default" for what units gathered one ahead take (:func:`default_peak`; of both
             halves of a step, if the context knows), or a little more where no plan is found within it.
         max_gathers: buckets of gathers that may be in flight at a time; 0 for any number.
@@ -126,7 +126,7 @@ class PlanCollectives:
         if self.memory_budget is None:
             planned = plan(None)
         elif self.memory_budget != DEFAULT:
-            planned = _beside(plan, parse_bytes(self.memory_budget), ctx.held_bytes)
+            planned = _beside(plan, parse_bytes(self.memory_budget), held_beside(gm, ctx))
         elif ctx.known_plan is not None:
             planned = plan(None)  # the rank that planned has seen to it
         else:
@@ -215,6 +215,21 @@ def _leanest(plan: Callable[[int | None], PlannedGraph], peak: int, notes: list[
 def resident_bytes(gm: fx.GraphModule) -> int:
     """Bytes of the inputs of a half that live through the whole step: shards, buffers, inputs of the model."""
     return sum(tensor_bytes(node.meta.get("val")) for node in kept_inputs(gm))
+
+
+def step_bytes(gm: fx.GraphModule) -> int:
+    """Bytes of the inputs of a joint graph or a half that live through the whole step, by their names."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return sum(tensor_bytes(node.meta.get("val")) for node in inputs if node.name.startswith("primals_"))
+
+
+def held_beside(gm: fx.GraphModule, ctx: PassContext) -> int:
+    """Bytes that are held outside of a half while it runs, as far as a user's budget counts them.
+
+    Gradients that wait, gathered parameters, and what lives through the step and is no input of this half: a backward
+    does not read the shards of units that keep their parameters.
+    """
+    return ctx.held_bytes + max(0, ctx.resident_bytes - step_bytes(gm))
 
 
 def _waiting_bytes(gm: fx.GraphModule) -> int:

@@ -249,7 +249,9 @@ def _lazy_nodes(graph: fx.Graph, movable: list[fx.Node], written: Set[fx.Node]) 
     What reads memory that is ``written`` in place does not: it would read another value elsewhere.
     """
     lazy = set(movable)
-    fixed = {node for node in graph.nodes if any(_base(source) in written for source in node.all_input_nodes)}
+    fixed: set[fx.Node] = set()
+    if written:
+        fixed = {node for node in graph.nodes if any(_base(one) in written for one in node.all_input_nodes)}
     rooted: dict[fx.Node, bool] = {}  # layout nodes made of inputs alone
     for node in graph.nodes:
         if is_layout(node) and node.all_input_nodes:

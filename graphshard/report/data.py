@@ -216,7 +216,7 @@ class HalfReport:
         bound_seconds: what no schedule of its collectives can beat.
         gap: ``seconds / bound_seconds - 1``.
         bounds: each lower bound by name.
-        solver: "exact" or "beam" (the best of searches) for a plan by cost; "none" for the schedule of the passes.
+        solver: what found the plan (``Plan.solver``); "none" for the schedule of the passes.
         flops: operations executed, recomputation included, causal attention in full.
         num_nodes: of the graph.
         compute: the compute stream in order.

@@ -119,23 +119,24 @@ def test_the_predicted_peak_is_what_a_compiled_step_allocates(
 
 
 def _held_within(folder: str, share: float) -> tuple[int, int, int]:
-    """A budget a little above the smallest; what its backward is to hold above its start, and what it holds."""
+    """A budget a little above the smallest; the most that a step holds then, all shards and its input included.
+
+    And by how much that is more than the memory model says of the backward, above the same.
+    """
     options = {"hardware": "cpu-loopback", "bucket": "auto"}
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as refused:
         _peak_of_a_step(folder, 0, memory_budget=1, **options)
     torch.compiler.reset()
     budget = int(share * int(re.search(r"is (\d+) bytes", str(refused.value))[1]))
-    peak = _peak_of_a_step(folder, 0, memory_budget=budget, **options)
+    peak = _peak_of_a_step(folder, 0, memory_budget=budget, **options) - 4 * 512 * 64  # the caller holds the result
+    shards = 3 * sum(parameter.numel() for parameter in _Residual(64).parameters()) // dist.get_world_size()
     (path,) = (Path(folder) / str(dist.get_rank())).glob("graph*.backward.memory.txt")
-    backward = path.read_text()
-    planned = int(re.match(r"peak (\d+) bytes", backward)[1])
-    beside = int(re.search(r"^beside (\d+) bytes", backward, re.MULTILINE)[1])
-    return budget - beside, planned, peak - 4 * 512 * 64  # the caller holds the result
+    return budget, 4 * (shards + 512 * 64) + peak, peak - int(re.match(r"peak (\d+) bytes", path.read_text())[1])
 
 
 @pytest.mark.parametrize("share", [1.0, pytest.param(1.2, marks=pytest.mark.slow)])
 def test_a_step_holds_no_more_than_its_budget(run_on_gloo_ranks, tmp_path: Path, share: float):
     """Activations are computed again here, which Inductor's fusions would make dearer than planned."""
-    for budget, planned, held in run_on_gloo_ranks(2, _held_within, str(tmp_path), share):
+    for budget, held, excess in run_on_gloo_ranks(2, _held_within, str(tmp_path), share):
         assert 0.8 * budget < held <= budget
-        assert held == pytest.approx(planned, rel=0.01)
+        assert abs(excess) < 0.01 * held

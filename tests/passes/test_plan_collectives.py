@@ -138,8 +138,8 @@ def test_what_is_held_outside_of_the_graph_takes_of_the_budget(captured):
     run_pass(PlanCollectives(memory_budget=budget), tight, beside, *HELD)
     assert _peak(tight) < _peak(free)
     message = (
-        r"budget of 999999 bytes, 1000000 of which gradients that wait for a later micro-batch and gathered parameters "
-        r"take; the smallest .* is (\d+) bytes"
+        r"budget of 999999 bytes, 1000000 of which are held outside of the graph: shards that it does not read, "
+        r"gradients that wait for a later micro-batch, and gathered parameters; the smallest .* is (\d+) bytes"
     )
     with pytest.raises(InfeasibleBudgetError, match=message) as refused:
         run_pass(PlanCollectives(memory_budget=999_999), copy_graph(gm), beside, *HELD)
@@ -148,6 +148,18 @@ def test_what_is_held_outside_of_the_graph_takes_of_the_budget(captured):
     least = copy_graph(gm)
     run_pass(PlanCollectives(memory_budget=smallest), least, beside, *HELD)
     assert _peak(least) + 10**6 <= smallest
+
+
+def test_what_lives_through_the_step_counts_though_a_backward_does_not_read_it(captured):
+    gm, ctx = _half(captured, "blocks_3", "backward")
+    free, tight = copy_graph(gm), copy_graph(gm)
+    run_pass(PlanCollectives(), free, ctx, *HELD)
+    unread = replace(ctx, resident_bytes=plan_collectives.step_bytes(gm) + 10**6)
+    assert plan_collectives.held_beside(gm, unread) == 10**6
+    assert plan_collectives.held_beside(gm, replace(unread, held_bytes=5)) == 10**6 + 5
+    assert plan_collectives.held_beside(gm, replace(ctx, resident_bytes=1)) == 0
+    plan = run_pass(PlanCollectives(memory_budget=_peak(free) - 1 + 10**6), tight, unread, *HELD).report.planned.plan
+    assert plan.peak_bytes == _peak(tight) < _peak(free) and plan.budget_bytes == _peak(free) - 1
 
 
 @pytest.mark.parametrize("prices", [DEAR, CHEAP], ids=["dear", "cheap"])
