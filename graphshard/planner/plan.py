@@ -31,8 +31,8 @@ class InfeasibleBudgetError(GraphShardError, ValueError):
     ) -> None:
         word = "the smallest feasible one is" if is_smallest else "the smallest found that is kept is"
         held = (
-            f", {held_bytes} of which are held outside of the graph: shards that it does not read, gradients that wait "
-            "for a later micro-batch, and gathered parameters"
+            f", in which {held_bytes} bytes outside of the graph count (shards that it does not read, gradients that "
+            "wait for a later micro-batch, gathered parameters)"
             if held_bytes
             else ""
         )

@@ -135,7 +135,7 @@ def test_placed_by_cost_within_a_budget(run_on_gloo_ranks, bucket):
 
 
 @pytest.mark.parametrize(
-    ("budget", "kept"), [pytest.param("1GB", {"2", "root"}, marks=pytest.mark.slow), ("95kB", {"root"})]
+    ("budget", "kept"), [pytest.param("1GB", {"2", "root"}, marks=pytest.mark.slow), ("102kB", {"root"})]
 )
 def test_with_a_budget_units_keep_what_fits(run_on_gloo_ranks, tmp_path: Path, budget, kept):
     """Unit 0 is read by nothing in the backward; the others keep their parameters where there is room."""
@@ -199,5 +199,5 @@ def test_all_ranks_follow_one_plan(run_on_gloo_ranks):
 
 def test_a_budget_that_nothing_keeps_is_refused_on_every_rank(run_on_gloo_ranks):
     first, second = run_on_gloo_ranks(2, exceed_the_budget)
-    assert first.startswith("no schedule keeps a memory budget of 100 bytes; ")
+    assert first.startswith("no schedule keeps a memory budget of 100 bytes, in which 632 bytes outside ")
     assert second == f"rank 0 could not plan graph 0 (joint): {first}"
