@@ -62,7 +62,7 @@ def test_words_of_torch_and_nccl_and_further_columns(tmp_path):
 
 @pytest.mark.parametrize(
     ("header", "row"),
-    [("group,op,bytes,time", "shard,all_gather,8,1"), ("time,op,bytes,group,seconds", "9,all_gather,8,shard,1")],
+    [("group,op,bytes,time", "shard,all_gather,8,1"), ("seconds,op,bytes,group,time", "1,all_gather,8,shard,9")],
 )
 def test_a_column_time_is_in_seconds_unless_there_is_one_of_seconds(header, row):
     tables = parse_tables(f"{header}\n{row}\n", where="t.csv")

@@ -333,6 +333,8 @@ def test_a_backward_gathers_the_next_unit_behind_the_gradients_of_the_one_before
 def test_what_a_user_says_of_a_units_prefetch_comes_before_that_of_all(captured):
     gm, ctx = _half(captured, "blocks_3", "backward", Prices(latency=0.01, bandwidth=1e6))
     ctx = replace(ctx, backward_prefetch=(("blocks.2", ("blocks.0",)),))
+    prefetch = PlanCollectives(backward_prefetch="pre")._wishes(gm, ctx).prefetch
+    assert {tuple(shards_behind(node, ctx)[0].unit for node in pair) for pair in prefetch} == {("blocks.2", "blocks.0")}
     run_pass(PlanCollectives(backward_prefetch="pre"), gm, ctx, *HELD)
     nodes = list(gm.graph.nodes)
     gathers = {shards_behind(node, ctx)[0].unit: node for node in nodes if _is_gather(node)}

@@ -84,22 +84,22 @@ def test_limits_of_gathers_and_reductions_in_flight():
 
 
 def test_a_gather_behind_a_reduction_starts_no_sooner_than_its_input_exists():
-    """The gather that would start first of all, and one that is read sooner, which is not held back."""
+    """One that starts first of all, in the graph too, and one that is read sooner, which is not held back."""
     build = GraphBuilder()
     value = build.input("primals_0", 8, 8)
-    first = build.gather(build.input("primals_1", 4, 8), 2)
+    first, second = (build.input(f"primals_{index}", 4, 8) for index in (1, 2))
+    first, second = build.gather(first, 2), build.gather(second, 2)
     grad = build(aten.mm.default, value, first)
     reduced = build.reduction(grad, 2)
-    product = build(aten.mm.default, grad, build.gather(build.input("primals_2", 4, 8), 2))
-    gm = build.finish(reduced, product)
-    one, reduction, other = filter(is_collective, gm.graph.nodes)
-    assert _positions(schedule_with_prices(copy_graph(gm), PRICES))[0][(2,)][0] == 0
+    gm = build.finish(reduced, build(aten.mm.default, grad, second))
+    one, other, reduction = filter(is_collective, gm.graph.nodes)
+    assert _positions(schedule_with_prices(copy_graph(gm), PRICES))[0][(1,)][0] == 0
     wishes = Wishes(behind=[(reduction, other), (reduction, one)])
     found = problem_of_graph(gm, PRICES, wishes=wishes)
     as_it_came = simulate(found.problem.without_wishes(), found.unplanned).seconds
     plan = schedule_with_prices(gm, PRICES, wishes=wishes)
     starts, _ = _positions(plan)
-    assert (starts[(0,)][0], starts[(2,)][0]) == (0, 1)
+    assert (starts[(0,)][0], starts[(1,)][0]) == (0, 1)
     assert plan.unplanned_seconds == as_it_came
     reasons = {bucket.names: bucket.reason for bucket in plan.buckets}
     assert reasons[(other.name,)] == "the user has it start no sooner"
