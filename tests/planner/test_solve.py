@@ -18,7 +18,7 @@ from graphshard.planner.heuristic import Beam, block_length, good_schedule
 from graphshard.planner.plan import InfeasibleBudgetError
 from graphshard.planner.problem import Collective, Problem, ProblemError, Task
 from graphshard.planner.simulate import PlanError, Step, simulate
-from graphshard.planner.solve import in_place, plan, smallest_budget
+from graphshard.planner.solve import in_place, leanest_schedule, plan, smallest_budget
 
 SEEDS = st.integers(0, 10**6)
 
@@ -152,6 +152,16 @@ def test_more_memory_is_no_slower():
         assert found.bounds.seconds <= found.seconds
         seconds.append(found.seconds)
     assert seconds[-1] == min(seconds) < seconds[0]
+
+
+@pytest.mark.parametrize("seed", [12, 29, 37])
+def test_the_leanest_schedule_takes_less_than_in_place(seed):
+    problem = random_problem(seed, most=18, num_tasks=12, with_memory=True)
+    steps, is_leanest = leanest_schedule(problem)
+    peak = simulate(problem, steps).peak_bytes
+    assert (peak, is_leanest) == smallest_budget(problem) and not is_leanest
+    assert peak < simulate(problem, in_place(problem)).peak_bytes
+    assert plan(replace(problem, budget_bytes=peak)).peak_bytes <= peak
 
 
 def test_no_memory_is_taken_for_time_that_no_model_can_tell_apart():
