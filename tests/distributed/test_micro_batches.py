@@ -68,7 +68,7 @@ def test_with_room_parameters_are_gathered_once_a_step(run_on_gloo_ranks):
 
 def test_without_room_they_are_gathered_again(run_on_gloo_ranks):
     """Later micro-batches merge less: gradients that wait leave them less of the budget."""
-    for first, *others in run_on_gloo_ranks(2, accumulate, "153kB"):
+    for first, *others in run_on_gloo_ranks(2, accumulate, "171kB"):
         assert first > 0 and min(others) >= first
 
 
