@@ -218,7 +218,7 @@ def resident_bytes(gm: fx.GraphModule) -> int:
 
 
 def step_bytes(gm: fx.GraphModule) -> int:
-    """Bytes of the inputs of a joint graph or a half that live through the whole step, by their names."""
+    """As :func:`resident_bytes`, of a joint graph too, without parameters that units keep gathered."""
     inputs = gm.graph.find_nodes(op="placeholder")
     return sum(tensor_bytes(node.meta.get("val")) for node in inputs if node.name.startswith("primals_"))
 

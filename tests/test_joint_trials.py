@@ -20,7 +20,7 @@ from graphshard.capture import ShardingRules, capture_step
 from graphshard.context import PassContext
 from graphshard.joint_trials import JointTrials, StepChoice, draws_random_numbers
 from graphshard.passes import LowerShards, PlanCollectives
-from graphshard.passes.plan_collectives import default_peak, resident_bytes
+from graphshard.passes.plan_collectives import default_peak, resident_bytes, step_bytes
 from graphshard.pipeline import Pipeline
 from graphshard.planner.plan import InfeasibleBudgetError
 from graphshard.rewrite import copy_graph
@@ -172,6 +172,27 @@ def test_where_no_plan_keeps_the_default_peak_the_default_stays(monkeypatch):
     monkeypatch.setattr(JointTrials, "_cost", refuse)
     step = in_capture(lambda trials: trials.choose(None))
     assert step.kept == ("root",) and step.peak_bytes > 0
+
+
+@pytest.mark.parametrize("budget", [None, "1GB"])
+def test_inputs_that_live_through_the_step_are_part_of_a_users_budget_alone(monkeypatch, budget):
+    """Without one the limit of a half is beside those of them that it reads."""
+    counted, real = set(), JointTrials.plan
+
+    def plan(self, half, ctx, memory_budget):
+        counted.add(ctx.resident_bytes)
+        return real(self, half, ctx, memory_budget)
+
+    monkeypatch.setattr(JointTrials, "plan", plan)
+
+    def ask(trials):
+        halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
+        planner = planning.Planning(card=CARD, halves=halves, is_shared=False, what="graph")
+        planner.choose(copy_graph(trials.gm), trials.context, trials.tag, budget)
+        return step_bytes(trials.gm)
+
+    inputs = in_capture(ask)
+    assert counted == ({0} if budget is None else {inputs}) and inputs > 0
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's, at the break

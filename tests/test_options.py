@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 from torch.distributed.fsdp import BackwardPrefetch
 
+from graphshard.backend import half_pipeline
 from graphshard.cost import load_card
 from graphshard.errors import CardError, GraphShardError, OptionError, OptionTypeError
 from graphshard.options import BackendOptions
+from graphshard.passes import PlanCollectives
 
 
 @pytest.mark.parametrize("given", [None, {}])
@@ -85,6 +87,13 @@ def test_limits_that_cannot_be(given):
 )
 def test_backward_prefetch_takes_words_and_fsdp1s_enum(given, name):
     assert BackendOptions.parse({"hardware": "h100-sxm", "backward_prefetch": given}).backward_prefetch == name
+
+
+def test_the_planners_options_reach_its_pass():
+    options = {"hardware": "h100-sxm", "bucket": "auto", "memory_budget": 5, "limit_all_gathers": 3}
+    options["backward_prefetch"] = "post"
+    *_, place = half_pipeline(BackendOptions.parse(options)).passes
+    assert place == PlanCollectives(memory_budget=5, max_gathers=3, backward_prefetch="post")
 
 
 def test_another_backward_prefetch_is_refused():

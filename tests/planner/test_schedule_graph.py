@@ -1,5 +1,6 @@
 """`graphshard.schedule_graph`: planned for a machine that is a card, groups that are names and sizes."""
 
+import itertools
 import operator
 
 import pytest
@@ -103,6 +104,22 @@ def test_the_users_buckets_prefetches_and_limits_are_kept():
     assert [bucket.names for bucket in merged.buckets] == [(first.name, second.name)]
     ahead = in_copy(lambda one, other: {"prefetch": [(one, other)]})
     assert ahead.buckets[1].issued_at == pytest.approx(ahead.buckets[0].finished_at)
+
+
+def test_the_users_limit_of_reductions_is_kept():
+    build = GraphBuilder()
+    value = build.input("primals_0", 8192, 8192, dtype=torch.bfloat16)
+    reduced = []
+    for _ in range(4):
+        value = build(aten.mm.default, value, value)
+        reduced.append(build.reduction(value, 16, "shard"))
+    gm = build.finish(*reduced, value)
+
+    def most_open(**limit):
+        plan = graphshard.schedule_graph(copy_graph(gm), hardware="h100-sxm", groups={"shard": 16}, **limit)
+        return max(itertools.accumulate(1 if step.is_start else -1 for step in plan.steps))
+
+    assert most_open(max_reductions=1) == 1 < most_open()
 
 
 def _two_groups():
