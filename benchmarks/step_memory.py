@@ -1,21 +1,27 @@
-"""Tensor memory of one training step on the CPU, from the allocator's own events.
+"""Tensor memory of one training step on the CPU, from an allocator that counts.
 
-Compiled code, eager code and collectives' buffers all allocate through torch's CPU allocator, so its events
-give a peak that does not depend on who runs the step. Scratch space inside gloo is not seen.
+Compiled code, eager code and collectives' buffers all allocate through torch's CPU allocator, so its count
+gives a peak that does not depend on who runs the step, or on which thread. Scratch space inside gloo is not seen.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _EventType
+from torch._inductor.cpp_builder import get_cpp_compiler
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
 
-NUM_TRACED_STEPS = 10
+NUM_COUNTED_STEPS = 10
+SOURCE = Path(__file__).with_name("counting_allocator.cpp")
+TORCH = Path(torch.__file__).parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,37 +47,35 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     return local_bytes(value for state in states for value in state.values() if isinstance(value, Tensor))
 
 
-def _trace_step(step: Callable[[], object]) -> StepMemory:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    pending, events = list(profiler.profiler.kineto_results.experimental_event_tree()), []
-    while pending:
-        event = pending.pop()
-        pending.extend(event.children)
-        if event.tag == _EventType.Allocation:
-            events.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-    if not events:
-        raise RuntimeError("the profiler recorded no allocation: the memory figures would be wrong")
-    held: dict[int, int] = {}
-    live = peak = 0
-    for _, address, num_bytes in sorted(events, key=lambda event: event[0]):
-        # An address handed out again was freed in between, by a thread the profiler does not watch.
-        live -= held.pop(address, 0)
-        if num_bytes > 0:
-            held[address] = num_bytes
-            live += num_bytes
-        peak = max(peak, live)
-    return StepMemory(peak_bytes=peak, left_bytes=live)
+@functools.cache
+def counting_allocator() -> ctypes.CDLL:
+    """The allocator of counting_allocator.cpp, compiled, and in use from the first call on."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "counting_allocator.so")
+        command = [get_cpp_compiler(), "-std=c++20", "-O2", "-shared", "-fPIC", f"-I{TORCH / 'include'}"]
+        command += [str(SOURCE), "-o", str(library), f"-L{TORCH / 'lib'}", "-lc10"]
+        subprocess.run(command, check=True)
+        loaded = ctypes.CDLL(str(library))
+    loaded.read_live_bytes.restype = loaded.take_peak_bytes.restype = ctypes.c_int64
+    loaded.start_counting()
+    return loaded
+
+
+def _count_step(step: Callable[[], object]) -> StepMemory:
+    counting = counting_allocator()
+    before = counting.read_live_bytes()
+    counting.take_peak_bytes()
+    step()
+    left = counting.read_live_bytes() - before
+    return StepMemory(peak_bytes=counting.take_peak_bytes() - before, left_bytes=left)
 
 
 def measure_step_memory(step: Callable[[], object]) -> StepMemory:
-    """Run `step` a few times under the profiler, add up allocations and frees, and return the lowest peak.
+    """Run `step` a few times, count what it allocates and frees, and return the lowest peak.
 
-    Gloo's threads sometimes let go of a collective's buffer last, which the profiler does not see: that can
-    only raise a peak, hence the lowest of several steps. Frees of memory allocated before the step are not
-    recorded either, so a step has to start without gradients (the one before ends with
-    `zero_grad(set_to_none=True)`).
+    Gloo's threads sometimes let go of a collective's buffer after compute did: hence the lowest of several
+    steps. Frees of memory allocated before the first step that is counted are not seen, so a step has to start
+    without gradients (the one before ends with `zero_grad(set_to_none=True)`).
     """
-    return min(
-        (_trace_step(step) for _ in range(NUM_TRACED_STEPS)), key=lambda m: (m.peak_bytes, m.left_bytes)
-    )
+    counted = [_count_step(step) for _ in range(NUM_COUNTED_STEPS)]
+    return min(counted, key=lambda memory: (memory.peak_bytes, memory.left_bytes))

@@ -248,14 +248,15 @@ def test_how_far_the_ends_of_gathers_are_spread_is_probed(gloo_alone, monkeypatc
 
 
 def test_evenly_spread_calls_give_their_mean_and_half_their_spread(gloo_alone, monkeypatch):
-    """Of eight calls, behind one that does not count, the slowest is left out."""
+    """Of nine calls in rows of three, behind one that does not count, the slowest is left out."""
     gloo_alone(monkeypatch)
-    calls = iter([99.0, 5.0, 1.0, 7.0, 3.0, 6.0, 2.0, 4.0, 50.0])
+    calls = iter([99.0, 5.0, 1.0, 7.0, 99.0, 3.0, 8.0, 6.0, 0.0, 2.0, 4.0, 50.0])
+    monkeypatch.setattr(calibrate_module, "_ENOUGH_SECONDS", 1000.0)
     monkeypatch.setattr(calibrate_module._Beside, "seconds", lambda self, _: (float(next(calls)), 0.5))
     asked = _Asked("all_gather", 64)
     (timing,) = calibrate_module._timings([asked], CPU, 8).values()
-    assert (timing.seconds, timing.lost_seconds) == (4.0, 0.5)
-    assert timing.deviation_seconds == pytest.approx((3 + 2 + 1 + 0 + 1 + 2 + 3) / 7)
+    assert (timing.seconds, timing.lost_seconds) == (4.5, 0.5)
+    assert timing.deviation_seconds == pytest.approx((3.5 + 2.5 + 2.5 + 1.5 + 1.5 + 0.5 + 0.5 + 3.5) / 8)
 
 
 def test_the_calls_of_all_ranks_count(gloo_alone, monkeypatch):
@@ -272,18 +273,37 @@ def test_the_calls_of_all_ranks_count(gloo_alone, monkeypatch):
 def test_collectives_take_turns(gloo_alone, monkeypatch):
     """The machine becomes slower in the middle, which all of them feel."""
     gloo_alone(monkeypatch)
+    monkeypatch.setattr(calibrate_module, "_ENOUGH_SECONDS", 1000.0)
     ran = []
 
     def seconds(self, collectives):
         ran.append(len(collectives))
-        return float(len(collectives)) * (1.0 if len(ran) <= 2 * (1 + 5) else 3.0), 0.0
+        return float(len(collectives)) * (1.0 if len(ran) <= 16 else 3.0), 0.0
 
     monkeypatch.setattr(calibrate_module._Beside, "seconds", seconds)
     one, two = _Asked("all_gather", 64), _Asked("broadcast", 64, 2)
     found = calibrate_module._timings([one, two], CPU, 11)
-    assert ran == [1, 2] * 12
-    assert (found[one].seconds, found[two].seconds) == (2.0, 4.0)
-    assert found[one].deviation_seconds * 2 == found[two].deviation_seconds
+    assert ran == [1, 1, 1, 1, 2, 2, 2, 2] * 4
+    assert (found[one].seconds, found[two].seconds) == (pytest.approx(13 / 7), pytest.approx(26 / 7))  # of two ranks
+    assert found[one].deviation_seconds * 2 == pytest.approx(found[two].deviation_seconds)
+
+
+def test_slow_collectives_are_timed_until_all_ranks_have_enough(gloo_alone, monkeypatch):
+    """The other rank takes twice as long: two rows of it are enough, of the fast one five are asked for."""
+    gloo_alone(monkeypatch)
+    slow, fast = _Asked("all_gather", 64), _Asked("broadcast", 64, 2)
+    met, ran = [], []
+
+    def seconds(self, collectives):
+        ran.append(len(collectives))
+        return 0.15 if len(collectives) == 1 else 1e-3, 0.0
+
+    monkeypatch.setattr(calibrate_module._Beside, "seconds", seconds)
+    monkeypatch.setattr(calibrate_module, "_slowest", lambda device, spent: 2 * spent)
+    monkeypatch.setattr(dist, "barrier", lambda: met.append(len(ran)))
+    calibrate_module._timings([slow, fast], CPU, 15)
+    assert (ran.count(1), ran.count(2)) == (2 * 4, 5 * 4)
+    assert met == list(range(0, len(ran), 4))
 
 
 class _Clock:
@@ -334,13 +354,12 @@ def test_a_rank_computes_beside_a_collective_of_gloo(gloo_alone, monkeypatch, is
     assert both == (seconds + 0.25, lost)
 
 
-def test_ranks_compute_between_meeting_and_a_collective_of_gloo(gloo_alone, monkeypatch):
+def test_ranks_compute_before_a_collective_of_gloo(gloo_alone, monkeypatch):
     gloo_alone(monkeypatch)
     monkeypatch.setattr(calibrate_module, "uses_gloo", lambda group: True)
     clock, done = _Clock(), []
     monkeypatch.setattr(calibrate_module, "time", clock)
     monkeypatch.setattr(calibrate_module, "_APART_SECONDS", 3.5)
-    monkeypatch.setattr(dist, "barrier", lambda: done.append("met"))
     monkeypatch.setattr(calibrate_module.torch, "mm", lambda *_, **__: (done.append("computed"), clock.block()))
 
     def start() -> _Work:
@@ -348,7 +367,7 @@ def test_ranks_compute_between_meeting_and_a_collective_of_gloo(gloo_alone, monk
         return _Work(clock)
 
     calibrate_module._Beside(CPU).seconds([calibrate_module._Collective(start)])
-    assert done == ["met", *["computed"] * 4, "started", *["computed"] * 3]
+    assert done == [*["computed"] * 4, "started", *["computed"] * 3]
 
 
 def test_compute_that_becomes_faster_loses_what_starting_takes(gloo_alone, monkeypatch):

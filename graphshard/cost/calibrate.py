@@ -41,7 +41,13 @@ _NUM_USUAL = 3
 _QUEUED = 3
 _NUM_QUEUED_SIZES = 2
 
-#: Ranks compute for about so long before each collective: in training they are not in step either.
+#: So many calls in a row. The first is not timed: ranks have just met, and are in step as they never are in training.
+_IN_A_ROW = 4
+
+#: A collective whose timings add up to so much needs no more of them.
+_ENOUGH_SECONDS = 1.5
+
+#: Ranks compute for about so long before each collective, as in training.
 _APART_SECONDS = 0.01
 
 #: Then, and beside collectives, they multiply matrices of this side.
@@ -179,11 +185,11 @@ def _slowest(device: torch.device, seconds: float) -> float:
 def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report = say_nothing) -> CommProbe:
     """Measures the default process group; every rank calls it and gets the same numbers.
 
-    A time is the :func:`typical` of calls and ranks; on a CPU each rank computes before and meanwhile, as it does in
-    training. Where one adds more behind others of its kind and size than it takes alone, that counts. Latency and
-    bandwidth of the link come from the gathers: the smallest is all latency, and the two largest differ by bandwidth.
-    So does what one takes of the core that computes: in all, and for each byte more. Several at a time tell how much
-    of their latency passes side by side.
+    A time is the :func:`typical` of calls in rows and of ranks; on a CPU each rank computes before and meanwhile, as it
+    does in training. Where one adds more behind others of its kind and size than it takes alone, that counts. Latency
+    and bandwidth of the link come from the gathers: the smallest is all latency, and the two largest differ by
+    bandwidth. So does what one takes of the core that computes: in all, and for each byte more. Several at a time tell
+    how much of their latency passes side by side.
     """
     num_ranks, is_cpu = dist.get_world_size(), device.type == "cpu"
     asked = [_Asked(op, size) for op in COLLECTIVE_KINDS for size in map(_whole, sizes.collective_bytes)]
@@ -338,7 +344,6 @@ class _Beside:
 
         Never less than starting them took: work elsewhere on the machine that ends meanwhile is no gain.
         """
-        dist.barrier()
         alone = self._block_seconds() if self._is_beside else 0.0
         self._synchronize()
         begin = time.perf_counter()
@@ -380,14 +385,25 @@ class _Timing:
 
 
 def _timings(asked: Sequence[_Asked], device: torch.device, num_samples: int) -> dict[_Asked, _Timing]:
-    """What :meth:`_Beside.seconds` measures of each: so many calls, in turns, so that a slow spell falls on all."""
+    """What :meth:`_Beside.seconds` measures of each, in turns, so that a slow spell of the machine falls on all.
+
+    Each turn is a row of calls without a barrier in between, until there are ``num_samples``, or enough seconds of
+    them. Over one connection gloo sends both ways at once only while ranks are in step: a rank that starts later
+    sends at once, and asks for its part behind that.
+    """
     beside = _Beside(device)
     times: dict[_Asked, list[tuple[float, float]]] = {each: [] for each in asked}
-    for _ in range(num_samples + 1):
-        for each in asked:
-            collectives = [_collective(each.op, each.num_bytes, device) for _ in range(each.at_once)]
-            times[each].append(beside.seconds(collectives))
-    return {each: _timing(rows[1:], device) for each, rows in times.items()}
+    spent = dict.fromkeys(asked, 0.0)
+    while turn := [one for one in asked if len(times[one]) < num_samples and spent[one] < _ENOUGH_SECONDS]:
+        for each in turn:
+            dist.barrier()
+            _, *row = [
+                beside.seconds([_collective(each.op, each.num_bytes, device) for _ in range(each.at_once)])
+                for _ in range(_IN_A_ROW)
+            ]
+            times[each] += row
+            spent[each] += _slowest(device, sum(seconds for seconds, _ in row))  # the same on all ranks
+    return {each: _timing(rows, device) for each, rows in times.items()}
 
 
 def _timing(times: Sequence[tuple[float, float]], device: torch.device) -> _Timing:
