@@ -18,7 +18,7 @@ void release(void* memory) {
   {
     std::lock_guard<std::mutex> guard(mutex);
     auto found = sizes.find(memory);
-    if (found != sizes.end()) {  // oneDNN gives back here what it took from the default allocator
+    if (found != sizes.end()) {  // convolutions give back here what was not taken here
       live_bytes -= found->second;
       sizes.erase(found);
     }
