@@ -10,6 +10,7 @@ import ctypes
 import functools
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch._inductor.cpp_builder import get_cpp_compiler
 from torch.distributed.tensor import DTensor
 
 NUM_COUNTED_STEPS = 10
+SETTLE_S = 0.05  # gloo's threads let go of what the step before had sent
 SOURCE = Path(__file__).with_name("counting_allocator.cpp")
 TORCH = Path(torch.__file__).parent
 
@@ -63,6 +65,7 @@ def counting_allocator() -> ctypes.CDLL:
 
 def _count_step(step: Callable[[], object]) -> StepMemory:
     counting = counting_allocator()
+    time.sleep(SETTLE_S)
     before = counting.read_live_bytes()
     counting.take_peak_bytes()
     step()
