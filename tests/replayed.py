@@ -56,7 +56,7 @@ def _replay_half(
     half: HalfReport, prices: Mapping[tuple[str, str, int], CollectivePrice], bandwidth: float, latency: float
 ) -> tuple[float, float]:
     waited = 0.0
-    free: dict[str, float] = {}
+    free: dict[str, tuple[float, float]] = {}  # when it ends, and by how much it may overlap
     finish: dict[int, tuple[float, float]] = {}
     for step in half.schedule:
         clock = step.busy_seconds + waited
@@ -64,9 +64,14 @@ def _replay_half(
         if step.is_start:
             price = prices[one.kind, one.group, one.num_bytes]
             quickest = min(max(latency * a + b / bandwidth for a, b in way) for way in price.ways)
-            begin = max(clock, free.get(one.group, 0.0) - latency * price.overlapped_seconds)
-            free[one.group] = begin + price.fixed_seconds + quickest
-            finish[step.collective] = free[one.group], price.spread_seconds
+            seconds = price.fixed_seconds + quickest
+            delay = price.overlapped_latency_seconds
+            overlapped = latency * delay + (price.overlapped_seconds - delay) / bandwidth
+            overlapped = min(overlapped, seconds)
+            front, of_front = free.get(one.group, (0.0, 0.0))
+            ended = max(clock, front - min(overlapped, of_front)) + seconds
+            free[one.group] = ended, overlapped
+            finish[step.collective] = ended, price.spread_seconds
         else:
             waited += behind_wait(clock, *finish[step.collective]) - clock
     return half.compute_seconds + waited, waited

@@ -213,7 +213,7 @@ def test_collectives_take_no_less_than_they_add_behind_others(gloo_alone, monkey
     rows = {(row.op, row.num_bytes): row.seconds for row in probe_collectives(CPU, ProbeSizes()).link.measured}
     assert len(rows) == len(COLLECTIVE_KINDS) * len(ProbeSizes().collective_bytes)
     for (_, size), seconds in rows.items():
-        is_queued = size in (2**19, 2**22)
+        is_queued = size in (2**19, 2**22, 2**24)
         expected = size if is_queued else max(size - at_once_bytes, 0)
         assert seconds == pytest.approx(expected / 1e6)
 
@@ -225,12 +225,41 @@ def test_collectives_that_share_their_latency_take_what_they_take_alone(gloo_alo
     assert [row.seconds for row in rows] == [1.0 + row.num_bytes / 1e9 for row in rows]
 
 
+def test_how_much_of_large_collectives_passes_beside_others_is_probed(gloo_alone, monkeypatch):
+    """A quarter of gathers passes beside the one in front, nothing of reductions; others are slowed."""
+    gloo_alone(monkeypatch)
+    share = {"all_gather": 0.25, "reduce_scatter": 0.0}
+    _time_with(
+        monkeypatch,
+        lambda op, size, num: _Timing(size * (1.0 + (num - 1) * (1.0 - share.get(op, -0.5))), 0.0, 0.0),
+    )
+    probe = probe_collectives(CPU, ProbeSizes())
+    rows = {(row.op, row.num_bytes): row for row in probe.link.measured}
+    for op in COLLECTIVE_KINDS:
+        for size in (2**22, 2**24):
+            row = rows[op, size]
+            assert row.overlapped_seconds == pytest.approx(share.get(op, 0.0) * size)
+            assert row.seconds == pytest.approx(size if op in share else 1.5 * size)
+        assert rows[op, 2**25].overlapped_seconds is None  # not measured
+        for size in (2**10, 2**13, 2**16, 2**19):
+            assert rows[op, size].overlapped_seconds == min(probe.overlapped_latency_seconds, size)
+
+
+def test_no_more_of_a_collective_passes_beside_others_than_it_takes(gloo_alone, monkeypatch):
+    """Three end sooner than one, by chance."""
+    gloo_alone(monkeypatch)
+    _time_with(monkeypatch, lambda op, size, num: _Timing(size / num, 0.0, 0.0))
+    for row in probe_collectives(CPU, ProbeSizes()).link.measured:
+        assert row.overlapped_seconds in (None, row.seconds)
+
+
 def test_the_collectives_of_a_device_are_measured_one_at_a_time(gloo_alone, monkeypatch):
     gloo_alone(monkeypatch)
     nums = []
     _time_with(monkeypatch, lambda _, size, num: nums.append(num) or _Timing(1.0 + size / 1e9, 0.0, 0.0))
-    probe_collectives(torch.device("cuda"), ProbeSizes())
+    probe = probe_collectives(torch.device("cuda"), ProbeSizes())
     assert set(nums) == {1}
+    assert {row.overlapped_seconds for row in probe.link.measured} == {None}
 
 
 def test_how_far_the_ends_of_gathers_are_spread_is_probed(gloo_alone, monkeypatch):

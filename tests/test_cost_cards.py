@@ -4,7 +4,7 @@ import json
 from dataclasses import FrozenInstanceError
 
 import pytest
-from cost_cards import ROUND_CARD, round_card
+from cost_cards import ROUND_CARD, round_card, with_rows
 
 from graphshard.cost.cards import KERNEL_CLASSES, HardwareCard, LinkClass, known_cards, load_card
 from graphshard.cost.curves import Curve
@@ -128,7 +128,7 @@ def test_entries_of_a_wrong_type_are_named(tmp_path):
     data["peak_flops"]["bfloat16"] = True
     data["efficiency"]["matmul"] = [[1, 0.5], 3]
     data["inter_node"] = 4
-    data["intra_node"]["measured"] = [["all_gather", 2, 1024], ["gossip", 2, 1, 1]]
+    data["intra_node"]["measured"] = [["all_gather", 2, 1024], ["gossip", 2, 1, 1], ["all_gather", 2, 1, 1, None]]
     with pytest.raises(CardError) as error:
         load_card(_saved(tmp_path, data))
     message = str(error.value)
@@ -137,8 +137,9 @@ def test_entries_of_a_wrong_type_are_named(tmp_path):
         "peak_flops.bfloat16 is not a number: True",
         "efficiency.matmul is neither a number nor a list",
         "inter_node is not an object",
-        "intra_node.measured[0] is not [op, ranks, bytes, seconds]",
+        "intra_node.measured[0] is not [op, ranks, bytes, seconds] or [op, ranks, bytes, seconds, overlapped seconds]",
         "intra_node.measured[1] is not",
+        "intra_node.measured[2] is not",
     ):
         assert complaint in message
 
@@ -175,6 +176,7 @@ def test_values_that_make_no_sense_are_all_named(tmp_path):
     data["memory_bytes"] = float("inf")
     sizes = ((0, 8), (1.5, 8), (2, 0.5))
     data["inter_node"]["measured"] = [["all_gather", num_ranks, num_bytes, 1] for num_ranks, num_bytes in sizes]
+    data["inter_node"]["measured"] += [["all_gather", 2, 8, 1, seconds] for seconds in (-0.5, 1.5, float("nan"))]
     with pytest.raises(CardError) as error:
         load_card(_saved(tmp_path, data))
     message = str(error.value)
@@ -192,6 +194,9 @@ def test_values_that_make_no_sense_are_all_named(tmp_path):
         "inter_node.measured[0] ranks must be positive, not 0",
         "inter_node.measured[1] ranks must be a whole number, not 1.5",
         "inter_node.measured[2] bytes must be a whole number, not 0.5",
+        "inter_node.measured[3] overlapped seconds must be from 0 to its 1 seconds, not -0.5",
+        "inter_node.measured[4] overlapped seconds must be from 0 to its 1 seconds, not 1.5",
+        "inter_node.measured[5] overlapped seconds must be from 0 to its 1 seconds, not nan",
     ):
         assert complaint in message
 
@@ -215,6 +220,14 @@ def test_values_that_make_no_sense_are_all_named(tmp_path):
 def test_a_card_made_in_python_is_checked_too(changes, complaint):
     with pytest.raises(CardError, match=rf"card 'round': .*{complaint}"):
         round_card(**changes)
+
+
+def test_measured_rows_are_read_as_they_were_saved(tmp_path):
+    rows = [(8, 1.0, overlapped) for overlapped in (None, 0.0, 0.25, 1.0)]
+    card = round_card(intra_node=with_rows(ROUND_CARD.intra_node, "all_gather", 2, *rows))
+    card.save(tmp_path / "mine.json")
+    assert load_card(tmp_path / "mine.json").intra_node == card.intra_node
+    assert [row.overlapped_seconds for row in card.intra_node.measured] == [None, 0.0, 0.25, 1.0]
 
 
 def test_nothing_lost_to_collectives_is_fine():

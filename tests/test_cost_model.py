@@ -4,7 +4,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from cost_cards import ROUND_CARD, round_card
+from cost_cards import ROUND_CARD, round_card, with_rows
 from small_graphs import GROUP, LOWERING, GraphBuilder, one_axis, two_axes
 from small_models import MODELS
 
@@ -104,6 +104,37 @@ def test_a_latency_passes_beside_the_collective_in_front_as_far_as_the_card_says
         model = CostModel(card=round_card(overlapped_latency_seconds=latency), groups=GROUPS)
         assert model.overlapped_seconds("all_gather", 2**20, "shard") == expected
         assert model.overlapped_seconds("all_gather", 2**20, "one") == 0.0
+
+
+def _measured_model(latency, *rows, tables=None):
+    """A card with rows of gathers on two ranks: bytes, seconds, overlapped seconds."""
+    link = with_rows(ROUND_CARD.intra_node, "all_gather", 2, *rows)
+    card = round_card(intra_node=link, overlapped_latency_seconds=latency)
+    groups = {"two": GroupTopology(num_ranks=2, ranks_per_node=2)}
+    return CostModel(card=card, groups=groups, tables=tables)
+
+
+def test_a_measured_collective_passes_beside_the_one_in_front_as_its_rows_say():
+    model = _measured_model(0.5, (100, 1.0, 0.5), (200, 3.0, 1.0), (400, 6.0, None))
+    assert model.overlapped_seconds("all_gather", 100, "two") == 0.5
+    assert model.overlapped_seconds("all_gather", 200, "two") == 1.0
+    # By its seconds: linear between rows, and in the last ratio behind them.
+    between = model.collective_seconds("all_gather", 150, "two")
+    assert model.overlapped_seconds("all_gather", 150, "two") == pytest.approx(0.5 + 0.25 * (between - 1.0))
+    assert model.overlapped_seconds("all_gather", 400, "two") == pytest.approx(2.0)
+    # Kinds without rows have the card's latency.
+    assert model.overlapped_seconds("broadcast", 10**12, "two") == 0.5
+
+
+def test_a_table_replaces_what_the_rows_of_a_card_overlap():
+    tables = parse_tables("group,op,bytes,seconds\n2,all_gather,200,4.0\n", where="mine.csv")
+    model = _measured_model(0.5, (200, 3.0, 1.0), tables=tables)
+    assert model.overlapped_seconds("all_gather", 200, "two") == 0.5
+
+
+def test_rows_without_overlaps_have_the_latency_of_the_card():
+    model = _measured_model(0.5, (200, 3.0, None))
+    assert model.overlapped_seconds("all_gather", 200, "two") == 0.5
 
 
 def test_ends_are_spread_as_far_as_the_card_says():

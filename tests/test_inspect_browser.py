@@ -9,6 +9,7 @@ from cost_cards import round_card
 from PIL import Image
 from replayed import at_mesh, neutral, replay, with_links
 from test_inspect import _graph_with_a_gather, _linears, _llama
+from test_inspect_worlds import measured_card
 
 import graphshard
 from graphshard.report.html import write_html
@@ -84,6 +85,17 @@ def test_neutral_sliders_give_the_reports_time(browser, tmp_path, plan, overlapp
         assert float(data[name]) == pytest.approx(report.step_seconds, rel=1e-12)
     assert float(data["exposedSeconds"]) == pytest.approx(report.exposed_seconds, rel=1e-12)
     assert float(data["peakBytes"]) == report.memory.peak_bytes
+
+
+@pytest.mark.parametrize(("bandwidth", "latency"), [(1.0, 1.0), (0.25, 4.0), (16.0, 0.125)])
+def test_sliders_of_links_where_transfers_overlap(browser, tmp_path, bandwidth, latency):
+    report = _llama(micro_batches=2, hardware=measured_card())
+    write_html(report, tmp_path / "page.html")
+    browser.open(tmp_path / "page.html", *DESKTOP, fragment=f"bandwidth={bandwidth}&latency={latency}")
+    step, exposed = replay(report, neutral(report), bandwidth=bandwidth, latency=latency)
+    data = browser.data()
+    assert float(data["stepSeconds"]) == pytest.approx(step, rel=1e-12)
+    assert float(data["exposedSeconds"]) == pytest.approx(exposed, rel=1e-12)
 
 
 @pytest.mark.parametrize(("bandwidth", "latency"), [(0.25, 4.0), (16.0, 0.125)])

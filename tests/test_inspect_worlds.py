@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from cost_cards import round_card
+from cost_cards import round_card, with_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from replayed import at_mesh, neutral, replay, with_links
@@ -71,6 +71,28 @@ def test_a_step_is_shorter_where_latencies_pass_side_by_side(llama):
     flights = [one for half in report.halves for one in half.collectives]
     assert any(after.began < before.finished for before, after in itertools.pairwise(flights))
     assert neutral(report).prices[0].overlapped_seconds == 5e-6
+
+
+def measured_card():
+    """Collectives of eight ranks overlap by 1 us of latency and by half of their transfer."""
+    link = round_card().intra_node
+    for op in ("all_gather", "reduce_scatter", "all_reduce"):
+        link = with_rows(link, op, 8, (2**10, 2e-6, 1e-6), (2**14, 12e-6, 6e-6), (2**20, 120e-6, 60e-6))
+    return round_card(intra_node=link, overlapped_latency_seconds=1e-6)
+
+
+@pytest.mark.parametrize("plan", ["unit", "auto"])
+def test_the_schedule_gives_the_step_again_where_transfers_overlap(llama, plan):
+    report = _llama(plan=plan, micro_batches=2, hardware=measured_card())
+    step, exposed = replay(report, neutral(report))
+    assert step == pytest.approx(report.step_seconds, rel=1e-12)
+    assert exposed == pytest.approx(report.exposed_seconds, rel=1e-12) and exposed > 0
+    flights = [one for half in report.halves for one in half.collectives]
+    assert any(after.began < before.finished - 1.5e-6 for before, after in itertools.pairwise(flights))
+    prices = neutral(report).prices
+    assert {price.overlapped_latency_seconds for price in prices} == {1e-6}
+    assert all(1e-6 <= price.overlapped_seconds <= 60e-6 for price in prices)
+    assert max(price.overlapped_seconds for price in prices) > 5e-6
 
 
 def test_the_schedule_gives_the_step_again_where_collectives_take_of_the_core():

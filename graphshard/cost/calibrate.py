@@ -37,9 +37,9 @@ _AT_ONCE = 6
 #: So many sizes of gathers tell that, and how far their times are spread.
 _NUM_USUAL = 3
 
-#: So many of a kind tell what one takes behind others, at so many sizes: the largest of those and the next.
+#: So many of a kind tell what one takes behind others, at so many sizes: the largest of those and the next two.
 _QUEUED = 3
-_NUM_QUEUED_SIZES = 2
+_NUM_QUEUED_SIZES = 3
 
 #: So many calls in a row. The first is not timed: ranks have just met, and are in step as they never are in training.
 _IN_A_ROW = 4
@@ -206,10 +206,18 @@ def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report
         report(f"{op}: " + ", ".join(shown))
     gathers = timings["all_gather"]
     at_once = [(found[replace(each, at_once=1)], found[each]) for each in several]
+    shared, largest_usual = _overlapped_latency(at_once), _usual(asked)[-1]
     rows = tuple(
-        MeasuredCollective(op=op, num_ranks=num_ranks, num_bytes=size, seconds=timing.seconds)
-        for op, of_sizes in timings.items()
-        for size, timing in of_sizes.items()
+        MeasuredCollective(
+            op=each.op,
+            num_ranks=num_ranks,
+            num_bytes=each.num_bytes,
+            seconds=timings[each.op][each.num_bytes].seconds,
+            overlapped_seconds=_overlapped(
+                each, found, shared if is_cpu and each.num_bytes <= largest_usual else None
+            ),
+        )
+        for each in asked
     )
     (less, soon), (more, late) = [(size, timing.seconds) for size, timing in gathers.items()][-2:]
     usual = max(len(sizes.collective_bytes) - 2, 1)  # the largest is larger than buckets are
@@ -223,7 +231,7 @@ def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report
     return CommProbe(
         link=LinkClass(latency_seconds=latency, bandwidth=bandwidth, efficiency=1.0, measured=rows),
         collective_start_seconds=start,
-        overlapped_latency_seconds=_overlapped_latency(at_once),
+        overlapped_latency_seconds=shared,
         collective_spread_seconds=_spread([one for one, _ in at_once]),
         comm_compute_seconds_per_byte=core_seconds,
     )
@@ -236,7 +244,7 @@ def _usual(asked: Sequence[_Asked]) -> Sequence[int]:
 
 
 def _queued(asked: Sequence[_Asked]) -> list[_Asked]:
-    """Several of each kind at once, of the largest usual size and the next."""
+    """Several of each kind at once, of the largest usual size and the next two."""
     sizes = sorted({each.num_bytes for each in asked})
     first = sizes.index(_usual(asked)[-1])
     chosen = sizes[first : first + _NUM_QUEUED_SIZES]
@@ -257,6 +265,17 @@ def _behind_others(asked: _Asked, found: Mapping[_Asked, _Timing]) -> _Timing:
 def _added(one: _Timing, several: _Timing, num: int) -> float:
     """How much later ``num`` at once end for each beside the first."""
     return (several.seconds - one.seconds) / (num - 1)
+
+
+def _overlapped(asked: _Asked, found: Mapping[_Asked, _Timing], shared: float | None) -> float | None:
+    """How much sooner each of several ends than one after the other; None where that was not measured.
+
+    ``shared`` is what is known of usual sizes, whose single times say less than their mean.
+    """
+    one, several = found[asked], found.get(replace(asked, at_once=_QUEUED))
+    if shared is None and several is not None:
+        shared = one.seconds - _added(one, several, _QUEUED)
+    return None if shared is None else min(max(shared, 0.0), one.seconds)
 
 
 def _spread(gathers: Sequence[_Timing]) -> float:

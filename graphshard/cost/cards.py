@@ -52,6 +52,7 @@ _RANK_NUMBERS = (
 )
 _LINKS = ("intra_node", "inter_node")
 _LINK_NUMBERS = ("latency_seconds", "bandwidth", "efficiency")
+_ROW = ("op", "num_ranks", "num_bytes", "seconds", "overlapped_seconds")
 _CARDS = resources.files("graphshard.cost") / "cards"
 
 
@@ -79,12 +80,15 @@ class MeasuredCollective:
         num_ranks: of the group.
         num_bytes: of the larger of input and output.
         seconds: from start to end.
+        overlapped_seconds: what of them passes while one in front of it in its group still moves; None where that was
+            not measured.
     """
 
     op: str
     num_ranks: int
     num_bytes: int
     seconds: float
+    overlapped_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +131,8 @@ class HardwareCard:
         intra_node, inter_node: the links inside a node and between nodes.
         collective_start_seconds: what each collective costs before its first byte moves.
         overlapped_latency_seconds: how much of a collective's latency passes while the one in front of it in its
-            process group still moves: gloo has several under way, NCCL one (0).
+            process group still moves: gloo has several under way, NCCL one (0). Measured collectives may have
+            their own.
         collective_spread_seconds: by how much a collective may end sooner or later than its time, each moment as
             likely as the other: ranks are not in step, and gloo's threads wait for a core. 0 if it was not measured.
         comm_compute_seconds_per_byte: seconds of the core that computes which a collective takes
@@ -310,13 +315,15 @@ class _Reader:
         )
 
     def _measured(self, row: Any, path: str) -> MeasuredCollective:
-        is_row = isinstance(row, list) and len(row) == 4 and all(map(_is_number, row[1:]))
+        is_row = isinstance(row, list) and len(row) in (4, 5) and all(map(_is_number, row[1:]))
         if not is_row or row[0] not in COLLECTIVE_KINDS:
-            kinds = ", ".join(COLLECTIVE_KINDS)
-            self.problems.append(f"{path} is not [op, ranks, bytes, seconds] with an op of {kinds}")
+            entries = "op, ranks, bytes, seconds"
+            self.problems.append(
+                f"{path} is not [{entries}] or [{entries}, overlapped seconds] with an op of "
+                f"{', '.join(COLLECTIVE_KINDS)}"
+            )
             return MeasuredCollective(op="", num_ranks=1, num_bytes=1, seconds=1.0)
-        op, num_ranks, num_bytes, seconds = row
-        return MeasuredCollective(op=op, num_ranks=num_ranks, num_bytes=num_bytes, seconds=seconds)
+        return MeasuredCollective(**dict(zip(_ROW, row, strict=False)))
 
     def _curve(self, entries: dict[str, Any], key: str, path: str) -> Curve:
         if isinstance(entries.get(key), list):
@@ -372,6 +379,9 @@ def _value_problems(card: HardwareCard) -> Iterator[str]:
                 f"{path} bytes": row.num_bytes,
                 f"{path} seconds": row.seconds,
             }
+            overlapped = row.overlapped_seconds
+            if overlapped is not None and not 0 <= overlapped <= row.seconds:
+                yield f"{path} overlapped seconds must be from 0 to its {row.seconds:g} seconds, not {overlapped:g}"
             counts += (f"{path} ranks", f"{path} bytes")
     for kind, curve in card.efficiency.items():
         yield from (f"efficiency.{kind} {problem}" for problem in curve.problems())
@@ -400,5 +410,6 @@ def _link_data(link: LinkClass) -> dict[str, Any]:
             for way in link.protocols
         }
     if link.measured:
-        data["measured"] = [[row.op, row.num_ranks, row.num_bytes, row.seconds] for row in link.measured]
+        rows = [[getattr(row, name) for name in _ROW] for row in link.measured]
+        data["measured"] = [row if row[-1] is not None else row[:-1] for row in rows]
     return data

@@ -6,7 +6,7 @@ A pure function of its arguments: equal on every rank that is given the same car
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -14,7 +14,7 @@ from torch import fx
 from ..collectives import group_name
 from ..errors import OptionError, UnknownGroupError
 from ..mesh import MeshLayout
-from .cards import COLLECTIVE_KINDS, HardwareCard
+from .cards import COLLECTIVE_KINDS, HardwareCard, MeasuredCollective
 from .compute import compute_seconds, copy_seconds
 from .links import (
     GroupTopology,
@@ -25,6 +25,7 @@ from .links import (
     formula_ways,
     layout_topologies,
 )
+from .overlaps import OverlapRows
 from .tables import CollectiveTables, TableRows
 
 
@@ -84,7 +85,7 @@ class CostModel:
                 UserWarning,
                 stacklevel=2,
             )
-        measured = self._measured(kind, topology)
+        measured = self._rows_of_card(kind, topology)
         if measured is not None:
             return measured.seconds(num_bytes)
         return formula_seconds(kind, num_bytes, topology, self.card)
@@ -98,9 +99,7 @@ class CostModel:
         topology = self.topology(group)
         if topology.num_ranks == 1:
             return 0.0, (((0.0, 0.0),),)
-        rows = None if self.tables is None else self.tables.find(kind, group, topology.num_ranks)
-        if rows is None:
-            rows = self._measured(kind, topology)
+        rows = self._rows_of_table(kind, group) or self._rows_of_card(kind, topology)
         if rows is not None:
             seconds = rows.seconds(num_bytes)
             latency = min(seconds, rows.rows[0][1])
@@ -126,9 +125,18 @@ class CostModel:
 
         Args and errors are those of :meth:`collective_seconds`.
         """
-        if not self.card.overlapped_latency_seconds:
+        rows = self._measured(kind, self.topology(group)) if self._rows_of_table(kind, group) is None else ()
+        overlaps = [
+            (row.num_bytes, row.seconds, row.overlapped_seconds)
+            for row in rows
+            if row.overlapped_seconds is not None
+        ]
+        if not overlaps and not self.card.overlapped_latency_seconds:
             return 0.0
-        return min(self.card.overlapped_latency_seconds, self.collective_seconds(kind, num_bytes, group))
+        seconds = self.collective_seconds(kind, num_bytes, group)
+        if overlaps:
+            return OverlapRows.of(overlaps).overlapped(seconds)
+        return min(self.card.overlapped_latency_seconds, seconds)
 
     def spread_seconds(self, kind: str, num_bytes: int, group: str) -> float:
         """By how many seconds one collective may end sooner or later than :meth:`collective_seconds` says.
@@ -155,17 +163,19 @@ class CostModel:
             )
         return self.groups[group]
 
-    def _measured(self, kind: str, topology: GroupTopology) -> TableRows | None:
+    def _rows_of_table(self, kind: str, group: str) -> TableRows | None:
+        return None if self.tables is None else self.tables.find(kind, group, self.topology(group).num_ranks)
+
+    def _rows_of_card(self, kind: str, topology: GroupTopology) -> TableRows | None:
+        rows = [(row.num_bytes, row.seconds) for row in self._measured(kind, topology)]
+        return TableRows.of(rows) if rows else None
+
+    def _measured(self, kind: str, topology: GroupTopology) -> Sequence[MeasuredCollective]:
         """What the card itself says of such groups; only of those joined by one link class."""
         if topology.num_nodes == 1:
             link = self.card.intra_node
         elif topology.ranks_per_node == 1:
             link = self.card.inter_node
         else:
-            return None
-        rows = [
-            (row.num_bytes, row.seconds)
-            for row in link.measured
-            if row.op == kind and row.num_ranks == topology.num_ranks
-        ]
-        return TableRows.of(rows) if rows else None
+            return ()
+        return [row for row in link.measured if row.op == kind and row.num_ranks == topology.num_ranks]

@@ -117,7 +117,7 @@ def _key(state: State) -> tuple:
 
 def _clocks(state: State) -> tuple[float, ...]:
     flights = sorted(state.flights, key=lambda flight: flight.bucket.mask)
-    return (state.seconds, *state.free, *(flight.finish for flight in flights))
+    return (state.seconds, *state.free, *state.opens, *(flight.finish for flight in flights))
 
 
 class _Exploration:
@@ -194,7 +194,7 @@ class _Exploration:
         for bucket in possible_buckets(machine, state):
             if machine.budget_bytes is None and onward is not None and not machine.prefetched:
                 costs = bucket.start_seconds + bucket.copy_in_seconds + bucket.core_seconds
-                if state.free[bucket.queue] - machine.most_overlap[bucket.queue] >= onward.seconds + costs:
+                if machine.begins(bucket, 0.0, state) >= onward.seconds + costs:
                     continue
             if (following := machine.start(state, bucket)) is not None:
                 yield following

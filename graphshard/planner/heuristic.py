@@ -235,8 +235,7 @@ class _Search:
                 continue
             for bucket in self._next_buckets(lane, state, urgent):
                 costs = bucket.start_seconds + bucket.copy_in_seconds + bucket.core_seconds
-                soonest = state.free[bucket.queue] - machine.most_overlap[bucket.queue]
-                is_now = urgent or is_stuck or soonest < horizon + costs
+                is_now = urgent or is_stuck or machine.begins(bucket, 0.0, state) < horizon + costs
                 following = machine.start(state, bucket) if is_now else None
                 if following is not None:
                     yield following
@@ -250,7 +249,7 @@ class _Search:
         place = lane.next_place(state)
         if place == len(lane.members):
             return True
-        if state.free[lane.queue] - self._machine.most_overlap[lane.queue] >= horizon + lane.most_costs:
+        if state.opens[lane.queue] >= horizon + lane.most_costs:
             return True
         if not lane.is_gather:
             return False
@@ -318,7 +317,10 @@ def _keep(table: dict[tuple, State], state: State) -> None:
     key = (state.started, state.waited)
     known = table.get(key)
     is_no_better = (
-        known is not None and state.seconds >= known.seconds and all(map(operator.ge, state.free, known.free))
+        known is not None
+        and state.seconds >= known.seconds
+        and all(map(operator.ge, state.free, known.free))
+        and all(map(operator.ge, state.opens, known.opens))
     )
     if not is_no_better:
         table[key] = state

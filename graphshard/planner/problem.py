@@ -26,6 +26,7 @@ class RememberedPrices:
     def __init__(self, prices: Prices) -> None:
         self._prices = prices
         self._collectives: dict[tuple[str, int, str], float] = {}
+        self._overlaps: dict[tuple[str, int, str], float] = {}
         self._copies: dict[int, float] = {}
 
     def collective_seconds(self, kind: str, num_bytes: int, group: str) -> float:
@@ -38,7 +39,11 @@ class RememberedPrices:
 
     def overlapped_seconds(self, kind: str, num_bytes: int, group: str) -> float:
         """As in :class:`Prices`."""
-        return self._prices.overlapped_seconds(kind, num_bytes, group)
+        key = (kind, num_bytes, group)
+        found = self._overlaps.get(key)
+        if found is None:
+            found = self._overlaps[key] = self._prices.overlapped_seconds(kind, num_bytes, group)
+        return found
 
     def spread_seconds(self, kind: str, num_bytes: int, group: str) -> float:
         """As in :class:`Prices`."""

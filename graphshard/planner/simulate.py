@@ -83,6 +83,7 @@ class State:
         position: the gap.
         seconds: the compute stream's clock.
         free: when each queue is free.
+        opens: when the next in each queue may begin at the soonest: what is in front overlaps by no more than its own.
         started, waited: bit sets of collectives.
         flights: in the order of their starts.
         linked: bit sets of collectives that one reduced bucket feeds: they need no copy in.
@@ -95,6 +96,7 @@ class State:
     position: int
     seconds: float
     free: tuple[float, ...]
+    opens: tuple[float, ...]
     started: int
     waited: int
     flights: tuple[Flight, ...]
@@ -153,7 +155,6 @@ class Machine:
                 self.dependents.setdefault(other, []).append(index)
         self.limits = {"gather": problem.max_gathers, "reduction": problem.max_reductions}
         self.prefetched = [(1 << first, 1 << then) for first, then in problem.prefetch]
-        self.most_overlap = self._most_overlap()
         self._buckets: dict[tuple[int, ...], Bucket] = {}
         self._bits = [1 << index for index in range(len(problem.collectives))]
         self.all_mask = (1 << len(problem.collectives)) - 1
@@ -162,23 +163,12 @@ class Machine:
         """Which of ``queues`` it waits in."""
         return self._queue[one.queue]
 
-    def _most_overlap(self) -> list[float]:
-        """For each queue the longest latency of any bucket that may pass beside what is in front of it."""
-        num_bytes: dict[tuple[int, str, str], int] = {}
-        for one in self.collectives:
-            key = (self.queue_of(one), one.kind, one.queue)
-            num_bytes[key] = num_bytes.get(key, 0) + one.num_bytes
-        found = [0.0] * len(self.queues)
-        for (queue, kind, group), size in num_bytes.items():
-            found[queue] = max(found[queue], self.problem.prices.overlapped_seconds(kind, size, group))
-        return found
-
     def begin(self) -> State:
         """Nothing has started."""
-        free = (0.0,) * len(self.queues)
+        idle = (0.0,) * len(self.queues)
         held = self.appearing[0]
         owed = sum(one.before_seconds + one.after_seconds for one in self.collectives)
-        return State(0, 0.0, free, 0, 0, (), (), held, held + self.between[0], owed, None, None)
+        return State(0, 0.0, idle, idle, 0, 0, (), (), held, held + self.between[0], owed, None, None)
 
     def bucket(self, members: tuple[int, ...]) -> Bucket:
         """What these collectives cost when they are merged; remembered."""
@@ -269,6 +259,7 @@ class Machine:
             state.position,
             seconds,
             (*state.free[:queue], finish, *state.free[queue + 1 :]),
+            (*state.opens[:queue], finish - bucket.overlapped_seconds, *state.opens[queue + 1 :]),
             state.started | bucket.mask,
             state.waited,
             (*state.flights, Flight(bucket, finish, running + owned)),
@@ -281,8 +272,12 @@ class Machine:
         )
 
     def begins(self, bucket: Bucket, issued: float, state: State) -> float:
-        """When a bucket that enters its queue at ``issued`` begins: its latency may pass beside what is in front."""
-        return max(issued, state.free[bucket.queue] - bucket.overlapped_seconds)
+        """When a bucket that enters its queue at ``issued`` begins: some of it may pass beside what is in front.
+
+        No more than of what is in front could pass beside another: a short one leaves a link idle for a short time.
+        """
+        queue = bucket.queue
+        return max(issued, state.free[queue] - bucket.overlapped_seconds, state.opens[queue])
 
     def resumes(self, state: State, flight: Flight) -> float:
         """When compute is expected to go on that waits for one of ``state.flights`` now."""
@@ -306,6 +301,7 @@ class Machine:
             state.position,
             self.resumes(state, flight) + bucket.wait_seconds,
             state.free,
+            state.opens,
             state.started,
             waited,
             tuple(other for other in state.flights if other is not flight),
@@ -353,6 +349,7 @@ class Machine:
             position + 1,
             state.seconds + self.task_seconds[position],
             state.free,
+            state.opens,
             state.started,
             state.waited,
             state.flights,

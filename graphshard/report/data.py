@@ -140,6 +140,7 @@ class CollectivePrice:
         kind, group, num_bytes: as in :class:`CollectiveEvent`.
         fixed_seconds: what no link changes.
         overlapped_seconds: what of the whole passes while the collective in front of it in its group still moves.
+        overlapped_latency_seconds: what of that is latency; the rest is transfer.
         spread_seconds: by how much it may end sooner or later; see :func:`graphshard.prices.behind_wait`.
         ways: algorithms and protocols.
     """
@@ -149,6 +150,7 @@ class CollectivePrice:
     num_bytes: int
     fixed_seconds: float
     overlapped_seconds: float
+    overlapped_latency_seconds: float
     spread_seconds: float
     ways: tuple[tuple[tuple[float, float], ...], ...]
 

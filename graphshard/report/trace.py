@@ -73,7 +73,7 @@ def _of_half(half: HalfReport, begin: float, lanes: dict[str, int]) -> list[dict
             "remedy": one.remedy,
         }
         lane = lanes[f"collectives over {one.group}"]
-        # A latency that passes beside the collective in front is left out: slices of a lane must not overlap.
+        # What passes beside the collective in front is left out: slices of a lane must not overlap.
         start = max(one.began, ended.get(lane, 0.0))
         ended[lane] = one.finished
         events.append(

@@ -75,13 +75,15 @@ def _prices(halves: Sequence[HalfReport], model: CostModel) -> tuple[CollectiveP
         for one in half.collectives:
             key = (one.kind, one.group, one.num_bytes)
             if key not in found:
+                overlapped = model.overlapped_seconds(one.kind, one.num_bytes, one.group)
                 fixed, ways = model.collective_ways(one.kind, one.num_bytes, one.group)
                 found[key] = CollectivePrice(
                     kind=one.kind,
                     group=one.group,
                     num_bytes=one.num_bytes,
                     fixed_seconds=fixed,
-                    overlapped_seconds=model.overlapped_seconds(one.kind, one.num_bytes, one.group),
+                    overlapped_seconds=overlapped,
+                    overlapped_latency_seconds=min(overlapped, model.card.overlapped_latency_seconds),
                     spread_seconds=model.spread_seconds(one.kind, one.num_bytes, one.group),
                     ways=ways,
                 )

@@ -80,7 +80,8 @@ def all_schedules(problem, *, prunes: bool = False) -> Best:
         if too_much or clock + rest[gap] >= best.seconds:
             return True
         ordered = sorted(flights)
-        clocks = (clock, *(free.get(q, 0.0) for q in queues), *(finish for _, finish, _ in ordered))
+        of_queues = itertools.chain.from_iterable(free.get(q, (0.0, 0.0)) for q in queues)
+        clocks = (clock, *of_queues, *(finish for _, finish, _ in ordered))
         known = seen.setdefault((gap, tuple((m, is_l) for m, _, is_l in ordered), waited, linked), [])
         if any(all(a <= b for a, b in zip(other, clocks, strict=True)) for other in known):
             return True
@@ -130,8 +131,9 @@ def all_schedules(problem, *, prunes: bool = False) -> Best:
         clock += problem.prices.core_seconds(first.kind, num_bytes, first.queue)
         seconds = problem.prices.collective_seconds(first.kind, num_bytes, first.queue)
         beside = problem.prices.overlapped_seconds(first.kind, num_bytes, first.queue)
-        finish = max(clock + beside, free.get(links[first.queue], 0.0)) + seconds - beside
-        free = {**free, links[first.queue]: finish}
+        front, opens = free.get(links[first.queue], (0.0, 0.0))
+        finish = max(clock, front - beside, opens) + seconds
+        free = {**free, links[first.queue]: (finish, finish - beside)}
         left = frozenset(group for group in linked if not group & set(members))
         visit(gap, clock, free, (*flights, (members, finish, is_linked)), waited, left, peak)
 

@@ -10,20 +10,22 @@ from graphshard.planner.problem import Collective, Problem, Task
 
 @dataclass(frozen=True)
 class LinePrices:
-    """Latency + bytes / bandwidth."""
+    """Latency + bytes / bandwidth; of the second a share of ``turns`` overlaps beside ``overlapped``."""
 
     latency: float = 2.0
     bandwidth: float = 4.0
     copies: float = 64.0
     core: float = 0.0
     overlapped: float = 0.0
+    turns: float = 0.0
     spread: float = 0.0
 
     def collective_seconds(self, kind: str, num_bytes: int, group: str) -> float:
         return self.latency + num_bytes / self.bandwidth
 
     def overlapped_seconds(self, kind: str, num_bytes: int, group: str) -> float:
-        return min(self.overlapped, self.collective_seconds(kind, num_bytes, group))
+        overlapped = self.overlapped + self.turns * num_bytes / self.bandwidth
+        return min(overlapped, self.collective_seconds(kind, num_bytes, group))
 
     def spread_seconds(self, kind: str, num_bytes: int, group: str) -> float:
         return self.spread

@@ -162,11 +162,17 @@ def test_a_shared_link_makes_collectives_wait_for_each_other():
 
 
 SIDE_BY_SIDE = [
-    random_problem(seed, most=4, num_tasks=3, with_memory=seed % 2 == 0, prices=LinePrices(overlapped=overlapped))
-    for overlapped in (0.5, 1.5, 2.0, 4.0)
+    random_problem(
+        seed, most=4, num_tasks=3, with_memory=seed % 2 == 0, prices=LinePrices(overlapped=overlapped, turns=turns)
+    )
+    for overlapped, turns in ((0.5, 0.0), (1.5, 0.0), (2.0, 0.0), (4.0, 0.0), (0.0, 0.4), (0.5, 0.7), (1.0, 1.0))
     for seed in range(600, 620)
 ]
-SIDE_BY_SIDE_LONG = [replace(problem, prices=LinePrices(overlapped=1.5)) for problem in LONG[:25]]
+SIDE_BY_SIDE_LONG = [
+    replace(problem, prices=prices)
+    for prices in (LinePrices(overlapped=1.5), LinePrices(overlapped=0.5, turns=0.5))
+    for problem in LONG[:25]
+]
 
 
 @pytest.mark.parametrize("problem", [p for p in (*SHARED, *SIDE_BY_SIDE) if len(p.collectives) < 4])
@@ -319,20 +325,19 @@ def test_what_starts_on_a_busy_queue_may_have_its_latency_over_before_the_next_g
     assert [step.position for step in steps if step.is_start] == [0, 0]
 
 
-def test_a_short_collective_is_not_put_off_where_a_long_one_behind_it_would_begin_sooner():
-    """What starts now on a busy queue may begin no sooner than in the next gap, and still let others begin sooner."""
+def test_no_more_passes_beside_a_short_collective_than_could_of_that_one():
+    """Gathers of 4 and 20 s, half of which would pass beside another."""
+    ones = [_gather(size, size, deadline=2, merge_key=None) for size in (4, 20, 20)]
+    tasks = [Task(seconds=1.0)] * 2
+    problem = Problem(tasks=tasks, collectives=ones, prices=LinePrices(latency=0.0, bandwidth=1.0, turns=0.5))
 
-    class Prices(LinePrices):
-        def overlapped_seconds(self, kind, num_bytes, group):
-            return min(10.0, self.collective_seconds(kind, num_bytes, group))
+    def runs(*order):
+        steps = [Step(0, True, (i,)) for i in order] + [Step(2, False, (i,)) for i in order]
+        return [(run.began, run.finished) for run in simulate(problem, steps).runs]
 
-    ones = [
-        _gather(size, size, earliest=earliest, deadline=deadline, merge_key=None)
-        for size, earliest, deadline in ((1, 1, 2), (20, 0, 3), (25, 0, 2))
-    ]
-    tasks = [Task(seconds=seconds) for seconds in (10.0, 8.0, 9.0)]
-    problem = Problem(tasks=tasks, collectives=ones, prices=Prices(latency=0.0, bandwidth=1.0))
-    assert _check(problem).seconds == plan(problem).seconds == 35.0
+    assert runs(0, 1, 2) == [(0.0, 4.0), (2.0, 22.0), (12.0, 32.0)]
+    assert runs(1, 0, 2) == [(0.0, 20.0), (18.0, 22.0), (20.0, 40.0)]
+    assert _check(problem).seconds == plan(problem).seconds == 32.0
 
 
 def test_a_busy_core_is_a_reason_to_merge():

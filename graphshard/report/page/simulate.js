@@ -13,6 +13,12 @@ function priceSeconds(price, links) {
   return price.fixed_seconds + quickest;
 }
 
+// Of which so many pass while the collective in front of it in its group still moves.
+function overlappedSeconds(price, links) {
+  const latency = price.overlapped_latency_seconds;
+  return latency * links.latency + (price.overlapped_seconds - latency) / links.bandwidth;
+}
+
 // When compute is expected to go on that arrives at a wait; graphshard.prices.behind_wait says why.
 function behindWait(clock, finish, spread) {
   if (clock >= finish + spread) return clock;
@@ -38,10 +44,11 @@ function runHalf(half, prices, links) {
     if (step.is_start) {
       const price = prices.get(priceKey(one));
       const seconds = priceSeconds(price, links);
-      const overlapped = Math.min(price.overlapped_seconds * links.latency, seconds);
-      const began = Math.max(clock, (free.get(one.group) || 0) - overlapped);
+      const overlapped = Math.min(overlappedSeconds(price, links), seconds);
+      const front = free.get(one.group) || { finished: 0, overlapped: 0 };
+      const began = Math.max(clock, front.finished - Math.min(overlapped, front.overlapped));
       Object.assign(flight, { issued: clock, began, finished: began + seconds, seconds, spread: price.spread_seconds });
-      free.set(one.group, flight.finished);
+      free.set(one.group, { finished: flight.finished, overlapped });
     } else {
       flight.needed = clock;
       flight.exposed = behindWait(clock, flight.finished, flight.spread) - clock;
