@@ -205,7 +205,7 @@ def _queue_bound(problem: Problem, windows: Sequence[tuple[int, int]]) -> float:
     for link in sorted(set(links)):
         members = [index for index, other in enumerate(links) if other == link]
         longest = max(heads[index] + alone[index] + tails[index] for index in members)
-        # No queue moves before the first latency is over; from then on latencies pass beside what moves.
+        # What overlaps of the first collective of a queue passes beside nothing; from then on it does.
         first = min(overlaps[index] for index in members)
         begun = [head + first for head in heads]
         moving = [seconds - overlap for seconds, overlap in zip(alone, overlaps, strict=True)]

@@ -9,7 +9,7 @@ reaches a schedule that is known. Three choices are left out since they cannot h
 - waiting for what nothing reads yet, where neither a budget, a limit nor another collective asks for
   it, and no compute comes with it that could fill a pause;
 - leaving open what has ended, where its wait costs nothing;
-- without a budget, starting on a queue where nothing, whatever its latency, could begin before the next gap.
+- without a budget, starting on a queue where it could not begin before the next gap.
 
 The number of states grows exponentially with the collectives: this is for about ten of them.
 """

@@ -95,7 +95,7 @@ class _Lane:
         alone = [machine.bucket((index,)) for index in members]
         self.is_gather = ones[0].limit == "gather"
         seconds = [one.seconds for one in alone]
-        #: The latency of the smallest that may pass beside what is in front.
+        #: What may pass of the smallest beside what is in front.
         self.least_overlap = min(one.overlapped_seconds for one in alone)
         #: How long before they are missed gathers from each place on may start.
         spread = max(one.spread_seconds for one in alone)

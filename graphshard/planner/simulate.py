@@ -4,7 +4,7 @@ One compute stream runs tasks in their order and, between them, *steps*: starts 
 A start costs the stream the bucket's casts, its copy in (none for a bucket of one, and none where
 the members are what one reduced bucket gave, or neighbours in memory) and what the collective takes of
 the core that computes; the collective then queues in its process group, or on the link that this group
-shares with others. A part of its latency may pass while the one in front of it moves (in LogGP's terms
+shares with others. A part of it may pass while the one in front of it moves (in LogGP's terms
 the gap between two is shorter than the latency of one: Alexandrov and others, SPAA 1995).
 A wait blocks the stream until the collective has ended, or as long as is to be expected where ends are spread
 (:func:`graphshard.prices.behind_wait`), then costs its copy out (gathers) and what is computed from it at once.
@@ -374,7 +374,7 @@ class BucketRun:
         members: indices of its collectives.
         start, wait: gaps.
         num_bytes, seconds: what it moves, and how long that takes alone.
-        issued, began, finished: when it entered its queue, ran, and ended; it may begin, in its latency, before
+        issued, began, finished: when it entered its queue, ran, and ended; it may begin before
             the one in front has ended.
         needed: when the compute stream waits for it.
         resumed: when the compute stream is expected to go on.
