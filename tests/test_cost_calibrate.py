@@ -249,8 +249,11 @@ def test_no_more_of_a_collective_passes_beside_others_than_it_takes(gloo_alone, 
     """Three end sooner than one, by chance."""
     gloo_alone(monkeypatch)
     _time_with(monkeypatch, lambda op, size, num: _Timing(size / num, 0.0, 0.0))
-    for row in probe_collectives(CPU, ProbeSizes()).link.measured:
-        assert row.overlapped_seconds in (None, row.seconds)
+    rows = {(row.op, row.num_bytes): row for row in probe_collectives(CPU, ProbeSizes()).link.measured}
+    for op in COLLECTIVE_KINDS:
+        for size in (2**10, 2**13, 2**16, 2**22, 2**24):
+            assert rows[op, size].overlapped_seconds == rows[op, size].seconds
+        assert 0 < rows[op, 2**19].overlapped_seconds < rows[op, 2**19].seconds  # the mean of usual sizes
 
 
 def test_the_collectives_of_a_device_are_measured_one_at_a_time(gloo_alone, monkeypatch):

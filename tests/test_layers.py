@@ -55,7 +55,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # what a graph costs on a machine
     ("graphshard.cost.curves", "graphshard.cost.flops"),
     ("graphshard.cost.cards", "graphshard.cost.kernels"),
-    ("graphshard.cost.compute", "graphshard.cost.links", "graphshard.cost.probes", "graphshard.cost.tables"),
+    (
+        "graphshard.cost.compute",
+        "graphshard.cost.links",
+        "graphshard.cost.overlaps",
+        "graphshard.cost.probes",
+        "graphshard.cost.tables",
+    ),
     ("graphshard.cost.calibrate", "graphshard.cost.model"),
     ("graphshard.cost",),
     # where collectives may stand, and what that costs
