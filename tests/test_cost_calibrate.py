@@ -218,6 +218,23 @@ def test_collectives_take_no_less_than_they_add_behind_others(gloo_alone, monkey
         assert seconds == pytest.approx(expected / 1e6)
 
 
+def test_what_is_added_behind_others_has_no_part_of_the_latency(gloo_alone, monkeypatch):
+    """A link with a second of latency that passes beside others; 512 KiB take two more, but for those after a pause."""
+    gloo_alone(monkeypatch)
+    _time_with(
+        monkeypatch, lambda _, size, num: _Timing(1.0 + max(num * size - 2**19, 0) / 2**18, 0.0, 0.0)
+    )
+    probe = probe_collectives(CPU, ProbeSizes())
+    assert probe.overlapped_latency_seconds == pytest.approx((1 + 1 - 1) / 3)
+    rows = {(row.op, row.num_bytes): row for row in probe.link.measured}
+    for op in COLLECTIVE_KINDS:
+        row = rows[op, 2**19]
+        assert row.overlapped_seconds == probe.overlapped_latency_seconds
+        assert row.seconds == pytest.approx(2 + row.overlapped_seconds)
+        larger = rows[op, 2**22]
+        assert larger.seconds - larger.overlapped_seconds == pytest.approx(2**22 / 2**18)
+
+
 def test_collectives_that_share_their_latency_take_what_they_take_alone(gloo_alone, monkeypatch):
     gloo_alone(monkeypatch)
     _time_with(monkeypatch, lambda _, size, num: _Timing(1.0 + num * size / 1e9, 0.0, 0.0))

@@ -197,16 +197,17 @@ def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report
     several = [_Asked("all_gather", size, _AT_ONCE) for size in _usual(asked)] if is_cpu else []
     queued = _queued(asked) if is_cpu else []
     found = _timings([*asked, *several, *queued], device, sizes.num_samples)
+    at_once = [(found[replace(each, at_once=1)], found[each]) for each in several]
+    shared, largest_usual = _overlapped_latency(at_once), _usual(asked)[-1]
+    known = {each: shared if is_cpu and each.num_bytes <= largest_usual else None for each in asked}
     timings = {
-        op: {each.num_bytes: _behind_others(each, found) for each in asked if each.op == op}
+        op: {each.num_bytes: _behind_others(each, found, known[each]) for each in asked if each.op == op}
         for op in COLLECTIVE_KINDS
     }
     for op, of_sizes in timings.items():
         shown = (f"{size} bytes {timing.seconds * 1e6:.0f} us" for size, timing in of_sizes.items())
         report(f"{op}: " + ", ".join(shown))
     gathers = timings["all_gather"]
-    at_once = [(found[replace(each, at_once=1)], found[each]) for each in several]
-    shared, largest_usual = _overlapped_latency(at_once), _usual(asked)[-1]
     rows = tuple(
         MeasuredCollective(
             op=each.op,
@@ -214,7 +215,7 @@ def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report
             num_bytes=each.num_bytes,
             seconds=timings[each.op][each.num_bytes].seconds,
             overlapped_seconds=_overlapped(
-                each, found, shared if is_cpu and each.num_bytes <= largest_usual else None
+                each, timings[each.op][each.num_bytes].seconds, found, known[each]
             ),
         )
         for each in asked
@@ -251,15 +252,15 @@ def _queued(asked: Sequence[_Asked]) -> list[_Asked]:
     return [replace(each, at_once=_QUEUED) for each in asked if each.num_bytes in chosen]
 
 
-def _behind_others(asked: _Asked, found: Mapping[_Asked, _Timing]) -> _Timing:
-    """The timing of one alone, but no shorter than each of several adds, where that was measured.
+def _behind_others(asked: _Asked, found: Mapping[_Asked, _Timing], shared: float | None) -> _Timing:
+    """The timing of one alone; where each of several is seen to add more, that and what is ``shared`` with them.
 
     A link that lets some bytes through at once after a pause (a token bucket) is faster alone than in a step.
     """
     one, several = found[asked], found.get(replace(asked, at_once=_QUEUED))
-    if several is None:
+    if several is None or (added := _added(one, several, _QUEUED)) <= one.seconds:
         return one
-    return replace(one, seconds=max(one.seconds, _added(one, several, _QUEUED)))
+    return replace(one, seconds=added + (shared or 0.0))
 
 
 def _added(one: _Timing, several: _Timing, num: int) -> float:
@@ -267,15 +268,21 @@ def _added(one: _Timing, several: _Timing, num: int) -> float:
     return (several.seconds - one.seconds) / (num - 1)
 
 
-def _overlapped(asked: _Asked, found: Mapping[_Asked, _Timing], shared: float | None) -> float | None:
+def _overlapped(
+    asked: _Asked, seconds: float, found: Mapping[_Asked, _Timing], shared: float | None
+) -> float | None:
     """How much sooner each of several ends than one after the other; None where that was not measured.
 
-    ``shared`` is what is known of usual sizes, whose single times say less than their mean.
+    Args:
+        asked: one, with its size.
+        seconds: what it takes alone.
+        found: all timings.
+        shared: what is known of usual sizes, whose single times say less than their mean; None of others.
     """
-    one, several = found[asked], found.get(replace(asked, at_once=_QUEUED))
+    several = found.get(replace(asked, at_once=_QUEUED))
     if shared is None and several is not None:
-        shared = one.seconds - _added(one, several, _QUEUED)
-    return None if shared is None else min(max(shared, 0.0), one.seconds)
+        shared = seconds - _added(found[asked], several, _QUEUED)
+    return None if shared is None else min(shared, seconds)
 
 
 def _spread(gathers: Sequence[_Timing]) -> float:

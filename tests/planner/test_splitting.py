@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from problems import LinePrices
 
+from graphshard.planner.bound import lower_bounds
 from graphshard.planner.exact import best_schedule
 from graphshard.planner.problem import Collective, Problem, Task
 from graphshard.planner.simulate import simulate
@@ -59,6 +60,19 @@ def test_without_a_budget_splitting_what_sharding_needs_is_never_faster(seed):
         assert _seconds(_halved(problem, index)) >= whole - 1e-9
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_no_bound_is_beaten_by_splitting(seed):
+    """So what splitting could bring is part of the gap that a plan reports."""
+    problem = _sharded_step(seed)
+    urgent = Collective(
+        name="sum", kind="all_reduce", queue="shard", in_bytes=4, out_bytes=4, earliest=1, deadline=1
+    )
+    for each in (problem, replace(problem, collectives=[urgent, *problem.collectives])):
+        bound = lower_bounds(each).seconds
+        for index in range(len(each.collectives)):
+            assert _seconds(_halved(each, index)) >= bound - 1e-9
+
+
 def test_splitting_can_help_where_a_budget_binds():
     """Half of the gather fits beside the task in front of its reader; the whole does not."""
     tasks = [Task(seconds=10.0, live_bytes=60, before_bytes=0), Task(seconds=1.0, live_bytes=0)]
@@ -81,3 +95,4 @@ def test_splitting_can_help_where_something_urgent_becomes_ready_meanwhile():
     ones = [urgent, replace(_gather("g", 184, 2), merge_key=None)]
     problem = Problem(tasks=tasks, collectives=ones, prices=LinePrices(latency=1.0, bandwidth=4.0))
     assert _seconds(problem) == 75.0 and _seconds(_halved(problem, 1)) == 53.0
+    assert lower_bounds(problem).seconds <= 53.0
