@@ -19,6 +19,7 @@ from .rows import lie_in_a_row
 # where the Python layers of torch.library.custom_op cost more than the copies of small units.
 torch.library.define("graphshard::pack", "(Tensor[] pieces, SymInt num_rows) -> Tensor")
 torch.library.define("graphshard::join", "(Tensor(a)[] pieces) -> Tensor(a)")
+torch.library.define("graphshard::join_parts", "(Tensor[] parts, SymInt num_rows) -> Tensor")
 torch.library.define("graphshard::unpack", "(Tensor bucket, SymInt num_rows, SymInt[] sizes) -> Tensor[]")
 torch.library.define("graphshard::add_rows", "(Tensor bucket, SymInt num_rows, bool is_mean) -> Tensor")
 
@@ -55,6 +56,20 @@ def join(pieces: Sequence[Tensor]) -> Tensor:
     joined = over_memory(pieces[0], sum(piece.numel() for piece in pieces))
     joined.__dict__["pieces"] = tuple(pieces)
     return joined
+
+
+@torch.library.impl("graphshard::join_parts", "CompositeExplicitAutograd")
+def join_parts(parts: Sequence[Tensor], num_rows: int) -> Tensor:
+    """What a collective that was split would have given: as ``pack``, of results in place of inputs.
+
+    Args:
+        parts: results of the parts, of one dtype, in their order.
+        num_rows: the group's size behind a gather, whose parts hold a row of each rank; 1 behind a reduction.
+
+    Returns:
+        A 1-D tensor with the elements of all parts.
+    """
+    return PACK(parts, num_rows)
 
 
 @torch.library.impl("graphshard::unpack", "CompositeExplicitAutograd")
@@ -105,6 +120,11 @@ def _(pieces: Sequence[Tensor]) -> Tensor:
     return pieces[0].new_empty(sum(piece.numel() for piece in pieces))
 
 
+@torch.library.register_fake("graphshard::join_parts")
+def _(parts: Sequence[Tensor], num_rows: int) -> Tensor:
+    return parts[0].new_empty(sum(part.numel() for part in parts))
+
+
 @torch.library.register_fake("graphshard::unpack")
 def _(bucket: Tensor, num_rows: int, sizes: Sequence[int]) -> list[Tensor]:
     return [bucket.new_empty(num_rows * size) for size in sizes]
@@ -117,5 +137,6 @@ def _(bucket: Tensor, num_rows: int, is_mean: bool) -> Tensor:
 
 PACK = torch.ops.graphshard.pack.default
 JOIN = torch.ops.graphshard.join.default
+JOIN_PARTS = torch.ops.graphshard.join_parts.default
 UNPACK = torch.ops.graphshard.unpack.default
 ADD_ROWS = torch.ops.graphshard.add_rows.default

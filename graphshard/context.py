@@ -28,20 +28,23 @@ class KnownPlan:
         num_tasks: pieces of compute between which its collectives stand.
         steps: position among the tasks, whether it is a start (else a wait), and the collectives, by
             their index in the graph, that are one bucket.
+        splits: collectives, by their index in the graph, that are split first, and into how many parts.
     """
 
     num_tasks: int
     steps: tuple[tuple[int, bool, tuple[int, ...]], ...]
+    splits: tuple[tuple[int, int], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
-        return {"num_tasks": self.num_tasks, "steps": self.steps}
+        return {"num_tasks": self.num_tasks, "steps": self.steps, "splits": self.splits}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> KnownPlan:
         """Reads :meth:`to_dict` back."""
         steps = tuple((position, is_start, tuple(members)) for position, is_start, members in data["steps"])
-        return KnownPlan(num_tasks=data["num_tasks"], steps=steps)
+        splits = tuple((index, num_parts) for index, num_parts in data["splits"])
+        return KnownPlan(num_tasks=data["num_tasks"], steps=steps, splits=splits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

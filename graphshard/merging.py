@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 from torch import fx
 
 from .buckets import JOIN, PACK, UNPACK
 from .collectives import REDUCE_SCATTERS, WAIT, aten, is_wait, operands
 from .provenance import gathered_shard, is_layout
-from .rewrite import GraphEmitter
+from .rewrite import GraphEmitter, recompute_tags
 from .rows import RowPlace, are_neighbours
 
 
@@ -33,7 +32,7 @@ def merge_gathers(graph: fx.Graph, members: list[fx.Node], places: Sequence[RowP
     for moved in _chains_to_shards(inputs):
         members[0].prepend(moved)
     with graph.inserting_before(members[0]):
-        emit = GraphEmitter(graph, origin=members[0], extra_meta=_tags(members[0]))
+        emit = GraphEmitter(graph, origin=members[0], extra_meta=recompute_tags(members[0]))
         bucket, sizes, indices = _joined(emit, members, places) or _packed(emit, inputs)
         started = emit(members[0].target, bucket, group_size, *rest)
         gathered = emit(WAIT, started)
@@ -143,7 +142,3 @@ def _replace(graph: fx.Graph, members: list[fx.Node], results: list[fx.Node]) ->
             wait.replace_all_uses_with(result)
             graph.erase_node(wait)
         graph.erase_node(member)
-
-
-def _tags(node: fx.Node) -> dict[str, Any]:
-    return {key: node.meta[key] for key in ("recompute", "ac_graph_id") if key in node.meta}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .buckets import PACK, UNPACK
+from .buckets import JOIN_PARTS, PACK, UNPACK
 from .collectives import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -128,21 +128,22 @@ def ungathered_readers(placeholder: fx.Node) -> list[fx.Node]:
 def reductions_of(gradient: fx.Node, binding: ParameterBinding) -> list[fx.Node]:
     """The reductions a gradient output comes out of, last first: layout ops and sums with inputs between.
 
-    An all-reduce of a reduce-scattered gradient gives two; no reduction over the parameter's groups
-    gives none.
+    An all-reduce of a reduce-scattered gradient gives two, one that is split gives its parts; no reduction over the
+    parameter's groups gives none.
     """
-    found = []
-    node: fx.Node | None = gradient
-    while node is not None:
+    found: dict[fx.Node, None] = {}
+    pending = [gradient]
+    for node in pending:
         if is_collective(node):
             if node.target not in _REDUCTIONS or group_name(node) not in binding.group_names:
-                break
-            found.append(node)
-        elif not (is_wait(node) or is_layout(node) or is_accumulation(node)):
-            break
+                continue
+            found[node] = None
+        elif not (is_wait(node) or is_layout(node) or is_accumulation(node) or node.target is JOIN_PARTS):
+            continue
         sources = [source for source in node.all_input_nodes if source.op != "placeholder"]
-        node = sources[0] if len(sources) == 1 else None
-    return found
+        if len(sources) == 1 or node.target is JOIN_PARTS:
+            pending += [source for source in sources if source not in pending]
+    return list(found)
 
 
 def is_accumulation(node: fx.Node) -> bool:

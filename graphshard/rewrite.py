@@ -58,6 +58,11 @@ class GraphEmitter:
         return value.meta["val"]
 
 
+def recompute_tags(node: fx.Node) -> dict[str, Any]:
+    """What says whether a node is computed again in the backward, for nodes that stand for it."""
+    return {key: node.meta[key] for key in ("recompute", "ac_graph_id") if key in node.meta}
+
+
 #: Results by op and arguments, where :func:`remembered_results` is entered.
 _REMEMBERED: ContextVar[dict[Any, Any] | None] = ContextVar("remembered results", default=None)
 

@@ -22,15 +22,18 @@ from .cost import CollectiveTables, CostModel, GroupTopology, HardwareCard, load
 from .errors import OptionError, OptionTypeError
 from .memory import MemoryModel, kept_inputs
 from .planner.apply import planned_graph
+from .planner.bound import lower_bounds
 from .planner.follow import ways_to_follow
 from .planner.from_graph import GraphProblem, problem_of_graph
 from .planner.plan import InfeasibleBudgetError, Plan, make_plan
 from .planner.problem import Problem
-from .planner.simulate import Step, simulate
+from .planner.simulate import PlanError, Step, simulate
 from .planner.solve import is_possible, leanest_schedule, plan
+from .planner.splits import WORTH, splits_to_try
 from .planner.wishes import NO_WISHES, Wishes
 from .prices import GraphPrices
 from .rows import RowPlace
+from .splitting import num_rows, split_graph
 
 _UNITS = {"": 1, "b": 1, **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}} | {
     f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)
@@ -195,7 +198,7 @@ def plan_graph(
         memory_budget: the most that may be live while the graph runs, inputs that its caller keeps
             included: bytes, or a text like "60GiB" or "500MB". None for no limit.
         wishes: what the user insists on: buckets, prefetches, limits, links.
-        known: a plan of another rank to follow: its buckets and their order, and where they stand as
+        known: a plan of another rank to follow: its parts, its buckets and their order, and where they stand as
             far as this graph allows.
         places: where the shards lie that these gathers send (``provenance.row_places``).
         device_type: where the graph will run; None for where its values are.
@@ -208,22 +211,92 @@ def plan_graph(
         PlanError: ``known`` is no plan of this graph.
     """
     budget = None if memory_budget is None else parse_bytes(memory_budget)
-    found = problem_of_graph(
-        gm,
-        prices,
-        budget_bytes=budget,
-        wishes=wishes,
-        places=places,
-        device_type=device_type,
-    )
-    if known is None:
-        planned, result = _within_budget(gm, found, budget, device_type)
-    else:
-        planned, result = _followed(gm, found, known, budget, device_type)
-    steps = tuple((step.position, step.is_start, step.members) for step in result.steps)
+
+    def planned(splits: Mapping[fx.Node, int]) -> tuple[GraphProblem, PlannedGraph]:
+        parts, wanted, lying = _with_splits(gm, splits, wishes, places or {})
+        found = problem_of_graph(
+            parts, prices, budget_bytes=budget, wishes=wanted, places=lying, device_type=device_type
+        )
+        if known is None:
+            graph, result = _within_budget(parts, found, budget, device_type)
+        else:
+            graph, result = _followed(parts, found, known, budget, device_type)
+        return found, _with_known(gm, splits, graph, found, result)
+
+    if known is not None:
+        return planned(_known_splits(gm, known))[1]
+    found, best = planned({})
+    came, chosen = best.plan.unplanned_seconds, dict[fx.Node, int]()
+    for node, num_parts in _splits_to_try(found, best.plan, wishes):
+        try:
+            _, tried = planned({**chosen, node: num_parts})
+        except InfeasibleBudgetError:
+            continue
+        if tried.plan.seconds <= WORTH * best.plan.seconds:
+            best, chosen = tried, {**chosen, node: num_parts}
+    return replace(best, plan=replace(best.plan, unplanned_seconds=came))
+
+
+def _with_splits(
+    gm: fx.GraphModule,
+    splits: Mapping[fx.Node, int],
+    wishes: Wishes,
+    places: Mapping[fx.Node, RowPlace],
+) -> tuple[fx.GraphModule, Wishes, Mapping[fx.Node, RowPlace]]:
+    """The graph with some collectives split, and what is said of its nodes; without any, as they are."""
+    if not splits:
+        return gm, wishes, places
+    copied, twin = split_graph(gm, splits)
+    return copied, wishes.on(twin), {twin[node]: place for node, place in places.items() if node in twin}
+
+
+def _with_known(
+    gm: fx.GraphModule,
+    splits: Mapping[fx.Node, int],
+    planned: fx.GraphModule,
+    found: GraphProblem,
+    result: Plan,
+) -> PlannedGraph:
+    index = {node: number for number, node in enumerate(filter(is_collective, gm.graph.nodes))}
     return PlannedGraph(
-        gm=planned, plan=result, known=KnownPlan(num_tasks=len(found.problem.tasks), steps=steps)
+        gm=planned,
+        plan=replace(result, splits=tuple((node.name, num_parts) for node, num_parts in splits.items())),
+        known=KnownPlan(
+            num_tasks=len(found.problem.tasks),
+            steps=tuple((step.position, step.is_start, step.members) for step in result.steps),
+            splits=tuple((index[node], num_parts) for node, num_parts in splits.items()),
+        ),
     )
+
+
+def _known_splits(gm: fx.GraphModule, known: KnownPlan) -> dict[fx.Node, int]:
+    collectives = list(filter(is_collective, gm.graph.nodes))
+    for index, num_parts in known.splits:
+        if index >= len(collectives) or num_parts > num_rows(collectives[index]):
+            raise PlanError(
+                f"the plan to follow has collective {index} in {num_parts} parts, which it cannot have here"
+            )
+    return {collectives[index]: num_parts for index, num_parts in known.splits}
+
+
+def _splits_to_try(found: GraphProblem, result: Plan, wishes: Wishes) -> list[tuple[fx.Node, int]]:
+    """What the user names stays whole, and so do reductions where the user limits how many are open."""
+    if not wishes.merge:
+        return []
+    named = wishes.named()
+
+    def most_parts(index: int) -> int:
+        node, one = found.starts[index], found.problem.collectives[index]
+        is_limited = one.limit == "reduction" and wishes.max_reductions
+        return 1 if node in named or is_limited else num_rows(node)
+
+    bounds = lower_bounds(replace(found.problem, budget_bytes=None))
+    return [
+        (found.starts[index], number)
+        for index, number in splits_to_try(
+            found.problem, result.steps, most_parts, least_seconds=bounds.seconds
+        )
+    ]
 
 
 def _followed(

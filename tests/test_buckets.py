@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphshard.buckets import ADD_ROWS, PACK, UNPACK
+from graphshard.buckets import ADD_ROWS, JOIN_PARTS, PACK, UNPACK
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
@@ -37,7 +37,15 @@ def test_opcheck(sizes, num_rows):
     """Schema (results are no views of the inputs), fake tensors, AOT dispatch."""
     pieces = [torch.randn(num_rows, size) for size in sizes]
     torch.library.opcheck(PACK, (pieces, num_rows))
+    torch.library.opcheck(JOIN_PARTS, (pieces, num_rows))
     torch.library.opcheck(UNPACK, (PACK(pieces, num_rows), num_rows, sizes))
+
+
+def test_parts_of_a_gather_are_joined_rank_by_rank():
+    """Each part has a row of every rank; the whole has all of one rank's rows, then the next one's."""
+    first, second = torch.tensor([[0], [10]]), torch.tensor([[1, 2], [11, 12]])
+    assert JOIN_PARTS([first, second], 2).tolist() == [0, 1, 2, 10, 11, 12]
+    assert JOIN_PARTS([first, second], 1).tolist() == [0, 10, 1, 2, 11, 12]
 
 
 @pytest.mark.parametrize("num_rows", [1, 2])

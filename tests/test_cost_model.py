@@ -126,6 +126,12 @@ def test_a_measured_collective_passes_beside_the_one_in_front_as_its_rows_say():
     assert model.overlapped_seconds("broadcast", 10**12, "two") == 0.5
 
 
+def test_a_size_that_overlaps_by_nothing_counts():
+    """Without its row, half of what twice the size overlaps."""
+    model = _measured_model(0.5, (100, 1.0, 0.0), (200, 2.0, 1.0))
+    assert model.overlapped_seconds("all_gather", 100, "two") == 0.0
+
+
 def test_a_table_replaces_what_the_rows_of_a_card_overlap():
     tables = parse_tables("group,op,bytes,seconds\n2,all_gather,200,4.0\n", where="mine.csv")
     model = _measured_model(0.5, (200, 3.0, 1.0), tables=tables)

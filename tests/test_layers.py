@@ -66,7 +66,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("graphshard.cost",),
     # where collectives may stand, and what that costs
     ("graphshard.placement",),
-    ("graphshard.fitting", "graphshard.merging"),
+    ("graphshard.fitting", "graphshard.merging", "graphshard.splitting"),
     # what is planned, without graphs
     ("graphshard.planner",),
     ("graphshard.planner.problem",),
@@ -76,6 +76,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.planner.condense",
         "graphshard.planner.exact",
         "graphshard.planner.heuristic",
+        "graphshard.planner.splits",
     ),
     ("graphshard.planner.in_turn", "graphshard.planner.polish"),
     ("graphshard.planner.plan",),

@@ -116,8 +116,11 @@ def _key(state: State) -> tuple:
 
 
 def _clocks(state: State) -> tuple[float, ...]:
+    """When a queue opens is not among them: it never falls along a schedule, so a state is no later in it than one in
+    which what is last in its queue here ends no sooner; and where that is waited for, the clock is past it.
+    """
     flights = sorted(state.flights, key=lambda flight: flight.bucket.mask)
-    return (state.seconds, *state.free, *state.opens, *(flight.finish for flight in flights))
+    return (state.seconds, *state.free, *(flight.finish for flight in flights))
 
 
 class _Exploration:

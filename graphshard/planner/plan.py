@@ -91,6 +91,8 @@ class Plan:
             (the graph as it came).
         steps: the schedule itself.
         notes: what was left as it is, and why.
+        splits: collectives that are split, and into how many parts; bounds and ``steps`` are then those of the
+            graph with the parts.
     """
 
     buckets: tuple[PlannedBucket, ...]
@@ -105,6 +107,7 @@ class Plan:
     solver: str
     steps: tuple[Step, ...]
     notes: tuple[str, ...] = ()
+    splits: tuple[tuple[str, int], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON can hold it."""
@@ -128,6 +131,7 @@ class Plan:
             f"at least {_ms(self.bounds.seconds)} for any schedule: gap {100 * self.gap:.2f} % ({self.solver})",
             f"peak {self.peak_bytes} bytes, {budget}",
             f"{collectives} collectives in {len(self.buckets)} buckets",
+            *(f"{name} is split into {num_parts} parts" for name, num_parts in self.splits),
         ]
 
 

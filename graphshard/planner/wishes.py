@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -22,7 +22,7 @@ class Wishes:
         max_gathers, max_reductions: buckets that may be in flight; 0 for any number.
         shared_links: names of process groups that share a link, so that their collectives run one after
             the other; those that the graph does not use may be among them.
-        merge: whether collectives may be merged.
+        merge: whether collectives may be merged, or split.
     """
 
     fixed_buckets: Sequence[Sequence[fx.Node]] = ()
@@ -32,6 +32,19 @@ class Wishes:
     max_reductions: int = 0
     shared_links: Sequence[tuple[str, ...]] = ()
     merge: bool = True
+
+    def named(self) -> Set[fx.Node]:
+        """The collectives that buckets and pairs speak of."""
+        return {node for nodes in (*self.fixed_buckets, *self.prefetch, *self.behind) for node in nodes}
+
+    def on(self, twin: Mapping[fx.Node, fx.Node]) -> Wishes:
+        """The same of the nodes of a copy of the graph."""
+        return replace(
+            self,
+            fixed_buckets=[tuple(twin[node] for node in nodes) for nodes in self.fixed_buckets],
+            prefetch=[(twin[first], twin[then]) for first, then in self.prefetch],
+            behind=[(twin[first], twin[then]) for first, then in self.behind],
+        )
 
     def buckets_by_index(self, movable: list[fx.Node], notes: list[str]) -> list[tuple[int, ...]]:
         """The buckets by position in ``movable``; adds a note for those of which a part cannot move.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..buckets import UNPACK
+from ..buckets import JOIN_PARTS, UNPACK
 from ..collectives import GATHERS, is_collective, is_wait
 from ..context import PassContext
 from ..memory import Buffer, MemoryModel, kept_inputs, tensor_bytes
@@ -183,7 +183,7 @@ class _Flow:
         sources = node.all_input_nodes
         if node.target in GATHERS and all(source in self._from_inputs for source in sources):
             self._gathered.add(node)
-        elif sources and (is_wait(node) or is_layout(node)):
+        elif sources and (is_wait(node) or is_layout(node) or node.target is JOIN_PARTS):
             for found in (self._from_inputs, self._gathered):
                 if all(source in found for source in sources):
                     found.add(node)
@@ -194,7 +194,7 @@ class _Flow:
         for node in nodes:
             if is_collective(node) and node.target not in GATHERS:
                 behind.add(node)
-            elif is_wait(node) or is_layout(node) or is_accumulation(node):
+            elif is_wait(node) or is_layout(node) or is_accumulation(node) or node.target is JOIN_PARTS:
                 behind.update([node] if any(source in behind for source in node.all_input_nodes) else [])
         for node in reversed(nodes):
             if node in behind and any(user.op == "output" or user in self._reduced for user in node.users):
@@ -259,6 +259,6 @@ class _Flow:
 
 
 def _is_unpacked(gather: fx.Node) -> bool:
-    """True where full parameters are copied out of what a gather gives."""
+    """True where full parameters are copied out of what a gather gives, or joined of it and others."""
     readers = [reader for wait in gather.users for reader in wait.users]
-    return bool(readers) and all(reader.target is UNPACK for reader in readers)
+    return bool(readers) and all(reader.target in (UNPACK, JOIN_PARTS) for reader in readers)

@@ -1,6 +1,7 @@
 """Graphs that the planner merged and placed train like the unsharded model, on every rank the same way."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
+
+from graphshard.cost import load_card
+from graphshard.cost.cards import MeasuredCollective
 
 from .implementations import compile_if_asked, pick_fully_shard
 from .parity import check_sharded_parity, make_adam, start_lockstep
@@ -22,6 +26,15 @@ def train_planned(workload: str, num_steps: int, options: dict[str, Any]) -> Non
     lockstep = start_lockstep(WORKLOADS[workload], "sharded")
     lockstep.forward = compile_if_asked("compiled", lockstep.model, verify="full", **options)
     lockstep.train(num_steps)
+
+
+def train_split(card: str, folder: str) -> None:
+    """A weight of 8 MiB, and one of 5 rows that stays whole."""
+    rank = dist.get_rank()
+    lockstep = start_lockstep(mlp_workload((1024, 2048), (2048, 5)), "sharded")
+    options = {"hardware": card, "bucket": "auto", "memory_budget": "1GiB", "dump": f"{folder}/rank{rank}"}
+    lockstep.forward = compile_if_asked("compiled", lockstep.model, verify="full", **options)
+    lockstep.train(2)
 
 
 def train_with_accumulation() -> None:
@@ -118,6 +131,24 @@ def test_merged_and_placed_by_cost(run_on_gloo_ranks, tmp_path: Path, workload):
         lowered = (tmp_path / f"graph0.{half}.1-lower_shards.txt").read_text()
         planned = (tmp_path / f"graph0.{half}.2-plan_collectives.txt").read_text()
         assert 0 < planned.count(collective) < lowered.count(collective)
+
+
+def test_over_large_collectives_are_split(run_on_gloo_ranks, tmp_path: Path):
+    """On a card of which each has half of a collective pass beside the one in front of it."""
+    card = load_card(SLOW_LINK)
+    rows = [
+        MeasuredCollective(op=op, num_ranks=2, num_bytes=size, seconds=size / 2e7, overlapped_seconds=size / 4e7)
+        for op in ("all_gather", "reduce_scatter", "all_to_all")
+        for size in (2**10, 2**24)
+    ]
+    link = replace(card.inter_node, measured=tuple(rows))
+    path = tmp_path / "card.json"
+    replace(card, inter_node=link).save(path)
+    run_on_gloo_ranks(2, train_split, str(path), str(tmp_path))
+    for half in ("forward", "backward"):
+        plans = [(tmp_path / f"rank{rank}" / f"graph0.{half}.plan.txt").read_text() for rank in (0, 1)]
+        assert "is split into 8 parts" in plans[0] and "is split into 8 parts" in plans[1]
+        assert "join_parts" in (tmp_path / "rank0" / f"graph0.{half}.2-plan_collectives.txt").read_text()
 
 
 @pytest.mark.parametrize(

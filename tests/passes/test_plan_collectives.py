@@ -9,6 +9,7 @@ import torch
 from all_ranks import assert_same, run_halves, step_inputs
 from small_graphs import GraphBuilder, aten, num_targets, open_reductions, run_pass, run_twice, text_of
 
+from graphshard.buckets import JOIN_PARTS
 from graphshard.collectives import ALL_GATHER, REDUCE_SCATTER, is_collective, is_wait
 from graphshard.context import KnownPlan, PassContext
 from graphshard.errors import OptionError, OptionTypeError, PassError
@@ -16,7 +17,7 @@ from graphshard.facts import Fact
 from graphshard.memory import kept_inputs, memory_timeline
 from graphshard.passes import BucketCollectives, PlanCollectives, ScheduleCollectives
 from graphshard.pipeline import Pipeline
-from graphshard.planner import solve
+from graphshard.planner import solve, splits
 from graphshard.planner.from_graph import problem_of_graph
 from graphshard.planner.plan import InfeasibleBudgetError
 from graphshard.planner.simulate import PlanError
@@ -443,3 +444,44 @@ def test_a_plan_of_another_graph_is_refused(captured):
     known = KnownPlan(num_tasks=1, steps=((0, True, (0,)), (0, False, (0,))))
     with pytest.raises(PlanError, match="the plan to follow is one of 1 collectives"):
         run_pass(PlanCollectives(), gm, replace(ctx, known_plan=known), *HELD)
+
+
+@pytest.fixture
+def all_over_large(monkeypatch):
+    """Collectives of any size may be split, where a part passes beside the one in front of it."""
+    monkeypatch.setattr(splits, "OVER_LARGE", 1)
+    monkeypatch.setattr(splits, "NUM_PARTS", (2,))
+    return Beside(latency=0.001, bandwidth=10.0)
+
+
+class Beside(Prices):
+    """As soon as half of a collective is over, the one behind it begins."""
+
+    def overlapped_seconds(self, kind, num_bytes, group):
+        return self.collective_seconds(kind, num_bytes, group) / 2
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_golden_of_what_is_split(captured, golden, all_over_large, half):
+    gm, ctx = _half(captured, "two_linears", half, all_over_large)
+    record = run_pass(PlanCollectives(), gm, ctx, *HELD)
+    assert num_targets(gm, JOIN_PARTS) == len(record.report.planned.plan.splits) > 0
+    golden(text_of(gm, ctx) + f"{record.report.planned.plan}\n", f"plan_collectives.{half}.split")
+
+
+def test_without_merging_nothing_is_split(captured, all_over_large):
+    gm, ctx = _half(captured, "two_linears", "forward", all_over_large)
+    assert not run_pass(PlanCollectives(merge=False), gm, ctx, *HELD).report.planned.plan.splits
+
+
+@pytest.mark.parametrize("name", ["two_linears", "called_thrice", "tied_embedding"])
+def test_parity_of_what_is_split(captured, all_over_large, name):
+    graphs, planned = captured(name, 2), {}
+    for half in ("forward", "backward"):
+        gm, ctx = _half(captured, name, half, all_over_large)
+        assert run_pass(PlanCollectives(), gm, ctx, *HELD).report.planned.plan.splits
+        planned[half] = gm
+        served = {binding.name for ones in reduced_parameters(gm, ctx).values() for binding in ones}
+        assert served == ({binding.name for binding in ctx.reduced_bindings()} if half == "backward" else set())
+    inputs, expected = step_inputs(name, 2)
+    assert_same(run_halves(planned["forward"], planned["backward"], graphs.context, inputs), expected)
