@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gpt
 import graphshard
+from graphshard.planner import splits
 
 WEIGHT_SEED = 0
 
@@ -157,6 +159,18 @@ def _build_graphshard_planned(source: ModuleType, model: nn.Module, site: Site, 
     return _build_graphshard(source, model, site, bucket="auto", hardware=site.card, **options)
 
 
+def _build_graphshard_whole(source: ModuleType, model: nn.Module, site: Site, **options: Any) -> Trainer:
+    """Nothing counts as over-large while it is planned, in the first call."""
+    trainer = _build_graphshard_planned(source, model, site, **options)
+    forward = trainer.forward
+
+    def run_whole(*inputs: Tensor) -> Tensor:
+        with mock.patch.object(splits, "OVER_LARGE", sys.maxsize):
+            return forward(*inputs)
+
+    return replace(trainer, forward=run_whole)
+
+
 CONTENDERS: dict[str, Contender] = {
     "unsharded": Contender(
         summary="whole model compiled, no communication", build=_build_unsharded, averages_gradients=False
@@ -178,6 +192,12 @@ CONTENDERS: dict[str, Contender] = {
     "graphshard-planned": Contender(
         summary="as graphshard, merged and placed by cost on a card measured here",
         build=_build_graphshard_planned,
+        same_kernels_as="graphshard",
+        needs_card=True,
+    ),
+    "graphshard-whole": Contender(
+        summary="as graphshard-planned, over-large collectives not split",
+        build=_build_graphshard_whole,
         same_kernels_as="graphshard",
         needs_card=True,
     ),

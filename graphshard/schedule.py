@@ -226,15 +226,14 @@ def plan_graph(
     if known is not None:
         return planned(_known_splits(gm, known))[1]
     found, best = planned({})
-    came, chosen = best.plan.unplanned_seconds, dict[fx.Node, int]()
-    for node, num_parts in _splits_to_try(found, best.plan, wishes):
+    for splits in _splits_to_try(found, best.plan, wishes):
         try:
-            _, tried = planned({**chosen, node: num_parts})
+            _, tried = planned(splits)
         except InfeasibleBudgetError:
             continue
         if tried.plan.seconds <= WORTH * best.plan.seconds:
-            best, chosen = tried, {**chosen, node: num_parts}
-    return replace(best, plan=replace(best.plan, unplanned_seconds=came))
+            return replace(tried, plan=replace(tried.plan, unplanned_seconds=best.plan.unplanned_seconds))
+    return best
 
 
 def _with_splits(
@@ -279,7 +278,7 @@ def _known_splits(gm: fx.GraphModule, known: KnownPlan) -> dict[fx.Node, int]:
     return {collectives[index]: num_parts for index, num_parts in known.splits}
 
 
-def _splits_to_try(found: GraphProblem, result: Plan, wishes: Wishes) -> list[tuple[fx.Node, int]]:
+def _splits_to_try(found: GraphProblem, result: Plan, wishes: Wishes) -> list[dict[fx.Node, int]]:
     """What the user names stays whole, and so do reductions where the user limits how many are open."""
     if not wishes.merge:
         return []
@@ -291,12 +290,8 @@ def _splits_to_try(found: GraphProblem, result: Plan, wishes: Wishes) -> list[tu
         return 1 if node in named or is_limited else num_rows(node)
 
     bounds = lower_bounds(replace(found.problem, budget_bytes=None))
-    return [
-        (found.starts[index], number)
-        for index, number in splits_to_try(
-            found.problem, result.steps, most_parts, least_seconds=bounds.seconds
-        )
-    ]
+    trials = splits_to_try(found.problem, result.steps, most_parts, least_seconds=bounds.seconds)
+    return [{found.starts[index]: number for index, number in trial} for trial in trials]
 
 
 def _followed(

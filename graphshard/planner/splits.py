@@ -17,9 +17,9 @@ OVER_LARGE = 8 * 2**20
 #: Numbers of parts, of which prices choose; where no number is faster than the whole, the second.
 NUM_PARTS = (2, 4, 8)
 
-#: So many collectives are tried, each in a plan of its own. In problems of more than ``MANY`` collectives, whose plans
-#: take long, one is, and only where the plan takes this much more than the bound.
-NUM_TRIALS, MANY, FAR = 4, 150, 0.05
+#: So many collectives a problem may have with the parts. In one that has more without, whose plans take long, one is
+#: split, and only where the plan takes this much more than the bound.
+MANY, FAR = 150, 0.05
 
 #: A plan with parts is taken if it takes at most this share of the time without.
 WORTH = 0.99
@@ -27,8 +27,10 @@ WORTH = 0.99
 
 def splits_to_try(
     problem: Problem, steps: Sequence[Step], most_parts: Callable[[int], int], *, least_seconds: float
-) -> list[tuple[int, int]]:
-    """Collectives, by index, and into how many parts to split them; what compute waits longest for comes first.
+) -> list[list[tuple[int, int]]]:
+    """What to split in one trial after the other, until one is worth it: collectives by index, and numbers of parts.
+
+    First all that compute waits for, those with the longest waits if these are too many; then the first of them alone.
 
     Args:
         problem: what was planned.
@@ -49,7 +51,7 @@ def splits_to_try(
         is_queue_busy = run.began > run.issued
         for index in (*run.members, *(run.behind if is_queue_busy else ())):
             exposed[index] = exposed.get(index, 0.0) + run.exposed_seconds
-    found = []
+    found: list[tuple[int, int]] = []
     for index in sorted(exposed, key=lambda index: (-exposed[index], index)):
         one = problem.collectives[index]
         numbers = [number for number in NUM_PARTS if number <= most_parts(index)]
@@ -60,7 +62,13 @@ def splits_to_try(
             found.append((index, fastest))
         elif not is_close:  # parts that are not faster themselves beat no bound
             found.append((index, numbers[:2][-1]))
-    return found[: 1 if is_large else NUM_TRIALS]
+    together, room = [], MANY - len(problem.collectives)
+    for index, number in found:
+        if number <= room + 1:
+            together.append((index, number))
+            room -= number - 1
+    first = found[:1] if found[:1] != together else []
+    return [trial for trial in (together, first) if trial]
 
 
 def seconds_in_a_row(problem: Problem, one: Collective, number: int) -> float:

@@ -197,7 +197,7 @@ def test_what_is_urgent_does_not_wait_for_all_of_a_long_gather(monkeypatch):
     gm = _with_a_large_weight(urgent=True, num_rows=65536)
     slow = replace(EVEN, bandwidth=8.0 * MIB)
     whole, plan = _whole(monkeypatch, gm, slow), plan_graph(gm, slow).plan
-    assert [number for _, number in plan.splits] == [4]
+    assert ("all_gather_into_tensor_default", 4) in plan.splits
     assert plan.seconds < 0.99 * whole.seconds
 
 
@@ -211,29 +211,38 @@ def test_small_ones_stay_whole(monkeypatch):
 
 
 def test_what_compute_waits_longest_for_is_tried_first(monkeypatch):
-    """So many of them; in a large problem one, if its plan is far from the bound. Each trial is a plan of its own."""
+    """With all others for whose parts there is room, then alone; a large problem has one trial, far from its bound."""
     ones = [replace(_gather(f"g{size}", size * MIB, 1), merge_key=None) for size in (16, 64, 8, 32, 4)]
     problem = Problem(tasks=[Task(seconds=1.0)], collectives=ones, prices=BESIDE)
     steps = [Step(0, start, (index,)) for index in range(5) for start in (True, False)]
-    assert splits_to_try(problem, steps, lambda index: 8, least_seconds=1.0) == [(1, 8), (3, 8), (0, 8), (2, 4)]
-    monkeypatch.setattr(splits, "NUM_TRIALS", 2)
-    assert splits_to_try(problem, steps, lambda index: 8, least_seconds=1.0) == [(1, 8), (3, 8)]
-    monkeypatch.setattr(splits, "MANY", 2)
-    assert splits_to_try(problem, steps, lambda index: 8, least_seconds=1.0) == [(1, 8)]
-    seconds = simulate(problem, steps).seconds
-    assert splits_to_try(problem, steps, lambda index: 8, least_seconds=0.96 * seconds) == []
+
+    def tried(least_seconds=1.0, most_parts=8):
+        return splits_to_try(problem, steps, lambda index: most_parts, least_seconds=least_seconds)
+
+    assert tried() == [[(1, 8), (3, 8), (0, 8), (2, 4)], [(1, 8)]]
+    for many, expected in (
+        (5 + 7 + 7 + 7 + 3, tried()),
+        (5 + 7 + 7 + 7 + 2, [[(1, 8), (3, 8), (0, 8)], [(1, 8)]]),
+        (5 + 7 + 3, [[(1, 8), (2, 4)], [(1, 8)]]),
+        (5 + 7, [[(1, 8)]]),
+        (4, [[(1, 8)]]),
+    ):
+        monkeypatch.setattr(splits, "MANY", many)
+        assert tried() == expected
+    assert tried(least_seconds=simulate(problem, steps).seconds / 1.04) == []
+    assert tried(most_parts=1) == []
 
 
 def test_plans_at_their_bound_are_not_tried():
     """Unless parts pass beside each other by more than the whole, which no bound knows."""
     one = replace(_gather("g", 32 * MIB, 1), merge_key=None)
-    for prices, expected in ((EVEN, []), (BESIDE, [(0, 8)])):
+    for prices, expected in ((EVEN, []), (BESIDE, [[(0, 8)]])):
         problem = Problem(tasks=[Task(seconds=1.0)], collectives=[one], prices=prices)
         steps = [Step(0, True, (0,)), Step(1, False, (0,))]
         seconds = simulate(problem, steps).seconds
         assert splits_to_try(problem, steps, lambda index: 8, least_seconds=0.995 * seconds) == expected
         assert splits_to_try(problem, steps, lambda index: 1, least_seconds=0.5 * seconds) == []
-        assert splits_to_try(problem, steps, lambda index: 2, least_seconds=0.5 * seconds) == [(0, 2)]
+        assert splits_to_try(problem, steps, lambda index: 2, least_seconds=0.5 * seconds) == [[(0, 2)]]
         idle = replace(problem, tasks=[Task(seconds=500.0)])
         assert splits_to_try(idle, steps, lambda index: 8, least_seconds=1.0) == []
 
