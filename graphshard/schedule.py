@@ -56,7 +56,7 @@ def schedule_graph(
     max_gathers: int = 0,
     max_reductions: int = 0,
 ) -> Plan:
-    """Merges and orders the collectives of any captured graph, in place; on an error nothing is changed.
+    """Merges, splits and orders the collectives of any captured graph, in place; on an error nothing is changed.
 
     Args:
         gm: a forward, inference or backward graph with ``_c10d_functional`` collectives and
@@ -289,7 +289,8 @@ def _splits_to_try(found: GraphProblem, result: Plan, wishes: Wishes) -> list[di
         is_limited = one.limit == "reduction" and wishes.max_reductions
         return 1 if node in named or is_limited else num_rows(node)
 
-    bounds = lower_bounds(replace(found.problem, budget_bytes=None))
+    is_free = found.problem.budget_bytes is None
+    bounds = result.bounds if is_free else lower_bounds(replace(found.problem, budget_bytes=None))
     trials = splits_to_try(found.problem, result.steps, most_parts, least_seconds=bounds.seconds)
     return [{found.starts[index]: number for index, number in trial} for trial in trials]
 

@@ -1,4 +1,4 @@
-"""plan_collectives: merge and place all collectives as the planner finds best under the cost model.
+"""plan_collectives: merge, split and place all collectives as the planner finds best under the cost model.
 
 What :func:`graphshard.schedule_graph` does for any graph, as a pass: docs/planning.md has the model
 and the algorithm. Prices come from the context, and so does a plan of another rank to follow. Compute
@@ -67,7 +67,7 @@ class PlanCollectives:
     """See the module docstring.
 
     Attributes:
-        merge: whether collectives may be merged; where not, they are only placed.
+        merge: whether collectives may be merged or split; where not, they are only placed.
         memory_budget: the most that may be live while the graph runs, inputs that its caller keeps and what else
             is held meanwhile (:func:`held_beside`) included: bytes, or a text like "60GiB". None
             for no limit. "default" for what units gathered one ahead take (:func:`default_peak`; of both
