@@ -233,6 +233,21 @@ def test_what_compute_waits_longest_for_is_tried_first(monkeypatch):
     assert tried(most_parts=1) == []
 
 
+def test_what_keeps_the_queue_busy_is_tried():
+    """Compute waits for the sum behind it alone; where the queue is free when the sum starts, nothing is to be split."""
+    gather = replace(_gather("g", 736 * MIB, 2), merge_key=None)
+    urgent = Collective(
+        name="sum", kind="all_reduce", queue="shard", in_bytes=MIB, out_bytes=MIB, earliest=1, deadline=1
+    )
+    steps = [Step(0, True, (1,)), Step(1, True, (0,)), Step(1, False, (0,)), Step(2, False, (1,))]
+    for seconds, expected in ((25.0, [[(1, 4)]]), (50.0, [])):
+        tasks = [Task(seconds=seconds), Task(seconds=25.0), Task(seconds=1.0)]
+        problem = Problem(tasks=tasks, collectives=[urgent, gather], prices=EVEN)
+        waited = {run.members: run.exposed_seconds for run in simulate(problem, steps).runs}
+        assert waited[1,] == 0.0 < waited[0,]
+        assert splits_to_try(problem, steps, lambda index: 8, least_seconds=26.0) == expected
+
+
 def test_plans_at_their_bound_are_not_tried():
     """Unless parts pass beside each other by more than the whole, which no bound knows."""
     one = replace(_gather("g", 32 * MIB, 1), merge_key=None)
