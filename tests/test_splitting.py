@@ -9,6 +9,8 @@ from graphshard.buckets import JOIN_PARTS
 from graphshard.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WAIT, is_collective
 from graphshard.context import PassContext
 from graphshard.facts import check_typed, check_waited
+from graphshard.report.categories import categorized_memory
+from graphshard.report.data import CATEGORIES
 from graphshard.splitting import num_rows, split_collective, split_graph
 from graphshard.testing import run_on_all_ranks
 
@@ -98,6 +100,37 @@ def test_parts_keep_what_says_whether_they_are_computed_again():
     whole.meta.update(recompute="must", ac_graph_id=3)
     started = split_collective(gm.graph, whole, 2)
     assert all(part.meta["recompute"] == "must" and part.meta["ac_graph_id"] == 3 for part in started)
+
+
+def _live(gm):
+    """Bytes of each category by name of the node, zeros left out."""
+    memory = categorized_memory(gm, PassContext(mesh=one_axis(2)), device_type=None)
+    return {
+        node.name: {name: size for name, size in zip(CATEGORIES, row, strict=True) if size}
+        for node, row in zip(memory.nodes, memory.live, strict=True)
+    }
+
+
+def test_parts_of_a_gather_are_buckets_until_they_are_the_parameter():
+    gm = _graph(_gathered)
+    (whole,) = filter(is_collective, gm.graph.nodes)
+    live = _live(split_graph(gm, {whole: 2})[0])
+    kept, parameter = {"parameters": 5 * 3 * 8, "inputs": 3 * 4 * 8}, 10 * 3 * 8
+    assert live["join_parts_default"] == kept | {"gathered": parameter, "buckets": parameter}
+    last = kept | {"gathered": parameter, "temporaries": 10 * 4 * 8}
+    assert live["mm_default"] == _live(gm)["mm_default"] == last
+
+
+def test_parts_of_a_reduction_are_buckets_until_they_are_the_gradient():
+    build = GraphBuilder()
+    x, y = build.input("primals_1", 10, 3), build.input("primals_2", 10, 3)
+    gm = build.finish(build.reduction(build(aten.mul.Tensor, x, y), 2))
+    (whole,) = filter(is_collective, gm.graph.nodes)
+    live = _live(split_graph(gm, {whole: 2})[0])
+    inputs, gradient = 2 * 10 * 3 * 8, 5 * 3 * 8
+    assert live["mul_tensor"] == {"inputs": inputs, "unreduced": 2 * gradient}
+    assert live["join_parts_default"] == {"inputs": inputs, "gradients": gradient, "buckets": gradient}
+    assert live["output"] == _live(gm)["output"] == {"inputs": inputs, "gradients": gradient}
 
 
 def test_what_can_be_split():

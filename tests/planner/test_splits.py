@@ -8,8 +8,9 @@ import torch
 from graphs import MESH, PRICES, inputs_of, random_graph
 from problems import LinePrices
 from small_graphs import GROUP, GraphBuilder, aten, num_targets
+from torch import fx
 
-from graphshard.buckets import JOIN_PARTS, PACK
+from graphshard.buckets import JOIN, JOIN_PARTS, PACK
 from graphshard.collectives import ALL_REDUCE, WAIT, is_collective
 from graphshard.planner import splits
 from graphshard.planner.bound import lower_bounds
@@ -19,6 +20,7 @@ from graphshard.planner.problem import Collective, Problem, Task
 from graphshard.planner.simulate import PlanError, Step, simulate
 from graphshard.planner.splits import seconds_in_a_row, splits_to_try
 from graphshard.planner.wishes import Wishes
+from graphshard.rows import RowPlace
 from graphshard.schedule import measured_peak, plan_graph
 from graphshard.testing import run_on_all_ranks
 
@@ -234,7 +236,7 @@ def test_what_compute_waits_longest_for_is_tried_first(monkeypatch):
 
 
 def test_what_keeps_the_queue_busy_is_tried():
-    """Compute waits for the sum behind it alone; where the queue is free when the sum starts, nothing is to be split."""
+    """Compute waits for the sum behind it alone; where the queue is free when the sum starts, all stays whole."""
     gather = replace(_gather("g", 736 * MIB, 2), merge_key=None)
     urgent = Collective(
         name="sum", kind="all_reduce", queue="shard", in_bytes=MIB, out_bytes=MIB, earliest=1, deadline=1
@@ -271,6 +273,35 @@ def test_what_the_user_names_stays_whole():
     reduction = _only_a_reduction()
     assert not plan_graph(reduction, BESIDE, wishes=Wishes(max_reductions=1)).plan.splits
     assert plan_graph(reduction, BESIDE, wishes=Wishes(max_gathers=1)).plan.splits
+
+
+def test_wishes_are_said_of_a_copy_of_the_graph():
+    nodes = [fx.Graph().placeholder(name) for name in "abcdef"]
+    twin = {node: fx.Graph().placeholder(f"{node.name}_twin") for node in nodes}
+    a, b, c, d, e, f = nodes
+    wishes = Wishes(fixed_buckets=[[a, b]], prefetch=[(c, d)], behind=[(e, f)], max_gathers=3, merge=False)
+    assert wishes.named() == set(nodes)
+    assert wishes.on(twin) == Wishes(
+        fixed_buckets=[(twin[a], twin[b])], prefetch=[(twin[c], twin[d])], behind=[(twin[e], twin[f])],
+        max_gathers=3, merge=False,
+    )  # fmt: skip
+
+
+def test_neighbours_stay_neighbours_beside_one_that_is_split():
+    """Two shards that lie in a row are gathered without a copy in front, in the graph with parts too."""
+    build = GraphBuilder()
+    x, shard = _input(build, "primals_0", 16, 8192), _input(build, "primals_1", 4096, 1024)
+    small = [_input(build, f"primals_{index}", 512, 1024) for index in (2, 3)]
+    value = build(aten.mm.default, x, build.gather(shard, 2))
+    for one in [build.gather(one, 2) for one in small]:
+        value = build(aten.mm.default, value, one)
+    gm = build.finish(value)
+    _, *gathers = filter(is_collective, gm.graph.nodes)
+    places = {gather: RowPlace("unit", 512 * 1024 * index, 512 * 1024) for index, gather in enumerate(gathers)}
+    wishes = Wishes(fixed_buckets=[gathers])
+    for lying, expected in ((places, JOIN), ({}, PACK)):
+        planned = plan_graph(gm, BESIDE, places=lying, wishes=wishes)
+        assert planned.plan.splits and num_targets(planned.gm, expected) == 1
 
 
 def test_wishes_about_others_hold_in_the_graph_with_parts():
