@@ -40,22 +40,19 @@ from .inductor import (
     functorch_patch,
     memory_patch,
     order_difference,
-    pin_order,
+    pinning_patch,
     planned_order,
     type_rng_states,
 )
 from .memory import kept_inputs, memory_timeline
 from .ops import REDUCE_GRAD, UNSHARD
 from .options import BackendOptions
-from .passes.plan_collectives import held_beside, step_bytes
+from .passes.plan_collectives import step_bytes
 from .pipeline import PassRecord, Pipeline
 from .planning import Planning
 from .provenance import reduced_parameters, shards_behind
 from .rewrite import output_values
 from .unit import unit_of
-
-#: A plan that takes more than this of its budget is compiled without fusions that could hold more than it says.
-_TIGHT = 0.8
 
 JOINT_PIPELINE = Pipeline(passes.MergeUnshards(), passes.SpreadParameters(), passes.TagRecompute())
 
@@ -268,9 +265,9 @@ class _Compilation:
             bindings = [context.binding(value.name) for value in kept if value.op == "placeholder"]
             self.regathered.update(binding.name for binding in bindings if binding is not None)
         planned = planned_order(gm)
-        pin_order(gm)
-        is_tight = self._is_tight(records, gm, context)
-        with memory_patch(self.options.inductor) if is_tight else nullcontext():
+        # A kernel fused of parts that only read the same values may hold results much longer than planned.
+        fusions = nullcontext() if self.options.memory_budget is None else memory_patch(self.options.inductor)
+        with fusions, pinning_patch():
             compiled = compile_fx_inner(gm, variant.example_inputs, **kwargs)
         if planned and self.options.verify != "off":
             self._check_order(planned, getattr(compiled, "source_code", None), half)
@@ -305,19 +302,12 @@ class _Compilation:
         if source is None:
             message = f"graphshard: Inductor shows no source of the {half}: whether its collectives moved is not known"
         elif difference := order_difference(planned, emitted_order(source)):
-            message = f"graphshard: Inductor moved collectives of the {half}: {difference}"
+            message = f"graphshard: Inductor left the planned order of the {half}: {difference}"
         else:
             return
         if self.options.verify == "full":
             raise ScheduleOrderError(message)
         warnings.warn(message, stacklevel=2)
-
-    def _is_tight(self, records: Sequence[PassRecord], gm: fx.GraphModule, context: PassContext) -> bool:
-        """Whether a planned half takes most of the user's budget: then kernels must run where the plan has them."""
-        plans = [record.report.planned.plan for record in records if record.report.planned is not None]
-        if self.options.memory_budget is None or not plans:
-            return False
-        return held_beside(gm, context) + plans[-1].peak_bytes > _TIGHT * self.options.memory_budget
 
     def _variant_name(self, half: str) -> str:
         """``backward`` for the first state it is compiled for, then ``backward-2``, ..."""

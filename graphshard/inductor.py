@@ -2,7 +2,7 @@
 
 Inductor may move, merge or drop collectives after us; everything that does is switched off in a
 scoped patch. What it finally emits is compared with the plan: the generated source names each
-collective and each wait, in order.
+collective, each wait and each kernel of a library, in order.
 """
 
 from __future__ import annotations
@@ -10,17 +10,22 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+import torch._inductor.custom_graph_pass as inductor_passes
 from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner, partition_fn
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch._inductor.dependencies import WeakDep
+from torch._inductor.scheduler import BaseSchedulerNode
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
@@ -73,6 +78,9 @@ _SHARED_READS = "score_fusion_memory_threshold"
 
 #: Set by the backend for each compilation.
 _JOINT_PASS = "joint_custom_pre_pass"
+
+#: Inductor's place for a pass over its kernels before it fuses them.
+_BEFORE_FUSION = "_pre_fusion_custom_pass"
 
 #: The user's word on how many activations are saved.
 _SAVED_SHARE = "activation_memory_budget"
@@ -250,7 +258,7 @@ def compile_later(patches: Mapping[str, Any]) -> Callable[[], contextlib.Abstrac
 
 
 def planned_order(gm: fx.GraphModule) -> list[str]:
-    """``start NAME`` and ``wait NAME`` in graph order, NAME counting the collectives of a kind."""
+    """``start NAME``, ``wait NAME`` and ``run OP`` in graph order, NAME counting the collectives of a kind."""
     counts: dict[str, int] = {}
     names: dict[fx.Node, str] = {}
     order = []
@@ -264,45 +272,80 @@ def planned_order(gm: fx.GraphModule) -> list[str]:
             source = node.all_input_nodes[0]
             source = source if source in names else source.all_input_nodes[0]
             order.append(f"wait {names[source]}")
+        elif node.op == "call_function" and getattr(node.target, "namespace", "") == "aten":
+            order.append(f"run {node.target._opname}")
     return order
 
 
-def pin_order(gm: fx.GraphModule) -> None:
-    """Ties each wait to the start before it and each start to the wait before it, in plan order.
+def pinning_patch() -> contextlib.AbstractContextManager[Any]:
+    """Has Inductor run a graph's collectives, waits and kernels that it does not generate in the graph's order.
 
-    Without this, Inductor fuses the copy into a bucket with compute that waits for another bucket,
-    and the start that follows the copy moves behind that wait.
+    What it generates (pointwise kernels, reductions) is fused and moves as data allow, but no fusion may need
+    another order of the rest. Without this, a kernel fused of an early and a late part pulls all collectives that the
+    late part needs in front of the compute that they were to run beside.
     """
-    ties: dict[fx.Node, OrderedSet[fx.Node]] = {}
-    previous: fx.Node | None = None
-    for node in gm.graph.nodes:
-        if not (is_collective(node) or is_wait(node)):
-            continue
-        if (
-            previous is not None
-            and is_wait(previous) != is_wait(node)
-            and previous not in node.all_input_nodes
-        ):
-            ties[node] = OrderedSet([previous])
-        previous = node
-    preserve_node_ordering(gm.graph, ties)
-    gm.recompile()
+    return inductor_config.patch({_BEFORE_FUSION: _PinOrder(getattr(inductor_config, _BEFORE_FUSION))})
 
 
-_CALL = re.compile(
+#: Inductor's passes over the kernels it is about to fuse; torch before 2.13 has one class for all passes.
+_SchedulerPass: Any = getattr(inductor_passes, "CustomSchedulerPass", CustomGraphPass)
+
+
+class _PinOrder(_SchedulerPass):
+    def __init__(self, user_pass: Callable[[list[Any]], list[Any]] | None) -> None:
+        self._user_pass = user_pass
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        if self._user_pass is not None:
+            nodes = self._user_pass(nodes)
+        pin_order(nodes)
+        return nodes
+
+    def uuid(self) -> Any:
+        """Of this file and the user's pass; one that no cache knows if that has none."""
+        own = get_hash_for_files((__file__,))
+        if self._user_pass is None:
+            return own
+        users = self._user_pass.uuid() if isinstance(self._user_pass, _SchedulerPass) else None
+        return own, uuid.uuid4().bytes if users is None else users
+
+
+def pin_order(nodes: Sequence[BaseSchedulerNode]) -> None:
+    """Makes each kernel that Inductor does not generate depend on the one in front of it.
+
+    Args:
+        nodes: Inductor's kernels before they are fused, in the order of the graph.
+    """
+    above: dict[str, OrderedSet[str]] = {}
+    previous: BaseSchedulerNode | None = None
+    for node in nodes:
+        if (node.is_extern() or node.is_template()) and node.get_outputs():
+            if previous is not None:
+                before = previous.get_outputs()[0].get_name()
+                # Named after the kernel, not after what it writes: such a dependency is never fused away.
+                node.add_fake_dep(WeakDep(before, mutating_buf=node.get_name(), is_fake=True))
+            previous = node
+        for dep in node.unmet_dependencies:
+            name = node.scheduler.name_to_buf[dep.name].defining_op_name()
+            node.ancestors |= OrderedSet([name]) | above[name]
+        above.update(dict.fromkeys(node.get_operation_names(), node.ancestors))
+
+
+_COLLECTIVE = re.compile(
     r"^\s*(?:(?P<result>\w+) = )?torch\.ops\."
     r"(?:_c10d_functional|graphshard(?=\.(?:custom_|all_reduce_hook)))\.(?P<op>\w+?)_?\.default\((?P<first>\[?\w+)"
 )
+_KERNEL = re.compile(r"^\s*(?:\w+ = )?(?:extern_kernels|torch\.ops\.aten)\.(?:bias_)?(?P<op>\w+)[.(]")
 _ALIAS = re.compile(r"^\s*(?P<new>\w+) = (?P<old>\w+)(?:\[\d+\])?(?:;|\s*#|\s*$)")
 
 
 def emitted_order(source: str) -> list[str]:
-    """The same words read from the Python wrapper that Inductor generated."""
+    """The same words read from the Python wrapper that Inductor generated; ``run OP`` of kernels it calls by name."""
     counts: dict[str, int] = {}
     buffers: dict[str, str] = {}
     order = []
     for line in source.splitlines():
-        if call := _CALL.match(line):
+        if call := _COLLECTIVE.match(line):
             if call["op"] == "wait_tensor":
                 order.append(f"wait {buffers.get(call['first'], call['first'])}")
                 continue
@@ -311,19 +354,53 @@ def emitted_order(source: str) -> list[str]:
             counts[kind] += 1
             buffers[call["result"] or call["first"].lstrip("[")] = name
             order.append(f"start {name}")
+        elif kernel := _KERNEL.match(line):
+            order.append(f"run {kernel['op']}")
         elif (alias := _ALIAS.match(line)) and alias["old"] in buffers:
             buffers[alias["new"]] = buffers[alias["old"]]
     return order
 
 
-def order_difference(planned: list[str], emitted: list[str]) -> str:
-    """The first place where Inductor left the plan, in words; "" if nowhere."""
-    for index in range(max(len(planned), len(emitted))):
-        want = planned[index] if index < len(planned) else "nothing"
-        have = emitted[index] if index < len(emitted) else "nothing"
+#: Ops that Inductor makes of others: of a product and the sum behind it, where the sum stands.
+_MADE_OF = {"run addmm": "run mm", "run baddbmm": "run bmm"}
+
+
+def order_difference(planned: Sequence[str], emitted: Sequence[str]) -> str:
+    """The first place where Inductor left the plan, in words; "" if nowhere.
+
+    Compute is compared by how much of each op has run in front of each start and wait. Ops that do not all come out as
+    kernels of their own (generated, decomposed, replaced) are not compared; a product may run as late as the sum that
+    it was merged with.
+    """
+    steps, emitted_steps = ([step for step in order if not _is_run(step)] for order in (planned, emitted))
+    for index, (want, have) in enumerate(zip_longest(steps, emitted_steps, fillvalue="nothing")):
         if want != have:
             return f"step {index}: planned {want!r}, emitted {have!r}"
+    late = Counter(filter(_MADE_OF.get, emitted)) - Counter(filter(_MADE_OF.get, planned))
+    planned, emitted = ([_MADE_OF.get(step, step) for step in order] for order in (planned, emitted))
+    for op in dict.fromkeys(filter(_is_run, planned)):
+        if planned.count(op) != emitted.count(op):
+            continue
+        may_be_late = sum(number for merged, number in late.items() if _MADE_OF[merged] == op)
+        for step, want, have in zip(steps, _runs_before(planned, op), _runs_before(emitted, op), strict=True):
+            if not want - may_be_late <= have <= want:
+                return f"in front of {step!r}: planned {want} times {op!r}, emitted {have}"
     return ""
+
+
+def _is_run(step: str) -> bool:
+    return step.startswith("run ")
+
+
+def _runs_before(order: Sequence[str], op: str) -> list[int]:
+    """How often ``op`` has run in front of each start and wait."""
+    counts, number = [], 0
+    for step in order:
+        if step == op:
+            number += 1
+        elif not _is_run(step):
+            counts.append(number)
+    return counts
 
 
 def _has(name: str) -> bool:
