@@ -26,7 +26,7 @@ from ._compat import group_by_name, uses_gloo
 from .agreement import agree_on_group
 from .boundary import cross_boundary
 from .collectives import REDUCE_SCATTER, group_name, is_collective
-from .context import PassContext, context_from_shard_ops, pieces_of
+from .context import PassContext, context_from_shard_ops, pieces_of, read_shards_as_they_are
 from .errors import ScheduleOrderError
 from .graph_text import collective_text, graph_text, group_labels, node_names, text_fingerprint
 from .halves import Half, Variant
@@ -179,6 +179,7 @@ class _Compilation:
 
     def run_joint(self, gm: fx.GraphModule) -> None:
         """The joint passes; remembers mesh and parameters for the halves."""
+        read_shards_as_they_are(gm)
         self.context = context_from_shard_ops(gm, full_checks=self.options.verify == "full")
         self._dump("joint", "0-captured", self._text(gm, self.context))
         first, tag = JOINT_PIPELINE.split(-1)

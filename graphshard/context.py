@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from .mesh import MeshAxis, MeshLayout
 from .ops import UNSHARD
 from .params import ParameterBinding, PlainParameter, UnshardCall
 from .prices import GraphPrices
-from .rewrite import output_values
+from .rewrite import output_values, type_key
 from .spread import KEEP_PIECE
 
 #: For a unit, the units whose gathers start once its own are copied out.
@@ -116,6 +117,18 @@ class PassContext:
             for binding in self.parameters
             if binding.num_ranks > 1 and binding.position not in self.unreduced
         ]
+
+
+def read_shards_as_they_are(gm: fx.GraphModule) -> None:
+    """Has ``unshard`` nodes read inputs, not views that change nothing, as torch 2.11 captures them; edits in place."""
+    for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
+        view = node.args[0]
+        if view.target is not torch.ops.aten.view.default or view.args[0].op != "placeholder":
+            continue
+        if type_key(view.args[0].meta["val"]) == type_key(view.meta["val"]):
+            node.update_arg(0, view.args[0])
+            if not view.users:
+                gm.graph.erase_node(view)
 
 
 def context_from_shard_ops(gm: fx.GraphModule, *, full_checks: bool = False) -> PassContext:

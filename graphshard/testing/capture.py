@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from ..backend import JOINT_PIPELINE
 from ..boundary import cross_boundary
-from ..context import PassContext, context_from_shard_ops, pieces_of
+from ..context import PassContext, context_from_shard_ops, pieces_of, read_shards_as_they_are
 from ..passes import LowerShards
 from ..pipeline import Pipeline
 from ..rewrite import copy_graph
@@ -57,6 +57,7 @@ def capture_graphs(
     found: list[CapturedGraphs] = []
 
     def take(gm: fx.GraphModule) -> None:
+        read_shards_as_they_are(gm)
         context = context_from_shard_ops(gm, full_checks=full_checks)
         captured = copy_graph(gm)
         pipeline.run(gm, context)
