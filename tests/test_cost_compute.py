@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from graphshard.buckets import PACK, UNPACK
 from graphshard.collectives import ALL_GATHER, WAIT
 from graphshard.cost import compute_seconds, known_cards, load_card, total_flops
+from graphshard.cost.calls import schema_call
 from graphshard.cost.curves import Curve
 from graphshard.cost.flops import causal_share, executed_flops, kernel_class, model_flops
 from graphshard.cost.kernels import kernels_of
@@ -112,6 +113,146 @@ def test_flops_of_products(op, shapes, flops):
     assert total_flops(build.finish(node)) == flops
 
 
+def _call(op, *args, val=None, **kwargs):
+    """A node whose tensor arguments, (shape, dtype) or a shape, are inputs; ``val`` where torch types only GPUs."""
+    build = GraphBuilder()
+
+    def is_shape(value):
+        return isinstance(value, tuple)
+
+    def input_of(value):
+        shape, dtype = value if value and is_shape(value[0]) else (value, torch.bfloat16)
+        return build.input(f"x{len(build.graph.nodes)}", *shape, dtype=dtype)
+
+    placed = [input_of(value) if is_shape(value) else value for value in args]
+    named = {name: input_of(value) if is_shape(value) else value for name, value in kwargs.items()}
+    if val is None:
+        return build(op, *placed, **named)
+    node = build.graph.call_function(op, tuple(placed), named)
+    node.meta["val"] = val
+    return node
+
+
+def _empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+FP8, FP4, INT8 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2, torch.int8
+SCALES = ([], [0], [0], [], [0], [0])  # scales, recipes and swizzles of both operands
+
+
+SCALED = (*SCALES, None, None)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "result", "flops"),
+    [
+        (aten.mm.dtype, [(3, 4), (4, 5), F32], (3, 5), 120),
+        (aten.bmm.dtype, [(2, 3, 4), (2, 4, 5), F32], (2, 3, 5), 240),
+        (aten.addmm.dtype, [(3, 5), (3, 4), (4, 5), F32], (3, 5), 120),
+        (aten.baddbmm.dtype, [(2, 3, 5), (2, 3, 4), (2, 4, 5), F32], (2, 3, 5), 240),
+        (aten.addbmm.default, [(3, 5), (2, 3, 4), (2, 4, 5)], (3, 5), 240),
+        (aten._addmm_activation.default, [(5,), (3, 4), (4, 5)], (3, 5), 120),
+        (aten._int_mm.default, [((3, 4), INT8), ((4, 5), INT8)], (3, 5), 120),
+        (aten._scaled_mm.default, [((3, 4), FP8), ((4, 5), FP8), (1,), (1,)], (3, 5), 120),
+        (aten._scaled_mm_v2.default, [((3, 4), FP8), ((4, 5), FP8), *SCALED], (3, 5), 120),
+        (aten._scaled_mm_v2.default, [((3, 2), FP4), ((2, 5), FP4), *SCALED], (3, 5), 120),
+        (aten._scaled_grouped_mm_v2.default, [((6, 4), FP8), ((2, 4, 5), FP8), *SCALED], (6, 5), 240),
+        (aten._weight_int8pack_mm.default, [(3, 4), ((5, 4), INT8), (5,)], (3, 5), 120),
+        (aten.mv.default, [(3, 4), (4,)], (3,), 24),
+        (aten.addmv.default, [(3,), (3, 4), (4,)], (3,), 24),
+        (aten.dot.default, [(4,), (4,)], (), 8),
+        (aten.linear.default, [(2, 3, 4), (5, 4), (5,)], (2, 3, 5), 240),
+        (aten.matmul.default, [(2, 3, 4), (4, 5)], (2, 3, 5), 240),
+        (aten.matmul.default, [(7, 2, 3, 4), (7, 2, 4, 5)], (7, 2, 3, 5), 7 * 240),
+        (aten.tensordot.default, [(2, 3, 4), (3, 4, 5), [1, 2], [0, 1]], (2, 5), 240),
+        (aten._cudnn_rnn.default, [(6, 2, 4), []], (6, 2, 5), 0),
+    ],
+    ids=lambda value: str(value) if isinstance(value, torch._ops.OpOverload) else None,
+)
+def test_every_product_has_flops_and_a_class(op, args, result, flops):
+    node = _call(op, *args, val=_empty(*result))
+    assert model_flops(node) == executed_flops(node) == flops
+    assert kernel_class(node) == "matmul"
+
+
+def test_flops_of_an_einsum():
+    build = GraphBuilder()
+    operands = [build.input("a", 2, 3, 4), build.input("b", 2, 4, 5)]
+    node = build(aten.einsum.default, "bik,bkj->bij", operands)
+    assert (kernel_class(node), model_flops(node)) == ("matmul", 240)
+
+
+def test_flops_of_a_recurrent_network():
+    """Composite, it runs a product with the inputs and one with the state at each step; so does the CPU's kernel."""
+    build = GraphBuilder()
+    sequence, state = build.input("x", 6, 2, 4), build.input("state", 1, 2, 5)
+    weights = [build.input("w", 20, 4), build.input("r", 20, 5)]
+    more = (False, 1, 0.0, False, False, False)
+    node = build(aten.lstm.input, sequence, [state, state], weights, *more)
+    assert (kernel_class(node), model_flops(node)) == ("matmul", 2 * 6 * 2 * 20 * (4 + 5))
+    biases = [build.input(name, 20) for name in ("b", "c")]
+    rest = (*weights, *biases, state, state, False, [], 2, 5, 1, True, False, False, False)
+    layer = build.graph.call_function(aten.mkldnn_rnn_layer.default, (sequence, *rest))
+    assert model_flops(layer) == model_flops(node)
+
+
+def test_an_op_composed_of_what_needs_data_is_priced_by_its_bytes():
+    labels = _call(aten.one_hot.default, ((6,), torch.int64), val=_empty(6, 4, dtype=torch.int64))
+    assert (kernel_class(labels), model_flops(labels)) == (None, 0)
+
+
+def test_no_product_of_8_bits_is_faster_than_the_hardware():
+    card = load_card("h100-sxm")
+    big = (8192, 8192)
+    for op, dtype, rest in ((aten._int_mm.default, INT8, ()), (aten._scaled_mm_v2.default, FP8, (*SCALES, None, None))):
+        build = GraphBuilder()
+        operands = [build.input(name, *big, dtype=dtype) for name in "ab"]
+        node = build.graph.call_function(op, (*operands, *rest))
+        node.meta["val"] = _empty(*big)
+        floor = 2 * 8192**3 / card.peak(str(dtype).removeprefix("torch."))
+        assert floor < compute_seconds(build.finish(node), card)[node] < 2 * floor
+
+
+def test_the_peak_is_that_of_the_operands_and_not_of_what_is_added():
+    build = GraphBuilder()
+    bias = build.input("bias", 1000, dtype=F32)
+    a, b = (build.input(name, 1000, 1000, dtype=torch.bfloat16) for name in "ab")
+    node = build.graph.call_function(aten._addmm_activation.default, (bias, a, b))
+    node.meta["val"] = _empty(1000, 1000)
+    assert compute_seconds(build.finish(node), ROUND_CARD)[node] == pytest.approx(2e9 / 2e12 + OVERHEAD)
+
+
+@pytest.mark.parametrize("op", [aten.mm.default, aten.linear.default, aten.addmm.default], ids=str)
+def test_arguments_by_name_count_as_those_by_position(op):
+    shapes = [(64,)] * (op is aten.addmm.default) + [(64, 64)] * 2
+    names = [each.name for each in op._schema.arguments]
+    by_position = _call(op, *shapes)
+    by_name = _call(op, **dict(reversed(list(zip(names, shapes, strict=False)))), val=by_position.meta["val"])
+    assert model_flops(by_name) == model_flops(by_position) == 2 * 64**3
+
+
+def test_defaults_in_front_of_an_argument_by_name_are_filled_in():
+    by_name = _call(aten.conv2d.default, (1, 3, 8, 8), (4, 3, 3, 3), dilation=[2, 2])
+    target, args, kwargs = schema_call(by_name)
+    assert (target, args[2:], kwargs) == (aten.conv2d.default, (None, [1, 1], [0, 0], [2, 2]), {})
+    assert model_flops(by_name) == 2 * 4 * 4 * 4 * 27
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (aten.conv2d.default, ((2, 3, 8, 8), (4, 3, 3, 3), None, [1, 1], [1, 1])),
+        (aten.conv2d.padding, ((2, 3, 8, 8), (4, 3, 3, 3), None, [1, 1], "same")),
+    ],
+    ids=str,
+)
+def test_flops_of_a_convolution_as_export_keeps_it(op, args):
+    node = _call(op, *args)
+    assert kernel_class(node) == "convolution"
+    assert model_flops(node) == 2 * (2 * 4 * 8 * 8) * (3 * 3 * 3)
+
+
 def test_flops_of_a_convolution():
     build = GraphBuilder()
     image, weight = build.input("x", 2, 3, 8, 8, dtype=F32), build.input("w", 4, 3, 3, 3, dtype=F32)
@@ -144,6 +285,47 @@ def test_attention_skips_what_is_masked(causal):
     assert kernel_class(backward) == "attention_backward"
     assert model_flops(backward) == 2.5 * whole
     assert executed_flops(backward) == 2.5 * executed_flops(forward)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_whose_heads_share_keys(causal):
+    """torch 2.11 counts no such attention; the kernels and the composite op do the same work."""
+    q, kv = (2, 6, 16, 8), (2, 3, 16, 8)
+    kernel = _call(aten._scaled_dot_product_flash_attention_for_cpu.default, q, kv, kv, 0.0, causal, val=(_empty(*q),))
+    composite = _call(aten.scaled_dot_product_attention.default, q, kv, kv, is_causal=causal, enable_gqa=True)
+    for node in (kernel, composite):
+        assert kernel_class(node) == "attention"
+        assert model_flops(node) == 4 * 2 * 6 * 16 * 16 * 8
+        assert executed_flops(node) == model_flops(node) * (causal_share(16, 16) if causal else 1)
+
+
+def test_attention_composed_of_products_skips_nothing():
+    q = (2, 3, 16, 8)
+    node = _call(aten._scaled_dot_product_attention_math.default, q, q, q, None, 0.0, True)
+    assert kernel_class(node) == "matmul"
+    assert executed_flops(node) == model_flops(node) == 4 * 2 * 3 * 16 * 16 * 8
+
+
+def _flash(shape, ends, longest, *, keys=None, causal=True):
+    q, kv = shape, keys or shape
+    more = (longest, longest, 0.0, causal, False)
+    return _call(aten._flash_attention_forward.default, q, kv, kv, ends, ends, *more, val=(_empty(*shape),))
+
+
+def test_attention_with_tokens_before_heads():
+    """(batch, tokens, heads, width), or sequences in a row, each of which counts as the longest."""
+    dense = _flash((2, 16, 3, 8), None, 16)
+    assert model_flops(dense) == 4 * 2 * 3 * 16 * 16 * 8
+    assert executed_flops(dense) == model_flops(dense) * causal_share(16, 16)
+    in_a_row = _flash((32, 3, 8), ((3,), torch.int32), 16)
+    assert model_flops(in_a_row) == model_flops(dense)
+    assert executed_flops(in_a_row) == executed_flops(dense)
+    few_queries = _flash((2, 4, 3, 8), None, 16, keys=(2, 16, 3, 8))
+    assert executed_flops(few_queries) == model_flops(few_queries) == 4 * 2 * 3 * 4 * 16 * 8
+    grads = [(2, 16, 3, 8)] * 6
+    backward = _call(aten._efficient_attention_backward.default, *grads[:4], None, grads[0], None, None, 16, 16, val=())
+    assert model_flops(backward) == 2.5 * model_flops(dense)
+    assert kernel_class(backward) == "attention_backward"
 
 
 @pytest.mark.parametrize(
@@ -375,6 +557,30 @@ def test_a_model_forward_and_backward():
         assert busy == {node for kernel in kernels for node in kernel.nodes}
         num_products = sum(kernel_class(node) is not None for node in gm.graph.nodes)
         assert num_products < len(kernels) < 4 * num_products
+
+
+class AsWritten(torch.nn.Module):
+    """Products that torch.export keeps as they are written, and decomposes if it is asked to."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(64, 64, 3)
+        self.up, self.down = (torch.nn.Linear(*sizes, bias=False) for sizes in ((1024, 4096), (4096, 1024)))
+
+    def forward(self, image, x):
+        y = torch.einsum("bsd,nd->bsn", self.up(x), self.down.weight)
+        return self.conv(image), y, x @ self.down.weight
+
+
+def test_an_exported_graph_costs_about_what_it_costs_decomposed():
+    exported = torch.export.export(AsWritten(), (torch.randn(8, 64, 32, 32), torch.randn(2, 512, 1024)))
+    plain, decomposed = exported.graph_module, exported.run_decompositions().graph_module
+    written = {aten.linear.default, aten.conv2d.default, aten.einsum.default, aten.matmul.default}
+    assert written <= {node.target for node in plain.graph.nodes}
+    assert not written & {node.target for node in decomposed.graph.nodes}
+    assert total_flops(plain) == total_flops(decomposed)
+    card = load_card("h100-sxm")
+    assert _total(plain, card) == pytest.approx(_total(decomposed, card), rel=0.1)
 
 
 def test_norms_and_a_gelu_are_one_loop_over_rows_and_in_the_backward_one_more_over_columns():
