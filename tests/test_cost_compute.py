@@ -480,6 +480,100 @@ def test_adding_rows_into_a_table_moves_the_rows():
     assert kernel.moved_bytes == 3 * (4 * 8 * 16 + 8 * 8)
 
 
+I64 = torch.int64
+ROWS, TABLE = ((8, 16), F32), ((10000, 16), F32)
+ROWS_BYTES, PICKED_BYTES = 4 * 8 * 16, 8 * 8  # of eight rows, and of their indices
+
+
+def _rows_kernel(op, *args, shape, **kwargs):
+    """The kernel of a node that also takes a list of one index, (8,)."""
+    node = _call(op, *args, val=_empty(*shape, dtype=F32), **kwargs)
+    graph = node.graph
+    with graph.inserting_before(next(iter(graph.nodes))):
+        index = graph.placeholder("index")
+    index.meta["val"] = _empty(8, dtype=I64)
+    node.args = tuple([index] if arg == ["index"] else arg for arg in node.args)
+    graph.output(node)
+    (kernel,) = _kernels(fx.GraphModule(torch.nn.Module(), graph))
+    return kernel
+
+
+PICKED = ((8,), I64)
+PICKED_ELEMENTS = ((8, 16), I64)
+MASK = ((8, 1), torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "num_bytes"),
+    [
+        (aten.index_put.default, [["index"], ROWS, True], ROWS_BYTES + PICKED_BYTES),
+        (aten._unsafe_index_put.default, [["index"], ROWS, True], ROWS_BYTES + PICKED_BYTES),
+        (aten._unsafe_masked_index_put_accumulate.default, [MASK, ["index"], ROWS], ROWS_BYTES + PICKED_BYTES + 8),
+        (aten.index_add.default, [0, PICKED, ROWS], ROWS_BYTES + PICKED_BYTES),
+        (aten.index_copy.default, [0, PICKED, ROWS], ROWS_BYTES + PICKED_BYTES),
+        (aten.index_reduce.default, [0, PICKED, ROWS, "amax"], ROWS_BYTES + PICKED_BYTES),
+        (aten.scatter.src, [0, PICKED_ELEMENTS, ROWS], 3 * ROWS_BYTES),
+        (aten.scatter_add_.default, [0, PICKED_ELEMENTS, ROWS], 3 * ROWS_BYTES),
+        (aten.scatter_reduce.two, [0, PICKED_ELEMENTS, ROWS, "sum"], 3 * ROWS_BYTES),
+        (aten.scatter.value, [0, PICKED_ELEMENTS, 0.0], 3 * ROWS_BYTES),
+    ],
+    ids=str,
+)
+def test_what_writes_rows_moves_them_and_not_the_table(op, args, num_bytes):
+    kernel = _rows_kernel(op, TABLE, *args, shape=(10000, 16))
+    assert kernel.is_scattered
+    assert (kernel.read_bytes, kernel.written_bytes) == (2 * num_bytes, num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "num_bytes"),
+    [
+        (aten.index_select.default, [0, PICKED], PICKED_BYTES),
+        (aten._unsafe_index.Tensor, [["index"]], PICKED_BYTES),
+        (aten._unsafe_masked_index.default, [MASK, ["index"], 0.0], PICKED_BYTES + 8),
+    ],
+    ids=str,
+)
+def test_what_reads_rows_moves_them_and_not_the_table(op, args, num_bytes):
+    kernel = _rows_kernel(op, TABLE, *args, shape=(8, 16))
+    assert kernel.is_scattered
+    assert kernel.moved_bytes == 2 * ROWS_BYTES + num_bytes
+
+
+def test_rows_are_found_by_the_names_of_arguments():
+    node = _call(aten.index_select.default, index=PICKED, dim=0, self=TABLE, val=_empty(8, 16, dtype=F32))
+    node.graph.output(node)
+    (kernel,) = _kernels(fx.GraphModule(torch.nn.Module(), node.graph))
+    assert kernel.moved_bytes == 2 * ROWS_BYTES + PICKED_BYTES
+    node = _call(aten.index_add.default, source=ROWS, self=TABLE, dim=0, index=PICKED, val=_empty(10000, 16, dtype=F32))
+    node.graph.output(node)
+    (kernel,) = _kernels(fx.GraphModule(torch.nn.Module(), node.graph))
+    assert kernel.moved_bytes == 3 * (ROWS_BYTES + PICKED_BYTES)
+
+
+@pytest.mark.parametrize("dims", [{"dim": [0]}, {"dim": [1]}], ids=str)
+def test_the_direction_of_a_reduction_is_found_by_the_name_of_its_argument(dims):
+    kernels = []
+    for by_name in (False, True):
+        build = GraphBuilder()
+        x = build.input("x", 64, 64, dtype=F32)
+        first = build(aten.sum.dim_IntList, x, **dims) if by_name else build(aten.sum.dim_IntList, x, *dims.values())
+        kernels.append(_kernels(build.finish(first, build(aten.sum.dim_IntList, x, [1]))))
+    assert len(kernels[0]) == len(kernels[1]) == (2 if dims == {"dim": [0]} else 1)
+
+
+@pytest.mark.parametrize(("rows", "is_scattered"), [(8, False), (40000, True)])
+def test_the_gradient_of_an_embedding_fills_its_table_and_adds_the_rows(rows, is_scattered):
+    """A stream while the table moves more than the rows, which are read twice and written."""
+    grad = ((rows, 16), F32)
+    kernel = _rows_kernel(
+        aten.embedding_dense_backward.default, grad, ((rows,), I64), 10000, -1, False, shape=(10000, 16)
+    )
+    num_bytes = rows * (4 * 16 + 8)
+    assert (kernel.read_bytes, kernel.written_bytes) == (2 * num_bytes, 4 * 10000 * 16 + num_bytes)
+    assert kernel.is_scattered == is_scattered
+
+
 # communication -----------------------------------------------------------------------------------
 
 
