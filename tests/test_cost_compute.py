@@ -480,6 +480,78 @@ def test_adding_rows_into_a_table_moves_the_rows():
     assert kernel.moved_bytes == 3 * (4 * 8 * 16 + 8 * 8)
 
 
+def _unfused(op, *args, transposed=False, dtype=F32, **kwargs):
+    """Kernels and seconds of one op between two products."""
+    build = GraphBuilder()
+    x = build.input("x", 1000, 1000, dtype=dtype)
+    first = build(MM, x, x)
+    node = build(op, build(aten.t.default, first) if transposed else first, *args, **kwargs)
+    weight = build.input("w", node.meta["val"].shape[-1], 10, dtype=node.meta["val"].dtype)
+    gm = build.finish(build(MM, build(aten.view.default, node, [-1, weight.meta["val"].shape[0]]), weight))
+    return _kernels(gm)[1:-1], compute_seconds(gm, ROUND_CARD)[node]
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "transposed"),
+    [
+        (aten.reshape.default, [[500, 2000]], True),
+        (aten.flatten.using_ints, [], True),
+        (aten.contiguous.default, [], True),
+        (aten.clone.default, [], False),
+        (aten.to.dtype, [F32, False, True], False),
+    ],
+    ids=str,
+)
+def test_a_copy_that_may_be_a_view_reads_and_writes(op, args, transposed):
+    (kernel,), seconds = _unfused(op, *args, transposed=transposed)
+    assert kernel.moved_bytes == 2 * 4e6
+    assert seconds == pytest.approx(8e6 / BANDWIDTH + OVERHEAD)
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (aten.reshape.default, [[500, 2000]]),
+        (aten.flatten.using_ints, []),
+        (aten.contiguous.default, []),
+        (aten.to.dtype, [F32]),
+        (aten.to.device, ["cpu", F32]),
+    ],
+    ids=str,
+)
+def test_a_view_that_may_be_a_copy_costs_nothing(op, args):
+    assert _unfused(op, *args) == ([], 0.0)
+
+
+def test_a_cast_is_a_kernel_and_fuses_as_the_op_it_becomes():
+    (kernel,), _ = _unfused(aten.to.dtype, F32, dtype=torch.bfloat16)
+    assert (kernel.read_bytes, kernel.written_bytes) == (2e6, 4e6)
+    totals = []
+    for op in (aten.to.dtype, aten._to_copy.default):
+        build = GraphBuilder()
+        value = build(aten.neg.default, build.input("x", 100, 100, dtype=torch.bfloat16))
+        cast = build(op, value, F32) if op is aten.to.dtype else build(op, value, dtype=F32)
+        (kernel,) = _kernels(build.finish(build(aten.abs.default, cast)))
+        totals.append((kernel.read_bytes, kernel.written_bytes, kernel.vector_flops))
+    assert totals == [(2e4, 4e4, 3e4)] * 2
+
+
+def test_sizes_that_are_symbols_copy_by_their_hints():
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = mode.from_tensor(torch.empty(7, 4), static_shapes=False)
+    with mode:
+        turned = x.meta["val"].t()
+        values = {aten.t.default: turned, aten.contiguous.default: turned.contiguous()}
+    for op, value in values.items():
+        x = graph.call_function(op, (x,))
+        x.meta["val"] = value
+    graph.output(x)
+    (kernel,) = _kernels(fx.GraphModule(torch.nn.Module(), graph))
+    assert kernel.moved_bytes == 2 * 4 * 28
+
+
 I64 = torch.int64
 ROWS, TABLE = ((8, 16), F32), ((10000, 16), F32)
 ROWS_BYTES, PICKED_BYTES = 4 * 8 * 16, 8 * 8  # of eight rows, and of their indices
@@ -595,10 +667,11 @@ def test_collectives_waits_views_and_items_cost_nothing_and_bucket_copies_their_
     assert all(seconds[node] == 0.0 for node in free)
 
 
-def test_what_moves_between_host_and_device_is_bound_by_the_bus():
+@pytest.mark.parametrize("op", [aten._to_copy.default, aten.to.dtype_layout], ids=str)
+def test_what_moves_between_host_and_device_is_bound_by_the_bus(op):
     build = GraphBuilder()
     x = build.input("x", 1000, 1000, dtype=F32)
-    moved = build.graph.call_function(aten._to_copy.default, (x,), {"device": torch.device("meta")})
+    moved = build.graph.call_function(op, (x,), {"device": torch.device("meta")})
     moved.meta["val"] = torch.empty(1000, 1000, device="meta")
     assert _total(build.finish(moved)) == pytest.approx(4e6 / ROUND_CARD.host_bandwidth + OVERHEAD)
 

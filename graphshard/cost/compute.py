@@ -16,6 +16,9 @@ from .cards import HardwareCard
 from .flops import executed_flops, kernel_class
 from .kernels import Kernel, kernels_of
 
+#: Casts that may also move between host and device.
+_MOVING = (torch.ops.aten._to_copy, torch.ops.aten.to)
+
 #: What schemas call the first operand of a product that is added to something else.
 _OPERANDS = ("mat1", "batch1", "mat")
 
@@ -73,8 +76,8 @@ def _transfer_seconds(kernel: Kernel, card: HardwareCard) -> float:
     moved = 0
     for node in kernel.nodes:
         value = node.meta.get("val")
-        if node.target is torch.ops.aten._to_copy.default and isinstance(value, torch.Tensor):
-            source = node.all_input_nodes[0].meta["val"]
+        if getattr(node.target, "overloadpacket", None) in _MOVING and isinstance(value, torch.Tensor):
+            source = schema_call(node)[1][0].meta["val"]
             moved += tensor_bytes(value) if source.device.type != value.device.type else 0
     return moved / card.host_bandwidth
 

@@ -1,9 +1,9 @@
 """Which nodes become one kernel, and what each kernel reads, writes and computes.
 
 Inductor fuses neighbouring pointwise ops and reductions, so the values between them never reach
-memory. A run of fusible nodes (:func:`graphshard.memory.fusion_runs`) is split by what cannot share
-a loop: reductions over rows and over columns, and domains of different sizes. Every other op is a
-kernel of its own; views, waits and the starts of collectives are none.
+memory. A run of fusible nodes is split by what cannot share a loop: reductions over rows and over columns, and
+domains of different sizes. Every other op is a kernel of its own; views, waits and the starts of collectives are none.
+A cast, a reshape or ``contiguous`` that copies is as fusible as the ops it becomes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from torch import fx
 
 from .._compat import tree_leaves
 from ..collectives import is_collective, is_wait
-from ..memory import fusion_runs, is_fusible, is_view, tensor_bytes
+from ..memory import is_fusible, is_view, tensor_bytes
 from ..ops import REDUCE_GRAD, UNSHARD
 from ..user_comms import ALL_REDUCE_HOOK
 from .calls import argument, schema_call
+from .copies import copies
 from .flops import hinted_numel, hinted_shape
 
 aten = torch.ops.aten
@@ -77,13 +78,17 @@ class Kernel:
 
 def kernels_of(order: Sequence[fx.Node]) -> list[Kernel]:
     """The kernels of a graph's nodes, in time linear in their number and edges."""
-    busy = [node for node in order if not is_free(node) or is_view(node) or is_collective(node)]
-    first, _ = fusion_runs(busy)
-    runs: dict[int, list[fx.Node]] = {}
-    for position, node in enumerate(busy):
-        if not is_free(node):
-            runs.setdefault(first[position], []).append(node)
-    return [kernel for run in runs.values() for kernel in _kernels_of_run(run)]
+    runs: list[list[fx.Node]] = []
+    is_open = False
+    for node in order:
+        if is_free(node):
+            continue
+        if is_open and _fuses(node):
+            runs[-1].append(node)
+        else:
+            runs.append([node])
+            is_open = _fuses(node)
+    return [kernel for run in runs for kernel in _kernels_of_run(run)]
 
 
 def is_free(node: fx.Node) -> bool:
@@ -91,7 +96,7 @@ def is_free(node: fx.Node) -> bool:
 
     The shard ops of level 1 count as what they become, collectives.
     """
-    if node.op != "call_function" or is_view(node) or is_wait(node):
+    if node.op != "call_function" or _is_view(node) or is_wait(node):
         return True
     if is_collective(node) or node.target in (UNSHARD, REDUCE_GRAD, ALL_REDUCE_HOOK):
         return True
@@ -101,8 +106,16 @@ def is_free(node: fx.Node) -> bool:
     return not isinstance(value, (torch.Tensor, tuple, list))
 
 
+def _is_view(node: fx.Node) -> bool:
+    return is_view(node) and not copies(node)
+
+
+def _fuses(node: fx.Node) -> bool:
+    return is_fusible(node) or copies(node)
+
+
 def _kernels_of_run(run: list[fx.Node]) -> Iterator[Kernel]:
-    if not is_fusible(run[0]):
+    if not _fuses(run[0]):
         yield _single_kernel(run[0])
         return
     for loop in _loops(run):
@@ -219,7 +232,7 @@ def _reduction_key(node: fx.Node) -> tuple[tuple[Any, ...], int, int]:
 def readers(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes that read a value, through views of it."""
     for user in node.users:
-        if is_view(user):
+        if _is_view(user):
             yield from readers(user)
         else:
             yield user
@@ -227,7 +240,7 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
 
 def behind_views(value: fx.Node) -> fx.Node:
     """The node whose memory a value is."""
-    while is_view(value) and value.all_input_nodes:
+    while _is_view(value) and value.all_input_nodes:
         value = value.all_input_nodes[0]
     return value
 
