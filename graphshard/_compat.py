@@ -6,6 +6,7 @@ project may import a private torch name.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -34,6 +35,7 @@ from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # checked: 2.13
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module  # checked: 2.13
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # checked: 2.13
+from torch.utils._python_dispatch import TorchDispatchMode  # checked: 2.13
 from torch.utils._pytree import tree_leaves, tree_map  # checked: 2.13
 
 try:
@@ -45,6 +47,7 @@ __all__ = [
     "DATA_DEPENDENT",
     "FakeTensorMode",
     "ShardPlacementResult",
+    "TorchDispatchMode",
     "TorchDynamoException",
     "below_autograd",
     "capture_with_dynamo",
@@ -56,6 +59,7 @@ __all__ = [
     "group_store",
     "group_timeout_seconds",
     "in_recomputation",
+    "is_composite",
     "join_meshes",
     "lazy_graph_modules",
     "make_graph_module",
@@ -190,6 +194,13 @@ def parameter_of_input(node: fx.Node, traced: fx.GraphModule) -> nn.Parameter | 
     """The parameter of ``traced`` that enters through an input of its joint graph, if one does."""
     described = node.meta.get("desc")
     return traced.get_parameter(described.target) if isinstance(described, ParamAOTInput) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def is_composite(target: Any) -> bool:
+    """Whether torch composes an op of others, and only then runs kernels (checked: 2.13)."""
+    is_op = isinstance(target, torch._ops.OpOverload)
+    return is_op and target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 #: Gathers and reduce-scatters of one tensor, by the names of torch 2.13 or the older ones (checked: 2.13).

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import fx
 
 from .context import PassContext
-from .cost import CollectiveTables, CostModel, GroupTopology, HardwareCard, load_card, load_tables
+from .cost import CollectiveTables, CostModel, GroupTopology, HardwareCard, card_of, tables_of
 from .errors import BudgetError
 from .graph_text import graph_text
 from .memory import kept_inputs
@@ -53,8 +53,8 @@ def inspect_graph(
         UnpricedGroupError: nothing says how many ranks a group has.
         BudgetError: it needs more than ``memory_budget``.
     """
-    card = hardware if isinstance(hardware, HardwareCard) else load_card(hardware)
-    measured = load_tables(tables) if isinstance(tables, (str, Path)) else tables
+    card = card_of(hardware)
+    measured = tables_of(tables)
     budget = None if memory_budget is None else parse_bytes(memory_budget)
     prices = CostModel(card=card, tables=measured, groups=topologies(gm, card, groups or {}))
     ctx = PassContext(device_type=card.device_type)

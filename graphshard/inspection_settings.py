@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .capture import ShardingRules, plain_module
-from .cost import CollectiveTables, CostModel, HardwareCard, load_card, load_tables
+from .cost import CollectiveTables, CostModel, HardwareCard, card_of, tables_of
 from .errors import OptionError, ShardingError, UnsupportedShardingError
 from .mesh import MeshLayout
 from .plain_copy import is_sharded, plain_copy
@@ -98,7 +98,7 @@ def read_settings(
     checkpoint: str | Sequence[str],
 ) -> Settings:
     """What :func:`graphshard.inspect` was told, checked; ``rules`` of a sharded model stand for its own."""
-    card = hardware if isinstance(hardware, HardwareCard) else load_card(hardware)
+    card = card_of(hardware)
     units = (units,) if isinstance(units, str) else tuple(units)
     rules = rules or ShardingRules(
         mesh=mesh,
@@ -120,7 +120,7 @@ def read_settings(
     )
     return Settings(
         card=card,
-        tables=load_tables(tables) if isinstance(tables, (str, Path)) else tables,
+        tables=tables_of(tables),
         rules=rules,
         optimizer=optimizer_kind(optimizer),
         micro_batches=micro_batches,

@@ -18,7 +18,7 @@ from torch import fx
 from ._compat import group_by_name
 from .collectives import group_name, is_collective
 from .context import KnownPlan
-from .cost import CollectiveTables, CostModel, GroupTopology, HardwareCard, load_card, load_tables
+from .cost import CollectiveTables, CostModel, GroupTopology, HardwareCard, card_of, tables_of
 from .errors import OptionError, OptionTypeError
 from .memory import MemoryModel, kept_inputs
 from .planner.apply import planned_graph
@@ -84,8 +84,8 @@ def schedule_graph(
         ProblemError: buckets, prefetches or limits that contradict each other, or name other nodes.
         UnpricedGroupError: nothing says how many ranks a group has.
     """
-    card = hardware if isinstance(hardware, HardwareCard) else load_card(hardware)
-    measured = load_tables(tables) if isinstance(tables, (str, Path)) else tables
+    card = card_of(hardware)
+    measured = tables_of(tables)
     model = CostModel(card=card, tables=measured, groups=topologies(gm, card, groups or {}))
     return schedule_with_prices(
         gm,

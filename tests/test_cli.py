@@ -83,6 +83,18 @@ def test_what_calibrate_cannot_do(arguments, complaint, capsys, tmp_path, monkey
     assert complaint in capsys.readouterr().err
 
 
+def test_calibrate_complains_of_a_folder_before_it_measures(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("graphshard.cost.calibrate.mp.spawn", lambda *_: pytest.fail("it measured"))
+    assert main(["calibrate", "--out", str(tmp_path)]) == 2
+    assert f"{tmp_path} is a folder: name the file of the card, {tmp_path / 'here.json'}" in capsys.readouterr().err
+
+
+def test_the_help_of_calibrate_says_which_device_it_takes(capsys):
+    with pytest.raises(SystemExit):
+        main(["calibrate", "--help"])
+    assert "default cuda under torchrun where there is one, else cpu" in " ".join(capsys.readouterr().out.split())
+
+
 def test_calibrate_writes_a_card_that_cards_shows(tmp_path, capfd):
     out = tmp_path / "here.json"
     assert main(["calibrate", "--quick", "--out", str(out)]) == 0

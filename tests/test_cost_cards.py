@@ -6,9 +6,9 @@ from dataclasses import FrozenInstanceError
 import pytest
 from cost_cards import ROUND_CARD, round_card, with_rows
 
-from graphshard.cost.cards import KERNEL_CLASSES, HardwareCard, LinkClass, known_cards, load_card
+from graphshard.cost.cards import KERNEL_CLASSES, HardwareCard, LinkClass, card_of, known_cards, load_card
 from graphshard.cost.curves import Curve
-from graphshard.errors import CardError
+from graphshard.errors import CardError, OptionTypeError
 
 SHIPPED = known_cards()
 
@@ -102,6 +102,68 @@ def test_a_folder_is_no_card(tmp_path):
         load_card(tmp_path)
 
 
+def test_a_name_that_no_file_can_have():
+    with pytest.raises(CardError, match=r"no hardware card 'a\\x00b'.*cannot be read \(embedded null"):
+        load_card("a\0b")
+
+
+@pytest.mark.parametrize("hardware", [None, {}, 5], ids=str)
+def test_what_is_neither_a_card_nor_its_name(hardware):
+    for read in (load_card, card_of):
+        with pytest.raises(OptionTypeError) as error:
+            read(hardware)
+        assert f"hardware={hardware!r} must be a card, its name or the path of its file" in str(error.value)
+        assert "known names: a100-sxm, b200" in str(error.value)
+
+
+def test_cards_a_user_may_give(tmp_path):
+    ROUND_CARD.save(tmp_path / "mine.json")
+    assert card_of(ROUND_CARD) is ROUND_CARD
+    assert card_of(tmp_path / "mine.json") == ROUND_CARD
+    assert card_of("h100-sxm") == load_card("h100-sxm")
+
+
+def test_numbers_that_no_float_reaches(tmp_path):
+    data = _data()
+    data["memory_bytes"] = 10**400
+    data["peak_flops"]["bfloat16"] = -(10**400)
+    data["efficiency"]["matmul"] = [[10**400, 0.5]]
+    data["intra_node"]["measured"] = [["all_gather", 2, 10**400, 1]]
+    with pytest.raises(CardError) as error:
+        load_card(_saved(tmp_path, data))
+    message = str(error.value)
+    for complaint in (
+        "memory_bytes is too large a number",
+        "peak_flops.bfloat16 is too large a number",
+        "efficiency.matmul is neither a number nor a list",
+        "intra_node.measured[0] is not",
+    ):
+        assert complaint in message
+    with pytest.raises(CardError, match=r"^card 'round': memory_bytes is too large a number$"):
+        round_card(memory_bytes=10**400)
+
+
+def test_numbers_of_thousands_of_digits(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(f'{{"memory_bytes": {"9" * 5000}}}')
+    with pytest.raises(CardError, match=r"mine\.json: no JSON: Exceeds the limit"):
+        load_card(path)
+
+
+def test_texts_must_be_texts(tmp_path):
+    data = _data() | {"name": 5, "summary": 3, "sources": {"peak_flops": 1}}
+    with pytest.raises(CardError) as error:
+        load_card(_saved(tmp_path, data))
+    message = str(error.value)
+    assert "mine.json: name must be a text, not 5" in message
+    assert "summary must be a text, not 3" in message
+    assert "sources.peak_flops must be a text, not 1" in message
+    with pytest.raises(CardError, match=r"sources must say by entry where it comes from, not \[1\]"):
+        round_card(sources=[1])
+    with pytest.raises(CardError, match="name must be a text, not ''"):
+        round_card(name="")
+
+
 @pytest.mark.parametrize(("text", "complaint"), [("{", "no JSON"), ("[1]", "a JSON object, not list")])
 def test_what_is_no_object(tmp_path, text, complaint):
     path = tmp_path / "mine.json"
@@ -156,12 +218,14 @@ def test_unknown_entries_are_named(tmp_path):
     data["vectorflops"] = 1
     data["efficiency"]["sort"] = 1
     data["intra_node"]["speed"] = 1
+    data["intra_node"]["protocols"]["ll"]["bandwith"] = 1
     with pytest.raises(CardError) as error:
         load_card(_saved(tmp_path, data))
     message = str(error.value)
     assert "vectorflops is not an entry of a card" in message
     assert f"efficiency.sort is none of {', '.join(KERNEL_CLASSES)}" in message
     assert "intra_node.speed is not an entry of a link" in message
+    assert "intra_node.protocols.ll.bandwith is not an entry of a protocol" in message
 
 
 def test_values_that_make_no_sense_are_all_named(tmp_path):

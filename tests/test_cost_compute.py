@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from graphshard.buckets import PACK, UNPACK
 from graphshard.collectives import ALL_GATHER, WAIT
 from graphshard.cost import compute_seconds, known_cards, load_card, total_flops
+from graphshard.cost.calls import schema_call
 from graphshard.cost.curves import Curve
 from graphshard.cost.flops import causal_share, executed_flops, kernel_class, model_flops
 from graphshard.cost.kernels import kernels_of
@@ -112,6 +113,146 @@ def test_flops_of_products(op, shapes, flops):
     assert total_flops(build.finish(node)) == flops
 
 
+def _call(op, *args, val=None, **kwargs):
+    """A node whose tensor arguments, (shape, dtype) or a shape, are inputs; ``val`` where torch types only GPUs."""
+    build = GraphBuilder()
+
+    def is_shape(value):
+        return isinstance(value, tuple)
+
+    def input_of(value):
+        shape, dtype = value if value and is_shape(value[0]) else (value, torch.bfloat16)
+        return build.input(f"x{len(build.graph.nodes)}", *shape, dtype=dtype)
+
+    placed = [input_of(value) if is_shape(value) else value for value in args]
+    named = {name: input_of(value) if is_shape(value) else value for name, value in kwargs.items()}
+    if val is None:
+        return build(op, *placed, **named)
+    node = build.graph.call_function(op, tuple(placed), named)
+    node.meta["val"] = val
+    return node
+
+
+def _empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+FP8, FP4, INT8 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2, torch.int8
+SCALES = ([], [0], [0], [], [0], [0])  # scales, recipes and swizzles of both operands
+
+
+SCALED = (*SCALES, None, None)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "result", "flops"),
+    [
+        (aten.mm.dtype, [(3, 4), (4, 5), F32], (3, 5), 120),
+        (aten.bmm.dtype, [(2, 3, 4), (2, 4, 5), F32], (2, 3, 5), 240),
+        (aten.addmm.dtype, [(3, 5), (3, 4), (4, 5), F32], (3, 5), 120),
+        (aten.baddbmm.dtype, [(2, 3, 5), (2, 3, 4), (2, 4, 5), F32], (2, 3, 5), 240),
+        (aten.addbmm.default, [(3, 5), (2, 3, 4), (2, 4, 5)], (3, 5), 240),
+        (aten._addmm_activation.default, [(5,), (3, 4), (4, 5)], (3, 5), 120),
+        (aten._int_mm.default, [((3, 4), INT8), ((4, 5), INT8)], (3, 5), 120),
+        (aten._scaled_mm.default, [((3, 4), FP8), ((4, 5), FP8), (1,), (1,)], (3, 5), 120),
+        (aten._scaled_mm_v2.default, [((3, 4), FP8), ((4, 5), FP8), *SCALED], (3, 5), 120),
+        (aten._scaled_mm_v2.default, [((3, 2), FP4), ((2, 5), FP4), *SCALED], (3, 5), 120),
+        (aten._scaled_grouped_mm_v2.default, [((6, 4), FP8), ((2, 4, 5), FP8), *SCALED], (6, 5), 240),
+        (aten._weight_int8pack_mm.default, [(3, 4), ((5, 4), INT8), (5,)], (3, 5), 120),
+        (aten.mv.default, [(3, 4), (4,)], (3,), 24),
+        (aten.addmv.default, [(3,), (3, 4), (4,)], (3,), 24),
+        (aten.dot.default, [(4,), (4,)], (), 8),
+        (aten.linear.default, [(2, 3, 4), (5, 4), (5,)], (2, 3, 5), 240),
+        (aten.matmul.default, [(2, 3, 4), (4, 5)], (2, 3, 5), 240),
+        (aten.matmul.default, [(7, 2, 3, 4), (7, 2, 4, 5)], (7, 2, 3, 5), 7 * 240),
+        (aten.tensordot.default, [(2, 3, 4), (3, 4, 5), [1, 2], [0, 1]], (2, 5), 240),
+        (aten._cudnn_rnn.default, [(6, 2, 4), []], (6, 2, 5), 0),
+    ],
+    ids=lambda value: str(value) if isinstance(value, torch._ops.OpOverload) else None,
+)
+def test_every_product_has_flops_and_a_class(op, args, result, flops):
+    node = _call(op, *args, val=_empty(*result))
+    assert model_flops(node) == executed_flops(node) == flops
+    assert kernel_class(node) == "matmul"
+
+
+def test_flops_of_an_einsum():
+    build = GraphBuilder()
+    operands = [build.input("a", 2, 3, 4), build.input("b", 2, 4, 5)]
+    node = build(aten.einsum.default, "bik,bkj->bij", operands)
+    assert (kernel_class(node), model_flops(node)) == ("matmul", 240)
+
+
+def test_flops_of_a_recurrent_network():
+    """Composite, it runs a product with the inputs and one with the state at each step; so does the CPU's kernel."""
+    build = GraphBuilder()
+    sequence, state = build.input("x", 6, 2, 4), build.input("state", 1, 2, 5)
+    weights = [build.input("w", 20, 4), build.input("r", 20, 5)]
+    more = (False, 1, 0.0, False, False, False)
+    node = build(aten.lstm.input, sequence, [state, state], weights, *more)
+    assert (kernel_class(node), model_flops(node)) == ("matmul", 2 * 6 * 2 * 20 * (4 + 5))
+    biases = [build.input(name, 20) for name in ("b", "c")]
+    rest = (*weights, *biases, state, state, False, [], 2, 5, 1, True, False, False, False)
+    layer = build.graph.call_function(aten.mkldnn_rnn_layer.default, (sequence, *rest))
+    assert model_flops(layer) == model_flops(node)
+
+
+def test_an_op_composed_of_what_needs_data_is_priced_by_its_bytes():
+    labels = _call(aten.one_hot.default, ((6,), torch.int64), val=_empty(6, 4, dtype=torch.int64))
+    assert (kernel_class(labels), model_flops(labels)) == (None, 0)
+
+
+def test_no_product_of_8_bits_is_faster_than_the_hardware():
+    card = load_card("h100-sxm")
+    big = (8192, 8192)
+    for op, dtype, rest in ((aten._int_mm.default, INT8, ()), (aten._scaled_mm_v2.default, FP8, (*SCALES, None, None))):
+        build = GraphBuilder()
+        operands = [build.input(name, *big, dtype=dtype) for name in "ab"]
+        node = build.graph.call_function(op, (*operands, *rest))
+        node.meta["val"] = _empty(*big)
+        floor = 2 * 8192**3 / card.peak(str(dtype).removeprefix("torch."))
+        assert floor < compute_seconds(build.finish(node), card)[node] < 2 * floor
+
+
+def test_the_peak_is_that_of_the_operands_and_not_of_what_is_added():
+    build = GraphBuilder()
+    bias = build.input("bias", 1000, dtype=F32)
+    a, b = (build.input(name, 1000, 1000, dtype=torch.bfloat16) for name in "ab")
+    node = build.graph.call_function(aten._addmm_activation.default, (bias, a, b))
+    node.meta["val"] = _empty(1000, 1000)
+    assert compute_seconds(build.finish(node), ROUND_CARD)[node] == pytest.approx(2e9 / 2e12 + OVERHEAD)
+
+
+@pytest.mark.parametrize("op", [aten.mm.default, aten.linear.default, aten.addmm.default], ids=str)
+def test_arguments_by_name_count_as_those_by_position(op):
+    shapes = [(64,)] * (op is aten.addmm.default) + [(64, 64)] * 2
+    names = [each.name for each in op._schema.arguments]
+    by_position = _call(op, *shapes)
+    by_name = _call(op, **dict(reversed(list(zip(names, shapes, strict=False)))), val=by_position.meta["val"])
+    assert model_flops(by_name) == model_flops(by_position) == 2 * 64**3
+
+
+def test_defaults_in_front_of_an_argument_by_name_are_filled_in():
+    by_name = _call(aten.conv2d.default, (1, 3, 8, 8), (4, 3, 3, 3), dilation=[2, 2])
+    target, args, kwargs = schema_call(by_name)
+    assert (target, args[2:], kwargs) == (aten.conv2d.default, (None, [1, 1], [0, 0], [2, 2]), {})
+    assert model_flops(by_name) == 2 * 4 * 4 * 4 * 27
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (aten.conv2d.default, ((2, 3, 8, 8), (4, 3, 3, 3), None, [1, 1], [1, 1])),
+        (aten.conv2d.padding, ((2, 3, 8, 8), (4, 3, 3, 3), None, [1, 1], "same")),
+    ],
+    ids=str,
+)
+def test_flops_of_a_convolution_as_export_keeps_it(op, args):
+    node = _call(op, *args)
+    assert kernel_class(node) == "convolution"
+    assert model_flops(node) == 2 * (2 * 4 * 8 * 8) * (3 * 3 * 3)
+
+
 def test_flops_of_a_convolution():
     build = GraphBuilder()
     image, weight = build.input("x", 2, 3, 8, 8, dtype=F32), build.input("w", 4, 3, 3, 3, dtype=F32)
@@ -144,6 +285,47 @@ def test_attention_skips_what_is_masked(causal):
     assert kernel_class(backward) == "attention_backward"
     assert model_flops(backward) == 2.5 * whole
     assert executed_flops(backward) == 2.5 * executed_flops(forward)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_whose_heads_share_keys(causal):
+    """torch 2.11 counts no such attention; the kernels and the composite op do the same work."""
+    q, kv = (2, 6, 16, 8), (2, 3, 16, 8)
+    kernel = _call(aten._scaled_dot_product_flash_attention_for_cpu.default, q, kv, kv, 0.0, causal, val=(_empty(*q),))
+    composite = _call(aten.scaled_dot_product_attention.default, q, kv, kv, is_causal=causal, enable_gqa=True)
+    for node in (kernel, composite):
+        assert kernel_class(node) == "attention"
+        assert model_flops(node) == 4 * 2 * 6 * 16 * 16 * 8
+        assert executed_flops(node) == model_flops(node) * (causal_share(16, 16) if causal else 1)
+
+
+def test_attention_composed_of_products_skips_nothing():
+    q = (2, 3, 16, 8)
+    node = _call(aten._scaled_dot_product_attention_math.default, q, q, q, None, 0.0, True)
+    assert kernel_class(node) == "matmul"
+    assert executed_flops(node) == model_flops(node) == 4 * 2 * 3 * 16 * 16 * 8
+
+
+def _flash(shape, ends, longest, *, keys=None, causal=True):
+    q, kv = shape, keys or shape
+    more = (longest, longest, 0.0, causal, False)
+    return _call(aten._flash_attention_forward.default, q, kv, kv, ends, ends, *more, val=(_empty(*shape),))
+
+
+def test_attention_with_tokens_before_heads():
+    """(batch, tokens, heads, width), or sequences in a row, each of which counts as the longest."""
+    dense = _flash((2, 16, 3, 8), None, 16)
+    assert model_flops(dense) == 4 * 2 * 3 * 16 * 16 * 8
+    assert executed_flops(dense) == model_flops(dense) * causal_share(16, 16)
+    in_a_row = _flash((32, 3, 8), ((3,), torch.int32), 16)
+    assert model_flops(in_a_row) == model_flops(dense)
+    assert executed_flops(in_a_row) == executed_flops(dense)
+    few_queries = _flash((2, 4, 3, 8), None, 16, keys=(2, 16, 3, 8))
+    assert executed_flops(few_queries) == model_flops(few_queries) == 4 * 2 * 3 * 4 * 16 * 8
+    grads = [(2, 16, 3, 8)] * 6
+    backward = _call(aten._efficient_attention_backward.default, *grads[:4], None, grads[0], None, None, 16, 16, val=())
+    assert model_flops(backward) == 2.5 * model_flops(dense)
+    assert kernel_class(backward) == "attention_backward"
 
 
 @pytest.mark.parametrize(
@@ -298,6 +480,172 @@ def test_adding_rows_into_a_table_moves_the_rows():
     assert kernel.moved_bytes == 3 * (4 * 8 * 16 + 8 * 8)
 
 
+def _unfused(op, *args, transposed=False, dtype=F32, **kwargs):
+    """Kernels and seconds of one op between two products."""
+    build = GraphBuilder()
+    x = build.input("x", 1000, 1000, dtype=dtype)
+    first = build(MM, x, x)
+    node = build(op, build(aten.t.default, first) if transposed else first, *args, **kwargs)
+    weight = build.input("w", node.meta["val"].shape[-1], 10, dtype=node.meta["val"].dtype)
+    gm = build.finish(build(MM, build(aten.view.default, node, [-1, weight.meta["val"].shape[0]]), weight))
+    return _kernels(gm)[1:-1], compute_seconds(gm, ROUND_CARD)[node]
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "transposed"),
+    [
+        (aten.reshape.default, [[500, 2000]], True),
+        (aten.flatten.using_ints, [], True),
+        (aten.contiguous.default, [], True),
+        (aten.clone.default, [], False),
+        (aten.to.dtype, [F32, False, True], False),
+    ],
+    ids=str,
+)
+def test_a_copy_that_may_be_a_view_reads_and_writes(op, args, transposed):
+    (kernel,), seconds = _unfused(op, *args, transposed=transposed)
+    assert kernel.moved_bytes == 2 * 4e6
+    assert seconds == pytest.approx(8e6 / BANDWIDTH + OVERHEAD)
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (aten.reshape.default, [[500, 2000]]),
+        (aten.flatten.using_ints, []),
+        (aten.contiguous.default, []),
+        (aten.to.dtype, [F32]),
+        (aten.to.device, ["cpu", F32]),
+    ],
+    ids=str,
+)
+def test_a_view_that_may_be_a_copy_costs_nothing(op, args):
+    assert _unfused(op, *args) == ([], 0.0)
+
+
+def test_a_cast_is_a_kernel_and_fuses_as_the_op_it_becomes():
+    (kernel,), _ = _unfused(aten.to.dtype, F32, dtype=torch.bfloat16)
+    assert (kernel.read_bytes, kernel.written_bytes) == (2e6, 4e6)
+    totals = []
+    for op in (aten.to.dtype, aten._to_copy.default):
+        build = GraphBuilder()
+        value = build(aten.neg.default, build.input("x", 100, 100, dtype=torch.bfloat16))
+        cast = build(op, value, F32) if op is aten.to.dtype else build(op, value, dtype=F32)
+        (kernel,) = _kernels(build.finish(build(aten.abs.default, cast)))
+        totals.append((kernel.read_bytes, kernel.written_bytes, kernel.vector_flops))
+    assert totals == [(2e4, 4e4, 3e4)] * 2
+
+
+def test_sizes_that_are_symbols_copy_by_their_hints():
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = mode.from_tensor(torch.empty(7, 4), static_shapes=False)
+    with mode:
+        turned = x.meta["val"].t()
+        values = {aten.t.default: turned, aten.contiguous.default: turned.contiguous()}
+    for op, value in values.items():
+        x = graph.call_function(op, (x,))
+        x.meta["val"] = value
+    graph.output(x)
+    (kernel,) = _kernels(fx.GraphModule(torch.nn.Module(), graph))
+    assert kernel.moved_bytes == 2 * 4 * 28
+
+
+I64 = torch.int64
+ROWS, TABLE = ((8, 16), F32), ((10000, 16), F32)
+ROWS_BYTES, PICKED_BYTES = 4 * 8 * 16, 8 * 8  # of eight rows, and of their indices
+
+
+def _rows_kernel(op, *args, shape, **kwargs):
+    """The kernel of a node that also takes a list of one index, (8,)."""
+    node = _call(op, *args, val=_empty(*shape, dtype=F32), **kwargs)
+    graph = node.graph
+    with graph.inserting_before(next(iter(graph.nodes))):
+        index = graph.placeholder("index")
+    index.meta["val"] = _empty(8, dtype=I64)
+    node.args = tuple([index] if arg == ["index"] else arg for arg in node.args)
+    graph.output(node)
+    (kernel,) = _kernels(fx.GraphModule(torch.nn.Module(), graph))
+    return kernel
+
+
+PICKED = ((8,), I64)
+PICKED_ELEMENTS = ((8, 16), I64)
+MASK = ((8, 1), torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "num_bytes"),
+    [
+        (aten.index_put.default, [["index"], ROWS, True], ROWS_BYTES + PICKED_BYTES),
+        (aten._unsafe_index_put.default, [["index"], ROWS, True], ROWS_BYTES + PICKED_BYTES),
+        (aten._unsafe_masked_index_put_accumulate.default, [MASK, ["index"], ROWS], ROWS_BYTES + PICKED_BYTES + 8),
+        (aten.index_add.default, [0, PICKED, ROWS], ROWS_BYTES + PICKED_BYTES),
+        (aten.index_copy.default, [0, PICKED, ROWS], ROWS_BYTES + PICKED_BYTES),
+        (aten.index_reduce.default, [0, PICKED, ROWS, "amax"], ROWS_BYTES + PICKED_BYTES),
+        (aten.scatter.src, [0, PICKED_ELEMENTS, ROWS], 3 * ROWS_BYTES),
+        (aten.scatter_add_.default, [0, PICKED_ELEMENTS, ROWS], 3 * ROWS_BYTES),
+        (aten.scatter_reduce.two, [0, PICKED_ELEMENTS, ROWS, "sum"], 3 * ROWS_BYTES),
+        (aten.scatter.value, [0, PICKED_ELEMENTS, 0.0], 3 * ROWS_BYTES),
+    ],
+    ids=str,
+)
+def test_what_writes_rows_moves_them_and_not_the_table(op, args, num_bytes):
+    kernel = _rows_kernel(op, TABLE, *args, shape=(10000, 16))
+    assert kernel.is_scattered
+    assert (kernel.read_bytes, kernel.written_bytes) == (2 * num_bytes, num_bytes)
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "num_bytes"),
+    [
+        (aten.index_select.default, [0, PICKED], PICKED_BYTES),
+        (aten._unsafe_index.Tensor, [["index"]], PICKED_BYTES),
+        (aten._unsafe_masked_index.default, [MASK, ["index"], 0.0], PICKED_BYTES + 8),
+    ],
+    ids=str,
+)
+def test_what_reads_rows_moves_them_and_not_the_table(op, args, num_bytes):
+    kernel = _rows_kernel(op, TABLE, *args, shape=(8, 16))
+    assert kernel.is_scattered
+    assert kernel.moved_bytes == 2 * ROWS_BYTES + num_bytes
+
+
+def test_rows_are_found_by_the_names_of_arguments():
+    node = _call(aten.index_select.default, index=PICKED, dim=0, self=TABLE, val=_empty(8, 16, dtype=F32))
+    node.graph.output(node)
+    (kernel,) = _kernels(fx.GraphModule(torch.nn.Module(), node.graph))
+    assert kernel.moved_bytes == 2 * ROWS_BYTES + PICKED_BYTES
+    node = _call(aten.index_add.default, source=ROWS, self=TABLE, dim=0, index=PICKED, val=_empty(10000, 16, dtype=F32))
+    node.graph.output(node)
+    (kernel,) = _kernels(fx.GraphModule(torch.nn.Module(), node.graph))
+    assert kernel.moved_bytes == 3 * (ROWS_BYTES + PICKED_BYTES)
+
+
+@pytest.mark.parametrize("dims", [{"dim": [0]}, {"dim": [1]}], ids=str)
+def test_the_direction_of_a_reduction_is_found_by_the_name_of_its_argument(dims):
+    kernels = []
+    for by_name in (False, True):
+        build = GraphBuilder()
+        x = build.input("x", 64, 64, dtype=F32)
+        first = build(aten.sum.dim_IntList, x, **dims) if by_name else build(aten.sum.dim_IntList, x, *dims.values())
+        kernels.append(_kernels(build.finish(first, build(aten.sum.dim_IntList, x, [1]))))
+    assert len(kernels[0]) == len(kernels[1]) == (2 if dims == {"dim": [0]} else 1)
+
+
+@pytest.mark.parametrize(("rows", "is_scattered"), [(8, False), (40000, True)])
+def test_the_gradient_of_an_embedding_fills_its_table_and_adds_the_rows(rows, is_scattered):
+    """A stream while the table moves more than the rows, which are read twice and written."""
+    grad = ((rows, 16), F32)
+    kernel = _rows_kernel(
+        aten.embedding_dense_backward.default, grad, ((rows,), I64), 10000, -1, False, shape=(10000, 16)
+    )
+    num_bytes = rows * (4 * 16 + 8)
+    assert (kernel.read_bytes, kernel.written_bytes) == (2 * num_bytes, 4 * 10000 * 16 + num_bytes)
+    assert kernel.is_scattered == is_scattered
+
+
 # communication -----------------------------------------------------------------------------------
 
 
@@ -319,10 +667,11 @@ def test_collectives_waits_views_and_items_cost_nothing_and_bucket_copies_their_
     assert all(seconds[node] == 0.0 for node in free)
 
 
-def test_what_moves_between_host_and_device_is_bound_by_the_bus():
+@pytest.mark.parametrize("op", [aten._to_copy.default, aten.to.dtype_layout], ids=str)
+def test_what_moves_between_host_and_device_is_bound_by_the_bus(op):
     build = GraphBuilder()
     x = build.input("x", 1000, 1000, dtype=F32)
-    moved = build.graph.call_function(aten._to_copy.default, (x,), {"device": torch.device("meta")})
+    moved = build.graph.call_function(op, (x,), {"device": torch.device("meta")})
     moved.meta["val"] = torch.empty(1000, 1000, device="meta")
     assert _total(build.finish(moved)) == pytest.approx(4e6 / ROUND_CARD.host_bandwidth + OVERHEAD)
 
@@ -375,6 +724,30 @@ def test_a_model_forward_and_backward():
         assert busy == {node for kernel in kernels for node in kernel.nodes}
         num_products = sum(kernel_class(node) is not None for node in gm.graph.nodes)
         assert num_products < len(kernels) < 4 * num_products
+
+
+class AsWritten(torch.nn.Module):
+    """Products that torch.export keeps as they are written, and decomposes if it is asked to."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(64, 64, 3)
+        self.up, self.down = (torch.nn.Linear(*sizes, bias=False) for sizes in ((1024, 4096), (4096, 1024)))
+
+    def forward(self, image, x):
+        y = torch.einsum("bsd,nd->bsn", self.up(x), self.down.weight)
+        return self.conv(image), y, x @ self.down.weight
+
+
+def test_an_exported_graph_costs_about_what_it_costs_decomposed():
+    exported = torch.export.export(AsWritten(), (torch.randn(8, 64, 32, 32), torch.randn(2, 512, 1024)))
+    plain, decomposed = exported.graph_module, exported.run_decompositions().graph_module
+    written = {aten.linear.default, aten.conv2d.default, aten.einsum.default, aten.matmul.default}
+    assert written <= {node.target for node in plain.graph.nodes}
+    assert not written & {node.target for node in decomposed.graph.nodes}
+    assert total_flops(plain) == total_flops(decomposed)
+    card = load_card("h100-sxm")
+    assert _total(plain, card) == pytest.approx(_total(decomposed, card), rel=0.1)
 
 
 def test_norms_and_a_gelu_are_one_loop_over_rows_and_in_the_backward_one_more_over_columns():

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphshard.cost.tables import TableRows, load_tables, parse_tables
-from graphshard.errors import TableError
+from graphshard.cost.tables import TableRows, load_tables, parse_tables, tables_of
+from graphshard.errors import OptionTypeError, TableError
 
 HEADER = "group,op,bytes,seconds\n"
 TEXT = HEADER + "shard,all_gather,1000,1e-3\nshard,all_gather,100000,1e-2\nshard,all_gather,200000,2e-2\n"
@@ -130,5 +130,27 @@ def test_no_rows():
 
 
 def test_no_file(tmp_path):
-    with pytest.raises(TableError, match=r"gone\.csv cannot be read: No such file"):
+    with pytest.raises(TableError, match=r"gone\.csv' cannot be read: No such file"):
         load_tables(tmp_path / "gone.csv")
+
+
+def test_a_name_that_no_file_can_have():
+    with pytest.raises(TableError, match=r"the table 'a\\x00b' cannot be read: embedded null"):
+        load_tables("a\0b")
+
+
+@pytest.mark.parametrize("tables", [[1], {}, 5], ids=str)
+def test_what_is_neither_tables_nor_their_file(tables):
+    for read in (load_tables, tables_of):
+        with pytest.raises(OptionTypeError) as error:
+            read(tables)
+        assert f"tables={tables!r} must be the path of a CSV file, or what load_tables returns" in str(error.value)
+
+
+def test_tables_a_user_may_give(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text(HEADER + "shard,all_gather,8,1\n")
+    tables = load_tables(path)
+    assert tables_of(None) is None
+    assert tables_of(tables) is tables
+    assert tables_of(str(path)) == tables_of(path) == tables

@@ -53,7 +53,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("graphshard.repeat_export",),
     # what a graph costs on a machine
-    ("graphshard.cost.curves", "graphshard.cost.flops"),
+    ("graphshard.cost.calls", "graphshard.cost.curves", "graphshard.cost.products"),
+    ("graphshard.cost.flops",),
+    ("graphshard.cost.copies",),
     ("graphshard.cost.cards", "graphshard.cost.kernels"),
     (
         "graphshard.cost.compute",
@@ -187,7 +189,10 @@ TOLERATED_PRIVATE = {
 #: Memoised functions, with the reason why their memory is harmless.
 TOLERATED_CACHES = {
     "graphshard.memory._traits": "what an op is never changes; asked of every node many times",
+    "graphshard._compat.is_composite": "how torch implements an op; asked of every node",
+    "graphshard.cost.copies._copies": "a function of layouts; the blocks of a model are alike",
     "graphshard.cost.flops._count": "a formula of shapes; the blocks of a model are alike",
+    "graphshard.cost.flops._count_parts": "a function of shapes; the blocks of a model are alike",
     "graphshard.module.sharded_class": "equal blocks must share one class; a pure function of its arguments",
     "graphshard.versions.watch_optimizers": "registers one hook with torch, once a process; returns nothing",
 }

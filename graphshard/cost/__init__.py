@@ -1,11 +1,11 @@
 """What a graph costs on a machine: compute, collectives, copies; see docs/cost-model.md."""
 
-from .cards import HardwareCard, LinkClass, known_cards, load_card
+from .cards import HardwareCard, LinkClass, card_of, known_cards, load_card
 from .compute import compute_seconds
 from .flops import total_flops
 from .links import GroupTopology, collective_bytes, collective_kind, layout_topologies, mesh_topologies
 from .model import CostModel
-from .tables import CollectiveTables, load_tables
+from .tables import CollectiveTables, load_tables, tables_of
 
 __all__ = [
     "CollectiveTables",
@@ -13,6 +13,7 @@ __all__ = [
     "GroupTopology",
     "HardwareCard",
     "LinkClass",
+    "card_of",
     "collective_bytes",
     "collective_kind",
     "compute_seconds",
@@ -21,5 +22,6 @@ __all__ = [
     "load_card",
     "load_tables",
     "mesh_topologies",
+    "tables_of",
     "total_flops",
 ]

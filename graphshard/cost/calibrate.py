@@ -100,11 +100,13 @@ def calibrate(
         The card; None under torchrun on ranks other than 0.
 
     Raises:
-        CalibrationError: the folder does not exist, too few ranks, several nodes with several ranks
-            each, or a rank failed.
+        CalibrationError: the folder does not exist, the card would be a folder, too few ranks, several nodes with
+            several ranks each, or a rank failed.
     """
     if not job.out.parent.is_dir():
         raise CalibrationError(f"no folder {job.out.parent} to write {job.out.name} to; make it first")
+    if job.out.is_dir():
+        raise CalibrationError(f"{job.out} is a folder: name the file of the card, {job.out / 'here.json'}")
     if is_launched():
         return _calibrate_launched(job, report)
     if num_ranks < 2:

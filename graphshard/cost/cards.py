@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..errors import CardError
+from ..errors import CardError, OptionTypeError
 from .curves import Curve
 
 #: What has an efficiency. The first four are fractions of ``peak_flops`` by FLOPs of the kernel,
@@ -52,6 +53,7 @@ _RANK_NUMBERS = (
 )
 _LINKS = ("intra_node", "inter_node")
 _LINK_NUMBERS = ("latency_seconds", "bandwidth", "efficiency")
+_PROTOCOL_NUMBERS = ("latency_seconds", "bandwidth_fraction")
 _ROW = ("op", "num_ranks", "num_bytes", "seconds", "overlapped_seconds")
 _CARDS = resources.files("graphshard.cost") / "cards"
 
@@ -140,7 +142,7 @@ class HardwareCard:
         sources: where each entry comes from, by entry ("peak_flops", "efficiency.matmul").
 
     Raises:
-        CardError: an entry that is not positive, or a fraction above 1; all of them are named.
+        CardError: an entry that is not positive, a fraction above 1, or a text that is none; all of them are named.
     """
 
     name: str
@@ -211,19 +213,35 @@ def load_card(name_or_path: str | Path) -> HardwareCard:
 
     Raises:
         CardError: no such card or file, no JSON, or entries that are missing, unknown or not positive.
+        OptionTypeError: neither a name nor a path.
     """
+    if not isinstance(name_or_path, (str, Path)):
+        raise OptionTypeError(
+            f"hardware={name_or_path!r} must be a card, its name or the path of its file; "
+            f"known names: {', '.join(known_cards())}"
+        )
     if str(name_or_path) in known_cards():
         file = f"{name_or_path}.json"
         return parse_card((_CARDS / file).read_text(), where=file)
     path = Path(name_or_path)
     try:
-        return parse_card(path.read_text(), where=str(path))
-    except (OSError, UnicodeDecodeError) as error:
+        text = path.read_text()
+    except (OSError, ValueError) as error:  # a ValueError: no text, or a name that no file can have
         reason = getattr(error, "strerror", None) or error
         raise CardError(
             f"no hardware card {str(name_or_path)!r}: it is none of {', '.join(known_cards())}, "
             f"and as a file it cannot be read ({reason})"
         ) from error
+    return parse_card(text, where=str(path))
+
+
+def card_of(hardware: str | Path | HardwareCard) -> HardwareCard:
+    """The card that a user gave, or named as :func:`load_card` takes it.
+
+    Raises:
+        CardError, OptionTypeError: see :func:`load_card`.
+    """
+    return hardware if isinstance(hardware, HardwareCard) else load_card(hardware)
 
 
 def parse_card(text: str, *, where: str) -> HardwareCard:
@@ -238,7 +256,7 @@ def parse_card(text: str, *, where: str) -> HardwareCard:
     """
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # wrong JSON, or a number of thousands of digits
         raise CardError(f"{where}: no JSON: {error}") from error
     if not isinstance(data, dict):
         raise CardError(f"{where}: a card is a JSON object, not {type(data).__name__}")
@@ -308,11 +326,9 @@ class _Reader:
 
     def _protocol(self, entries: dict[str, Any], key: str, path: str) -> Protocol:
         values = self._object(entries, key, path)
-        return Protocol(
-            name=key,
-            latency_seconds=self._number(values, "latency_seconds", f"{path}.latency_seconds"),
-            bandwidth_fraction=self._number(values, "bandwidth_fraction", f"{path}.bandwidth_fraction"),
-        )
+        numbers = {name: self._number(values, name, f"{path}.{name}") for name in _PROTOCOL_NUMBERS}
+        self.problems += [f"{path}.{name} is not an entry of a protocol" for name in values]
+        return Protocol(name=key, **numbers)
 
     def _measured(self, row: Any, path: str) -> MeasuredCollective:
         is_row = isinstance(row, list) and len(row) in (4, 5) and all(map(_is_number, row[1:]))
@@ -345,16 +361,28 @@ class _Reader:
         value = entries.pop(key, None)
         if _is_number(value):
             return value
-        self.problems.append(f"{path} is missing" if value is None else f"{path} is not a number: {value!r}")
+        if _is_too_large(value):
+            self.problems.append(f"{path} is too large a number")
+        else:
+            self.problems.append(
+                f"{path} is missing" if value is None else f"{path} is not a number: {value!r}"
+            )
         return 1.0
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and not _is_too_large(value)
+
+
+def _is_too_large(value: Any) -> bool:
+    """True for a whole number that no float reaches."""
+    return isinstance(value, int) and abs(value) > sys.float_info.max
 
 
 def _value_problems(card: HardwareCard) -> Iterator[str]:
     """Entries whose values make no sense."""
+    yield from _text_problems(card)
     if not card.peak_flops:
         yield "peak_flops is empty: name at least one dtype"
     if card.device_type not in DEVICE_TYPES:
@@ -387,7 +415,10 @@ def _value_problems(card: HardwareCard) -> Iterator[str]:
         yield from (f"efficiency.{kind} {problem}" for problem in curve.problems())
         for size, value in curve.rows:
             numbers[f"efficiency.{kind} at {size:g}"] = fractions[f"efficiency.{kind} at {size:g}"] = value
-    for name in counts:
+    too_large = [name for name, value in numbers.items() if _is_too_large(value)]
+    yield from (f"{name} is too large a number" for name in too_large)
+    numbers = {name: value for name, value in numbers.items() if name not in too_large}
+    for name in (name for name in counts if name in numbers):
         if math.isfinite(numbers[name]) and numbers[name] != int(numbers[name]):
             yield f"{name} must be a whole number, not {numbers[name]:g}"
     missing = [kind for kind in KERNEL_CLASSES if kind not in card.efficiency]
@@ -396,6 +427,20 @@ def _value_problems(card: HardwareCard) -> Iterator[str]:
         if not math.isfinite(value) or value < 0 or (value == 0 and path not in _MAY_BE_ZERO):
             yield f"{path} must be positive, not {value:g}"
     yield from (f"{path} must be at most 1, not {value:g}" for path, value in fractions.items() if value > 1)
+
+
+def _text_problems(card: HardwareCard) -> Iterator[str]:
+    """What is to be read by people and cannot be."""
+    if not isinstance(card.name, str) or not card.name:
+        yield f"name must be a text, not {card.name!r}"
+    if not isinstance(card.summary, str):
+        yield f"summary must be a text, not {card.summary!r}"
+    if not isinstance(card.sources, Mapping):
+        yield f"sources must say by entry where it comes from, not {card.sources!r}"
+        return
+    for entry, source in card.sources.items():
+        if not isinstance(entry, str) or not isinstance(source, str):
+            yield f"sources.{entry} must be a text, not {source!r}"
 
 
 def _curve_data(curve: Curve) -> float | list[list[float]]:

@@ -10,11 +10,17 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from .._compat import call_of
 from ..memory import tensor_bytes
+from .calls import argument, schema_call
 from .cards import HardwareCard
 from .flops import executed_flops, kernel_class
 from .kernels import Kernel, kernels_of
+
+#: Casts that may also move between host and device.
+_MOVING = (torch.ops.aten._to_copy, torch.ops.aten.to)
+
+#: What schemas call the first operand of a product that is added to something else.
+_OPERANDS = ("mat1", "batch1", "mat")
 
 
 def compute_seconds(gm: fx.GraphModule, card: HardwareCard) -> dict[fx.Node, float]:
@@ -70,15 +76,16 @@ def _transfer_seconds(kernel: Kernel, card: HardwareCard) -> float:
     moved = 0
     for node in kernel.nodes:
         value = node.meta.get("val")
-        if node.target is torch.ops.aten._to_copy.default and isinstance(value, torch.Tensor):
-            source = node.all_input_nodes[0].meta["val"]
+        if getattr(node.target, "overloadpacket", None) in _MOVING and isinstance(value, torch.Tensor):
+            source = schema_call(node)[1][0].meta["val"]
             moved += tensor_bytes(value) if source.device.type != value.device.type else 0
     return moved / card.host_bandwidth
 
 
 def _dtype_name(node: fx.Node) -> str:
-    """Dtype of the operands of a product: of the first tensor among its inputs."""
-    for source in call_of(node)[1]:
+    """Dtype of the operands of a product: of the first that the schema calls one, or of the first tensor."""
+    named = (argument(node, name) for name in _OPERANDS)
+    for source in (*named, *schema_call(node)[1]):
         value = source.meta.get("val") if isinstance(source, fx.Node) else None
         if isinstance(value, torch.Tensor):
             return str(value.dtype).removeprefix("torch.")

@@ -1,7 +1,8 @@
 """Floating-point operations of a node, from shapes alone.
 
-torch's own registry (``torch.utils.flop_counter``) serves, so a formula that a user registers there
-for an op of their own is found here too. The ops it lacks are below.
+The formulas of :mod:`graphshard.cost.products` serve, then torch's own registry (``torch.utils.flop_counter``), so a
+formula that a user registers there for an op of their own is found too. An op that torch composes of others
+("linear", "conv2d", "einsum", as torch.export keeps them) has the operations of what it is composed of.
 """
 
 from __future__ import annotations
@@ -16,67 +17,27 @@ import torch
 from torch import Tensor, fx
 from torch.utils import flop_counter
 
-from .._compat import call_of, run_and_save_rng_state
-
-aten = torch.ops.aten
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    """Scores, then the weighted sum of values."""
-    return flop_counter.sdpa_flop_count(q.shape, k.shape, v.shape)
-
-
-def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    """Five products where the forward has two: scores again, and gradients of weights, q, k and v."""
-    return flop_counter.sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape)
-
-
-def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """One product per group; where an operand is 2-D the groups divide one of its dims."""
-    groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
-    return 2 * groups * a.shape[-2] * a.shape[-1] * b.shape[-1]
-
-
-#: Formulas that torch's registry lacks (2.13).
-_MORE_FORMULAS: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    aten._grouped_mm: _grouped,
-    aten._scaled_grouped_mm: _grouped,
-}
+from .._compat import TorchDispatchMode, is_composite, run_and_save_rng_state
+from .calls import argument, schema_call
+from .products import FORMULAS, TOKENS_FIRST
 
 
 def kernel_class(node: fx.Node) -> str | None:
     """The class of :data:`graphshard.cost.cards.KERNEL_CLASSES` whose peak bounds the node.
 
-    None for a node without a formula: its time is that of the bytes it moves.
+    That of its largest product; None for a node without any: its time is that of the bytes it moves.
     """
-    if _formula(node) is None:
-        return None
-    name = str(call_of(node)[0])
-    if "attention" in name:
-        return "attention_backward" if "backward" in name else "attention"
-    return "convolution" if "conv" in name else "matmul"
+    products = _products(node)
+    return max(products, key=lambda kind: products[kind]) if products else None
 
 
 def model_flops(node: fx.Node) -> int:
-    """Operations as they are usually counted for model FLOP utilisation; 0 without a formula.
+    """Operations as they are usually counted for model FLOP utilisation; 0 without a product.
 
     A multiplication and an addition are two; causal attention counts in full. Symbolic sizes count
     with their hints.
     """
-    formula = _formula(node)
-    if formula is None:
-        return 0
-    _, args, kwargs = call_of(node)
-    result = node.meta.get("val")
-    if node.target is run_and_save_rng_state:
-        _, result = result
-    call = (formula, _shapes_of(args), tuple(kwargs), _shapes_of(tuple(kwargs.values())), _shapes_of(result))
-    try:
-        return _count(*call)
-    except TypeError:  # an argument that is not hashable, or what a user's formula raises again
-        return _count.__wrapped__(*call)
+    return sum(_products(node).values())
 
 
 def executed_flops(node: fx.Node) -> float:
@@ -84,8 +45,7 @@ def executed_flops(node: fx.Node) -> float:
     flops = model_flops(node)
     if flops == 0 or not _is_causal(node):
         return float(flops)
-    queries, keys = (hinted_shape(argument(node, name).meta["val"])[-2] for name in ("query", "key"))
-    return flops * causal_share(queries, keys)
+    return flops * causal_share(*_scored(node))
 
 
 def causal_share(queries: int, keys: int) -> float:
@@ -100,18 +60,6 @@ def total_flops(gm: fx.GraphModule) -> int:
     return sum(model_flops(node) for node in gm.graph.nodes)
 
 
-def argument(node: fx.Node, name: str) -> Any:
-    """An argument of an op by its name in the schema; None if it has none of that name, or its default."""
-    target, args, kwargs = call_of(node)
-    if name in kwargs:
-        return kwargs[name]
-    schema = getattr(target, "_schema", None)
-    for index, expected in enumerate(schema.arguments if schema else ()):
-        if expected.name == name:
-            return args[index] if index < len(args) else None
-    return None
-
-
 def hinted_shape(value: Tensor) -> tuple[int, ...]:
     """The shape, symbolic sizes by the sizes seen while tracing; 0 for one that depends on data."""
     return tuple(size if isinstance(size, int) else int(size.node.hint or 0) for size in value.shape)
@@ -122,30 +70,60 @@ def hinted_numel(value: Tensor) -> int:
     return math.prod(hinted_shape(value))
 
 
-def _formula(node: fx.Node) -> Callable[..., Any] | None:
+def _products(node: fx.Node) -> dict[str, int]:
+    """Operations of the products in a node, by the class of their kernels."""
     if node.op != "call_function":
-        return None
-    target, *_ = call_of(node)
+        return {}
+    target, args, kwargs = schema_call(node)
+    formula = _formula(target)
+    if formula is None and (not is_composite(target) or target.is_view or not node.all_input_nodes):
+        return {}
+    result = node.meta.get("val")
+    if node.target is run_and_save_rng_state:
+        _, result = result
+    call = (_described(args), tuple(kwargs), _described(tuple(kwargs.values())))
+    if formula is None:
+        return _remembered(_count_parts, target, *call)
+    return {_class_of(target): _remembered(_count, formula, *call, _described(result))}
+
+
+def _class_of(target: Any) -> str:
+    name = str(target)
+    if "attention" in name:
+        return "attention_backward" if "backward" in name else "attention"
+    return "convolution" if "conv" in name else "matmul"
+
+
+def _formula(target: Any) -> Callable[..., Any] | None:
     packet = getattr(target, "overloadpacket", target)
-    return _MORE_FORMULAS.get(packet) or flop_counter.flop_registry.get(packet)
+    return FORMULAS.get(packet) or flop_counter.flop_registry.get(packet)
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class _Described:
     """Stands for a tensor."""
 
     sizes: tuple[int, ...]
+    dtype: torch.dtype
 
 
-def _shapes_of(value: Any) -> Any:
+def _described(value: Any) -> Any:
     """Nodes become what they stand for, tensors their hinted shapes, symbols their hints, lists tuples."""
     if isinstance(value, fx.Node):
         value = value.meta.get("val")
     if isinstance(value, torch.Tensor):
-        return _Shape(hinted_shape(value))
+        return _Described(hinted_shape(value), value.dtype)
     if isinstance(value, (torch.SymInt, torch.SymFloat)):
         return value.node.hint or 0
-    return tuple(map(_shapes_of, value)) if isinstance(value, (tuple, list)) else value
+    return tuple(map(_described, value)) if isinstance(value, (tuple, list)) else value
+
+
+def _remembered(count: Any, *args: Any) -> Any:
+    """What a cached function says."""
+    try:
+        return count(*args)
+    except TypeError:  # an argument that is not hashable, or what a user's formula raises again
+        return count.__wrapped__(*args)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -161,11 +139,65 @@ def _count(
     return int(formula(*map(_without_data, args), **kwargs, out_val=_without_data(out)))
 
 
+@functools.lru_cache(maxsize=4096)
+def _count_parts(
+    target: Any, args: tuple[Any, ...], names: tuple[str, ...], values: tuple[Any, ...]
+) -> dict[str, int]:
+    """The products that a composite op runs on such arguments; none where only data says what it runs."""
+    kwargs = dict(zip(names, map(_without_data, values), strict=True))
+    with _ProductCounter() as counter:
+        try:
+            counter.run(target, tuple(map(_without_data, args)), kwargs)
+        except RuntimeError:  # an op below has no implementation without data: "one_hot", "item"
+            return {}
+    return counter.flops
+
+
+class _ProductCounter(TorchDispatchMode):
+    """Adds up the operations of the products that run inside it, by class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops: dict[str, int] = {}
+
+    def run(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls an op that may be composite, on tensors without data."""
+        return target.decompose(*args, **kwargs) if is_composite(target) else target(*args, **kwargs)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        formula, kwargs = _formula(func), kwargs or {}
+        if formula is None and is_composite(func):
+            with self:
+                return self.run(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if formula is not None:
+            kind = _class_of(func)
+            self.flops[kind] = self.flops.get(kind, 0) + int(formula(*args, **kwargs, out_val=result))
+        return result
+
+
 def _without_data(value: Any) -> Any:
-    if isinstance(value, _Shape):
-        return torch.empty(value.sizes, device="meta")
+    if isinstance(value, _Described):
+        return torch.empty(value.sizes, dtype=value.dtype, device="meta")
+    if isinstance(value, torch.device):
+        return torch.device("meta")
     return [_without_data(part) for part in value] if isinstance(value, tuple) else value
 
 
 def _is_causal(node: fx.Node) -> bool:
-    return bool(argument(node, "is_causal")) and isinstance(argument(node, "query"), fx.Node)
+    """True for a kernel of attention with the causal mask; what is composed of products computes masked scores too."""
+    return _formula(schema_call(node)[0]) is not None and bool(argument(node, "is_causal"))
+
+
+def _scored(node: fx.Node) -> tuple[int, int]:
+    """Queries and keys of causal attention. Where tokens come first and the two differ, nothing is skipped."""
+    query, key = (hinted_shape(argument(node, name).meta["val"]) for name in ("query", "key"))
+    if getattr(schema_call(node)[0], "overloadpacket", None) not in TOKENS_FIRST:
+        return query[-2], key[-2]
+    sides = (
+        (query[1], key[1])
+        if len(query) == 4
+        else (_described(argument(node, name)) for name in ("max_q", "max_k"))
+    )
+    queries, keys = sides
+    return (queries, keys) if queries == keys else (1, 1)

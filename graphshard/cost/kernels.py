@@ -1,9 +1,9 @@
 """Which nodes become one kernel, and what each kernel reads, writes and computes.
 
 Inductor fuses neighbouring pointwise ops and reductions, so the values between them never reach
-memory. A run of fusible nodes (:func:`graphshard.memory.fusion_runs`) is split by what cannot share
-a loop: reductions over rows and over columns, and domains of different sizes. Every other op is a
-kernel of its own; views, waits and the starts of collectives are none.
+memory. A run of fusible nodes is split by what cannot share a loop: reductions over rows and over columns, and
+domains of different sizes. Every other op is a kernel of its own; views, waits and the starts of collectives are none.
+A cast, a reshape or ``contiguous`` that copies is as fusible as the ops it becomes.
 """
 
 from __future__ import annotations
@@ -15,24 +15,30 @@ from typing import Any
 import torch
 from torch import fx
 
+from .._compat import tree_leaves
 from ..collectives import is_collective, is_wait
-from ..memory import fusion_runs, is_fusible, is_view, tensor_bytes
+from ..memory import is_fusible, is_view, tensor_bytes
 from ..ops import REDUCE_GRAD, UNSHARD
 from ..user_comms import ALL_REDUCE_HOOK
+from .calls import argument, schema_call
+from .copies import copies
 from .flops import hinted_numel, hinted_shape
 
 aten = torch.ops.aten
 
 #: Ops that read rows of their first input, picked by an index.
-GATHERING = (
-    aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default,
-)  # fmt: skip
+GATHERING = frozenset((
+    aten.embedding, aten.gather, aten.index, aten.index_select, aten.take,
+    aten._unsafe_index, aten._unsafe_masked_index,
+))  # fmt: skip
 
 #: Ops that add or write values into their first input at places picked by an index. Inductor does it in
 #: place, so what moves is the values, and what they are added to.
-SCATTERING = (
-    aten.index_put.default, aten.index_put_.default, aten.scatter_add.default, aten.index_add.default,
-)  # fmt: skip
+SCATTERING = frozenset((
+    aten.index_put, aten.index_put_, aten._unsafe_index_put, aten._unsafe_masked_index_put_accumulate,
+    aten.scatter, aten.scatter_, aten.scatter_add, aten.scatter_add_, aten.scatter_reduce, aten.scatter_reduce_,
+    aten.index_add, aten.index_add_, aten.index_copy, aten.index_copy_, aten.index_reduce, aten.index_reduce_,
+))  # fmt: skip
 
 #: Operations per element of the pointwise ops that hardware has no single instruction for: a
 #: division or root takes a few steps, an exponential is a range reduction and a polynomial.
@@ -72,13 +78,17 @@ class Kernel:
 
 def kernels_of(order: Sequence[fx.Node]) -> list[Kernel]:
     """The kernels of a graph's nodes, in time linear in their number and edges."""
-    busy = [node for node in order if not is_free(node) or is_view(node) or is_collective(node)]
-    first, _ = fusion_runs(busy)
-    runs: dict[int, list[fx.Node]] = {}
-    for position, node in enumerate(busy):
-        if not is_free(node):
-            runs.setdefault(first[position], []).append(node)
-    return [kernel for run in runs.values() for kernel in _kernels_of_run(run)]
+    runs: list[list[fx.Node]] = []
+    is_open = False
+    for node in order:
+        if is_free(node):
+            continue
+        if is_open and _fuses(node):
+            runs[-1].append(node)
+        else:
+            runs.append([node])
+            is_open = _fuses(node)
+    return [kernel for run in runs for kernel in _kernels_of_run(run)]
 
 
 def is_free(node: fx.Node) -> bool:
@@ -86,7 +96,7 @@ def is_free(node: fx.Node) -> bool:
 
     The shard ops of level 1 count as what they become, collectives.
     """
-    if node.op != "call_function" or is_view(node) or is_wait(node):
+    if node.op != "call_function" or _is_view(node) or is_wait(node):
         return True
     if is_collective(node) or node.target in (UNSHARD, REDUCE_GRAD, ALL_REDUCE_HOOK):
         return True
@@ -96,8 +106,16 @@ def is_free(node: fx.Node) -> bool:
     return not isinstance(value, (torch.Tensor, tuple, list))
 
 
+def _is_view(node: fx.Node) -> bool:
+    return is_view(node) and not copies(node)
+
+
+def _fuses(node: fx.Node) -> bool:
+    return is_fusible(node) or copies(node)
+
+
 def _kernels_of_run(run: list[fx.Node]) -> Iterator[Kernel]:
-    if not is_fusible(run[0]):
+    if not _fuses(run[0]):
         yield _single_kernel(run[0])
         return
     for loop in _loops(run):
@@ -105,16 +123,34 @@ def _kernels_of_run(run: list[fx.Node]) -> Iterator[Kernel]:
 
 
 def _single_kernel(node: fx.Node) -> Kernel:
-    is_scattered = node.target in SCATTERING
-    sources = node.all_input_nodes[1:] if is_scattered else node.all_input_nodes
-    num_bytes = sum(_bytes_read(node, source) for source in sources)
+    if _packet(node) in SCATTERING:
+        num_bytes = _scattered_bytes(node)
+        return _kernel_alone(node, 2 * num_bytes, num_bytes, is_scattered=True)
+    read = sum(_bytes_read(node, source) for source in node.all_input_nodes)
+    written = tensor_bytes(node.meta["val"])
+    if _packet(node) is aten.embedding_dense_backward:  # fills a table, then adds rows to it
+        return _kernel_alone(node, 2 * read, written + read, is_scattered=3 * read > written)
+    return _kernel_alone(node, read, written, is_scattered=_packet(node) in GATHERING)
+
+
+def _kernel_alone(node: fx.Node, read: int, written: int, *, is_scattered: bool) -> Kernel:
     return Kernel(
-        nodes=[node],
-        read_bytes=2 * num_bytes if is_scattered else num_bytes,
-        written_bytes=num_bytes if is_scattered else tensor_bytes(node.meta["val"]),
-        is_fused=False,
-        is_scattered=is_scattered,
+        nodes=[node], read_bytes=read, written_bytes=written, is_fused=False, is_scattered=is_scattered
     )
+
+
+def _scattered_bytes(node: fx.Node) -> int:
+    """Bytes of the values that are added or written, and of the indices of their places."""
+    table, *rest = schema_call(node)[1]
+    sources = dict.fromkeys(leaf for leaf in tree_leaves(rest) if isinstance(leaf, fx.Node))
+    num_bytes = sum(_bytes_read(node, source) for source in sources)
+    if argument(node, "value") is not None:  # one number, at each place
+        num_bytes += hinted_numel(argument(node, "index").meta["val"]) * table.meta["val"].element_size()
+    return num_bytes
+
+
+def _packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", None)
 
 
 def _fused_kernel(nodes: list[fx.Node]) -> Kernel:
@@ -133,7 +169,7 @@ def _fused_kernel(nodes: list[fx.Node]) -> Kernel:
         read_bytes=sum(reads.values()),
         written_bytes=written,
         vector_flops=sum(_vector_flops(node) for node in nodes),
-        is_scattered=any(node.target in GATHERING for node in nodes),
+        is_scattered=any(_packet(node) in GATHERING for node in nodes),
     )
 
 
@@ -187,7 +223,7 @@ def _reduction_key(node: fx.Node) -> tuple[tuple[Any, ...], int, int]:
     source = node.all_input_nodes[0].meta["val"]
     shape, kept = hinted_shape(source), _num_elements(node)
     domain = hinted_numel(source)
-    dims = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], (list, tuple, int)) else None
+    dims = argument(node, "dims" if node.target.namespace == "prims" else "dim")
     listed = [dims] if isinstance(dims, int) else dims
     over_rows = not listed or any(dim % max(len(shape), 1) == len(shape) - 1 for dim in listed)
     return ("rows" if over_rows else "columns", domain, kept), domain, kept
@@ -196,7 +232,7 @@ def _reduction_key(node: fx.Node) -> tuple[tuple[Any, ...], int, int]:
 def readers(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes that read a value, through views of it."""
     for user in node.users:
-        if is_view(user):
+        if _is_view(user):
             yield from readers(user)
         else:
             yield user
@@ -204,7 +240,7 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
 
 def behind_views(value: fx.Node) -> fx.Node:
     """The node whose memory a value is."""
-    while is_view(value) and value.all_input_nodes:
+    while _is_view(value) and value.all_input_nodes:
         value = value.all_input_nodes[0]
     return value
 
@@ -212,7 +248,7 @@ def behind_views(value: fx.Node) -> fx.Node:
 def _bytes_read(node: fx.Node, value: fx.Node) -> int:
     """What of a value a node reads: a view's own elements, an expanded one's source, picked rows."""
     num_bytes = min(tensor_bytes(value.meta.get("val")), tensor_bytes(behind_views(value).meta.get("val")))
-    if node.target in GATHERING and value is node.args[0]:
+    if _packet(node) in GATHERING and value is schema_call(node)[1][0]:
         return min(num_bytes, tensor_bytes(node.meta["val"]))
     return num_bytes
 

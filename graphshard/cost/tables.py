@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import TableError
+from ..errors import OptionTypeError, TableError
 
 #: Names of kinds in tables, and what they mean here.
 _KIND_OF_WORD = {
@@ -132,14 +132,26 @@ def load_tables(path: str | Path) -> CollectiveTables:
 
     Raises:
         TableError: no such file, missing columns, no rows, or rows that cannot be read, with their lines.
+        OptionTypeError: not a path.
     """
+    if not isinstance(path, (str, Path)):
+        raise OptionTypeError(f"tables={path!r} must be the path of a CSV file, or what load_tables returns")
     path = Path(path)
     try:
         text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # a ValueError: no text, or a name that no file can have
         reason = getattr(error, "strerror", None) or error
-        raise TableError(f"the table {path} cannot be read: {reason}") from error
+        raise TableError(f"the table {str(path)!r} cannot be read: {reason}") from error
     return parse_tables(text, where=str(path))
+
+
+def tables_of(tables: str | Path | CollectiveTables | None) -> CollectiveTables | None:
+    """The tables that a user gave, or the file of which; None without any.
+
+    Raises:
+        TableError, OptionTypeError: see :func:`load_tables`.
+    """
+    return tables if tables is None or isinstance(tables, CollectiveTables) else load_tables(tables)
 
 
 def parse_tables(text: str, *, where: str) -> CollectiveTables:

@@ -12,7 +12,7 @@ import graphshard
 from graphshard.collectives import ALL_GATHER, ALL_REDUCE, WAIT, is_collective
 from graphshard.context import PassContext
 from graphshard.cost import CostModel, GroupTopology, load_card, mesh_topologies
-from graphshard.errors import CardError, OptionError, TableError
+from graphshard.errors import CardError, OptionError, OptionTypeError, TableError
 from graphshard.planner.from_graph import UnpricedGroupError
 from graphshard.planner.plan import InfeasibleBudgetError
 from graphshard.rewrite import copy_graph
@@ -165,5 +165,10 @@ def test_mistakes_change_nothing(tmp_path):
         graphshard.schedule_graph(gm, hardware="h100-sxm", tables=tmp_path / "none.csv")
     with pytest.raises(OptionError, match="memory_budget='lots'"):
         graphshard.schedule_graph(gm, hardware="h100-sxm", memory_budget="lots")
+    for entry in (graphshard.schedule_graph, graphshard.inspect_graph):
+        with pytest.raises(OptionTypeError, match="hardware=None must be a card, its name"):
+            entry(gm, hardware=None)
+        with pytest.raises(OptionTypeError, match=r"tables=\[1\] must be the path of a CSV file"):
+            entry(gm, hardware="h100-sxm", tables=[1])
     assert text_of(gm, CONTEXT) == before
     assert len([node for node in gm.graph.nodes if is_collective(node) and node.target is ALL_GATHER]) == 2
