@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import fx
 
+from .collectives import is_collective
 from .context import PassContext
 from .cost import CollectiveTables, CostModel, GroupTopology, HardwareCard, load_card, load_tables
 from .errors import BudgetError
@@ -65,7 +66,7 @@ def inspect_graph(
     text = graph_text(gm)
     step = PassStep(
         graph="graph", name="captured", seconds=0.0, num_nodes=half.num_nodes,
-        num_collectives=len(half.collectives), collective_bytes=0, counts={}, skipped=(), text=text,
+        num_collectives=sum(map(is_collective, gm.graph.nodes)), collective_bytes=0, counts={}, skipped=(), text=text,
     )  # fmt: skip
     report = report_of_halves(
         [half],

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import fx
 
 from ._compat import group_by_name
-from .collectives import group_name, is_collective
+from .collectives import call_arguments, group_name, is_collective
 from .context import KnownPlan
 from .cost import CollectiveTables, CostModel, GroupTopology, HardwareCard, load_card, load_tables
 from .errors import OptionError, OptionTypeError
@@ -118,9 +118,9 @@ def topologies(
             found[name] = GroupTopology(num_ranks=len(ranks), ranks_per_node=max(map(nodes.count, nodes)))
     for node in collectives:
         name = group_name(node)
-        arguments = [argument.name for argument in node.target._schema.arguments]
-        if name not in found and "group_size" in arguments:
-            found[name] = _side_by_side(node.args[arguments.index("group_size")], per_node)
+        group_size = call_arguments(node).get("group_size")
+        if name not in found and group_size is not None:
+            found[name] = _side_by_side(group_size, per_node)
     return found
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_graphs import GROUP, GraphBuilder
 
-from graphshard.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, c10d
+from graphshard.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVES, REDUCE_SCATTER, c10d
 from graphshard.cost import GroupTopology, known_cards, layout_topologies, load_card, mesh_topologies
 from graphshard.cost.cards import COLLECTIVE_KINDS, LinkClass, Protocol
 from graphshard.cost.links import KIND_OF, collective_bytes, collective_kind, formula_seconds
@@ -214,7 +214,5 @@ def test_bytes_of_a_collective_are_those_of_its_larger_side():
 
 
 def test_every_collective_has_a_kind():
-    from graphshard.collectives import _GROUP_NAME_INDEX
-
-    assert set(KIND_OF) == set(_GROUP_NAME_INDEX)
+    assert set(KIND_OF) == COLLECTIVES
     assert set(KIND_OF.values()) == set(COLLECTIVE_KINDS)

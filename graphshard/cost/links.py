@@ -28,7 +28,15 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from ..collectives import ALL_REDUCE, ALL_TO_ALL, GATHERS, REDUCE_SCATTERS, c10d, operands
+from ..collectives import (
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    FUNCTIONAL_FORMS,
+    GATHERS,
+    REDUCE_SCATTERS,
+    c10d,
+    operands,
+)
 from ..errors import ShardingError
 from ..memory import tensor_bytes
 from ..mesh import MeshAxis, MeshLayout
@@ -43,6 +51,7 @@ KIND_OF = {
     ALL_TO_ALL: "all_to_all",
     c10d.broadcast.default: "broadcast",
 }
+KIND_OF |= {op: KIND_OF[functional] for op, functional in FUNCTIONAL_FORMS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
