@@ -43,15 +43,16 @@ from ..mesh import MeshAxis, MeshLayout
 from ..user_comms import ALL_REDUCE_HOOK
 from .cards import HardwareCard, LinkClass
 
-#: The kinds of collectives, by the ops that start them.
-KIND_OF = {
+_FUNCTIONAL_KINDS = {
     **dict.fromkeys((*GATHERS, c10d.all_gather_into_tensor_coalesced.default), "all_gather"),
     **dict.fromkeys((*REDUCE_SCATTERS, c10d.reduce_scatter_tensor_coalesced.default), "reduce_scatter"),
     **dict.fromkeys((ALL_REDUCE, c10d.all_reduce_coalesced.default, ALL_REDUCE_HOOK), "all_reduce"),
     ALL_TO_ALL: "all_to_all",
     c10d.broadcast.default: "broadcast",
 }
-KIND_OF |= {op: KIND_OF[functional] for op, functional in FUNCTIONAL_FORMS.items()}
+
+#: The kinds of collectives, by the ops that start them.
+KIND_OF = _FUNCTIONAL_KINDS | {op: _FUNCTIONAL_KINDS[form] for op, form in FUNCTIONAL_FORMS.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
