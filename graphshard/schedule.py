@@ -114,8 +114,7 @@ def topologies(
     collectives = list(filter(is_collective, gm.graph.nodes))
     for name in dict.fromkeys(map(group_name, collectives)):
         if name not in found and (ranks := _ranks_of(name)):
-            nodes = [rank // per_node for rank in ranks]
-            found[name] = GroupTopology(num_ranks=len(ranks), ranks_per_node=max(map(nodes.count, nodes)))
+            found[name] = GroupTopology.of_ranks(ranks, per_node)
     for node in collectives:
         name = group_name(node)
         group_size = call_arguments(node).get("group_size")

@@ -2,9 +2,11 @@
 
 import itertools
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from graphs import MESH, inputs_of, random_graph
 from small_graphs import GraphBuilder, aten, text_of
 
@@ -16,7 +18,7 @@ from graphshard.errors import CardError, OptionError, TableError
 from graphshard.planner.from_graph import UnpricedGroupError
 from graphshard.planner.plan import InfeasibleBudgetError
 from graphshard.rewrite import copy_graph
-from graphshard.schedule import schedule_with_prices
+from graphshard.schedule import schedule_with_prices, topologies
 from graphshard.testing import run_on_all_ranks
 
 CONTEXT = PassContext(mesh=MESH, full_checks=True)
@@ -73,6 +75,24 @@ def test_ranks_of_a_process_group_that_exists(fake_group):
     few = copy_graph(gm)
     plan = graphshard.schedule_graph(gm, hardware="cpu-ethernet-1g")
     assert graphshard.schedule_graph(few, hardware="cpu-ethernet-1g", groups={name: 2}).seconds < plan.seconds
+
+
+def test_ranks_of_a_process_group_lie_where_they_are(fake_group):
+    """Ranks 0 and 3 to 8 on nodes of 4: 2, 4 and 1 of them."""
+    fake_group(12)
+    name = dist.new_group([0, *range(3, 9)]).group_name
+    build = GraphBuilder()
+    gm = build.finish(build(WAIT, build(ALL_REDUCE, build.input("primals_0", 4, 4), "sum", name)))
+    card = replace(load_card("h100-sxm"), ranks_per_node=4)
+    assert topologies(gm, card, {}) == {
+        name: GroupTopology(num_ranks=7, ranks_per_node=4, num_nodes=3, fewest_per_node=1)
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [9, 12, 20])
+def test_a_number_of_ranks_lies_as_on_a_mesh_of_one_axis(num_ranks):
+    card = load_card("h100-sxm")
+    assert topologies(_gathers(), card, {"shard": num_ranks}) == mesh_topologies({"shard": num_ranks}, 8)
 
 
 def test_an_all_reduce_over_an_unknown_group_asks_for_its_ranks():
