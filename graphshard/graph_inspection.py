@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -52,12 +53,16 @@ def inspect_graph(
     Raises:
         CardError, TableError, OptionError, OptionTypeError: an input that cannot be read.
         UnpricedGroupError: nothing says how many ranks a group has.
+        UntypedGraphError: a collective without ``meta["val"]``.
         BudgetError: it needs more than ``memory_budget``.
+
+    Warns (UserWarning), once each, of what ``tables`` lack.
     """
     card = hardware if isinstance(hardware, HardwareCard) else load_card(hardware)
     measured = load_tables(tables) if isinstance(tables, (str, Path)) else tables
     budget = None if memory_budget is None else parse_bytes(memory_budget)
-    prices = CostModel(card=card, tables=measured, groups=topologies(gm, card, groups or {}))
+    told: list[str] = []
+    prices = CostModel(card=card, tables=measured, groups=topologies(gm, card, groups or {}), told=told)
     ctx = PassContext(device_type=card.device_type)
     notes = problem_of_graph(gm, prices, device_type=card.device_type).notes
     memory = categorized_memory(gm, ctx, device_type=card.device_type)
@@ -81,6 +86,8 @@ def inspect_graph(
     )
     if budget is not None and report.memory.peak_bytes > budget:
         raise BudgetError(budget, report.memory.peak_bytes, "the graph as it stands")
+    for message in told:
+        warnings.warn(message, UserWarning, stacklevel=2)
     sizes = [topology.num_ranks for topology in prices.groups.values()]
     return replace(
         report, num_ranks=max(sizes, default=1), worlds=worlds_of([half], prices, {}, MeshLayout())

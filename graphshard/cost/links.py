@@ -39,7 +39,7 @@ from ..collectives import (
     c10d,
     operands,
 )
-from ..errors import ShardingError
+from ..errors import OptionError, ShardingError
 from ..memory import tensor_bytes
 from ..mesh import MeshAxis, MeshLayout
 from ..user_comms import ALL_REDUCE_HOOK
@@ -159,7 +159,13 @@ def _widest_group(size: int, stride: int, num_ranks: int, ranks_per_node: int) -
 
 
 def collective_kind(node: fx.Node) -> str:
-    """One of :data:`graphshard.cost.cards.COLLECTIVE_KINDS` for the start of a collective."""
+    """One of :data:`graphshard.cost.cards.COLLECTIVE_KINDS` for the start of a collective.
+
+    Raises:
+        OptionError: the node starts none; messages between two ranks have no price.
+    """
+    if node.target not in KIND_OF:
+        raise OptionError(f"{node.name} ({node.target}) starts no collective that has a price")
     return KIND_OF[node.target]
 
 

@@ -108,20 +108,21 @@ class CollectiveTables:
         rows = self.find(kind, group, num_ranks)
         if rows is None:
             return None
-        least, most = rows.range
-        if not least <= num_bytes <= most:
-            how = (
-                "above it the bandwidth of the last two rows"
-                if num_bytes > most
-                else "below it the first row"
-            )
-            warnings.warn(
-                f"{self.source}: {kind} over {group} ({num_ranks} ranks) was measured from {least} to {most} "
-                f"bytes; {how} is used",
-                UserWarning,
-                stacklevel=2,
-            )
+        if message := self.outside(kind, num_bytes, group, num_ranks):
+            warnings.warn(message, UserWarning, stacklevel=2)
         return rows.seconds(num_bytes)
+
+    def outside(self, kind: str, num_bytes: int, group: str, num_ranks: int) -> str:
+        """What to say of a size outside of what was measured; "" for one inside, or without rows."""
+        rows = self.find(kind, group, num_ranks)
+        least, most = (num_bytes, num_bytes) if rows is None else rows.range
+        if least <= num_bytes <= most:
+            return ""
+        how = "above it the bandwidth of the last two rows" if num_bytes > most else "below it the first row"
+        return (
+            f"{self.source}: {kind} over {group} ({num_ranks} ranks) was measured from {least} to {most} "
+            f"bytes; {how} is used"
+        )
 
 
 def load_tables(path: str | Path) -> CollectiveTables:

@@ -42,7 +42,15 @@ from ..collectives import (
 from ..cost.links import collective_bytes, collective_kind
 from ..errors import GraphShardError
 from ..graph_text import dtype_text
-from ..memory import MemoryModel, copied_bytes, is_alias, is_view, kept_inputs, tensor_bytes
+from ..memory import (
+    MemoryModel,
+    copied_bytes,
+    is_alias,
+    is_view,
+    kept_inputs,
+    tensor_bytes,
+    tensors_of,
+)
 from ..prices import GraphPrices, Prices
 from ..provenance import is_accumulation, is_layout
 from ..rows import RowPlace
@@ -68,6 +76,10 @@ MERGEABLE = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
 
 class UnpricedGroupError(GraphShardError, ValueError):
     """A collective runs on a process group that the prices do not know."""
+
+
+class UntypedGraphError(GraphShardError, ValueError):
+    """A collective, or what it sends, has no ``meta["val"]``."""
 
 
 class PriceError(GraphShardError, ValueError):
@@ -116,10 +128,12 @@ def problem_of_graph(
         measures_memory: say what is live at each task, without which only time can be simulated.
 
     Raises:
+        UntypedGraphError: lists the collectives whose sizes are not known.
         UnpricedGroupError: lists the groups without a price, with a collective of each.
         PriceError: a price that cannot be.
         ProblemError: buckets, prefetches or limits that contradict each other, or name other nodes.
     """
+    _check_typed(gm)
     written = {
         base
         for node in gm.graph.nodes
@@ -163,6 +177,19 @@ def problem_of_graph(
         unplanned=tuple(unplanned),
         notes=tuple(notes),
     )
+
+
+def _check_typed(gm: fx.GraphModule) -> None:
+    untyped = [
+        f"{node.name} ({short_name(node)})"
+        for node in filter(is_collective, gm.graph.nodes)
+        if not all(tensors_of(value.meta.get("val")) for value in (node, *operands(node)))
+    ]
+    if untyped:
+        raise UntypedGraphError(
+            f'these collectives, or what they send, have no meta["val"], which says their bytes: {", ".join(untyped)}; '
+            "capture the graph on fake tensors, or run torch.fx.passes.fake_tensor_prop.FakeTensorProp on it"
+        )
 
 
 def _movable(gm: fx.GraphModule, written: Set[fx.Node]) -> tuple[list[fx.Node], list[str]]:
