@@ -51,6 +51,7 @@ __all__ = [
     "TorchDynamoException",
     "below_autograd",
     "capture_with_dynamo",
+    "collective_op",
     "detect_fake_mode",
     "export_joint",
     "flatten_mesh",
@@ -73,6 +74,12 @@ __all__ = [
     "tree_map",
     "uses_gloo",
 ]
+
+
+def collective_op(name: str) -> Any:
+    """The op ``_c10d_functional.NAME``; None where this torch has none of that name."""
+    packet = getattr(torch.ops._c10d_functional, name, None)
+    return None if packet is None else packet.default
 
 
 def lazy_graph_modules() -> AbstractContextManager[None]:

@@ -7,12 +7,14 @@ graph (the pass ``lower_shards``). So the two cannot drift apart.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
+from ._compat import collective_op
 from .buckets import ADD_ROWS
 from .params import ReduceGradCall, Scaling, UnshardCall, gradient_scaling, padded_rows, padded_shape
 from .user_comms import ALL_REDUCE_HOOK, CUSTOM_ALL_GATHER, CUSTOM_REDUCE_SCATTER
@@ -31,34 +33,48 @@ WAIT = c10d.wait_tensor.default
 GATHERS = (ALL_GATHER, CUSTOM_ALL_GATHER)
 REDUCE_SCATTERS = (REDUCE_SCATTER, CUSTOM_REDUCE_SCATTER)
 
-#: Where each collective keeps the name of its process group, and what else the ranks must agree on.
-_GROUP_NAME_INDEX: dict[Any, int] = {
-    ALL_GATHER: 2,
-    REDUCE_SCATTER: 3,
-    ALL_REDUCE: 2,
-    ALL_TO_ALL: 3,
-    c10d.all_gather_into_tensor_coalesced.default: 2,
-    c10d.reduce_scatter_tensor_coalesced.default: 3,
-    c10d.all_reduce_coalesced.default: 2,
-    c10d.broadcast.default: 2,
-    CUSTOM_ALL_GATHER: 2,
-    CUSTOM_REDUCE_SCATTER: 3,
-    ALL_REDUCE_HOOK: 2,
+#: Ops that write their result to memory they are given, by the op that returns it instead; those this torch has.
+_IN_MEMORY: dict[str, Any] = {
+    "all_gather_into_tensor_out": ALL_GATHER,
+    "reduce_scatter_tensor_out": REDUCE_SCATTER,
+    "all_reduce_": ALL_REDUCE,
+    "all_reduce_coalesced_": c10d.all_reduce_coalesced.default,
+    "broadcast_": c10d.broadcast.default,
 }
-_SETTING_INDEX: dict[Any, int] = {
-    c10d.broadcast.default: 1,
-    REDUCE_SCATTER: 1,
-    ALL_REDUCE: 1,
-    c10d.reduce_scatter_tensor_coalesced.default: 1,
-    c10d.all_reduce_coalesced.default: 1,
-    CUSTOM_REDUCE_SCATTER: 1,
-    ALL_REDUCE_HOOK: 1,
+FUNCTIONAL_FORMS: dict[Any, Any] = {
+    op: functional for name, functional in _IN_MEMORY.items() if (op := collective_op(name)) is not None
 }
+
+#: Every op that starts a collective.
+COLLECTIVES = frozenset(
+    {
+        ALL_GATHER,
+        REDUCE_SCATTER,
+        ALL_REDUCE,
+        ALL_TO_ALL,
+        c10d.all_gather_into_tensor_coalesced.default,
+        c10d.reduce_scatter_tensor_coalesced.default,
+        c10d.all_reduce_coalesced.default,
+        c10d.broadcast.default,
+        CUSTOM_ALL_GATHER,
+        CUSTOM_REDUCE_SCATTER,
+        ALL_REDUCE_HOOK,
+        *FUNCTIONAL_FORMS,
+    }
+)
+
+#: Messages between two ranks: the others of the group take no part, so these are no collectives.
+POINT_TO_POINT = frozenset(filter(None, map(collective_op, ("isend", "irecv", "batch_p2p_ops"))))
 
 
 def is_collective(node: fx.Node) -> bool:
-    """True for a node that starts a functional collective."""
-    return node.op == "call_function" and node.target in _GROUP_NAME_INDEX
+    """True for a node that starts a functional collective, or one that writes to memory it is given."""
+    return node.op == "call_function" and node.target in COLLECTIVES
+
+
+def is_point_to_point(node: fx.Node) -> bool:
+    """True for a node that sends to one rank, or receives from one."""
+    return node.op == "call_function" and node.target in POINT_TO_POINT
 
 
 def is_wait(node: fx.Node) -> bool:
@@ -66,27 +82,68 @@ def is_wait(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is WAIT
 
 
+def functional_form(target: Any) -> Any:
+    """The op that returns what ``target`` writes to memory it is given; ``target`` itself for any other."""
+    return FUNCTIONAL_FORMS.get(target, target)
+
+
 def short_name(node: fx.Node) -> str:
     """``all_gather_into_tensor`` of ``_c10d_functional.all_gather_into_tensor.default``."""
     return str(node.target).split(".")[-2]
 
 
+def call_arguments(node: fx.Node) -> dict[str, Any]:
+    """What an op is called with, by the names of its schema and in their order, however the call passes them."""
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {name: given[name] for name in names if name in given}
+
+
 def group_name(node: fx.Node) -> str:
     """Name of the process group of a collective."""
-    return str(node.args[_GROUP_NAME_INDEX[node.target]])
+    return str(call_arguments(node)["group_name"])
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
-    """The values a collective communicates: its inputs, less the handle that leads to a user's object."""
-    has_handle = node.target in (CUSTOM_ALL_GATHER, CUSTOM_REDUCE_SCATTER, ALL_REDUCE_HOOK)
-    handle = node.args[-1] if has_handle else None
-    return [source for source in node.all_input_nodes if source is not handle]
+    """The values a collective communicates: its inputs, less where it writes to and what leads to a user's object."""
+    arguments = call_arguments(node)
+    apart = [arguments.get(name) for name in ("out", "handle")]
+    return [source for source in node.all_input_nodes if source not in apart]
 
 
 def setting(node: fx.Node) -> str:
     """What the ranks must agree on besides types: a reduction (``"sum"``), a broadcast's source; or ""."""
-    index = _SETTING_INDEX.get(node.target)
-    return "" if index is None else str(node.args[index])
+    arguments = call_arguments(node)
+    return str(arguments.get("reduce_op", arguments.get("src", "")))
+
+
+def written_operands(node: fx.Node) -> list[fx.Node]:
+    """The inputs that an op writes to, by its schema."""
+    is_op = node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+    if not (is_op and node.target._schema.is_mutable):
+        return []
+    given = call_arguments(node)
+    found: list[fx.Node] = []
+    for argument in node.target._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = given.get(argument.name)
+            items = value if isinstance(value, (tuple, list)) else (value,)
+            found += [item for item in items if isinstance(item, fx.Node)]
+    return found
+
+
+def waits_of(collective: fx.Node) -> list[fx.Node]:
+    """The waits for a collective, or for the items of a coalesced one, in the order of the items.
+
+    Where nothing waits for the result of one that writes to memory it is given: the next wait for that memory.
+    """
+    items = [user for user in collective.users if user.target is operator.getitem]
+    found = [wait for source in (collective, *items) for wait in source.users if is_wait(wait)]
+    if not found:
+        for memory in written_operands(collective):
+            later = [user for user in memory.users if is_wait(user) and collective < user]
+            found += [min(later)] if later else []
+    return found
 
 
 class Emitter(Protocol):

@@ -12,7 +12,7 @@ from enum import Enum
 import torch
 from torch import fx
 
-from .collectives import GATHERS, is_collective, is_wait, short_name
+from .collectives import GATHERS, is_collective, is_wait, short_name, waits_of, written_operands
 from .context import PassContext
 from .graph_text import value_text
 from .ops import REDUCE_GRAD, UNSHARD
@@ -75,19 +75,14 @@ def check_waited(gm: fx.GraphModule, ctx: PassContext) -> list[str]:
     """WAITED."""
     problems = []
     for node in filter(is_collective, gm.graph.nodes):
-        waits = _waits_of(node)
+        waits = waits_of(node)
         readers = [user for user in node.users if not is_wait(user) and not _is_getitem(user)]
         if readers and readers != [gm.graph.output_node()]:
             problems.append(f"{node.name} ({short_name(node)}) is read by {readers[0].name} before a wait")
-        expected = sum(map(_is_getitem, node.users)) or 1
+        expected = sum(map(_is_getitem, node.users)) or len(written_operands(node)) or 1
         if len(waits) != expected and not readers:
             problems.append(f"{node.name} ({short_name(node)}) has {len(waits)} waits, expected {expected}")
     return problems
-
-
-def _waits_of(node: fx.Node) -> list[fx.Node]:
-    direct = [user for user in node.users if is_wait(user)]
-    return direct + [wait for item in node.users if _is_getitem(item) for wait in item.users if is_wait(wait)]
 
 
 def _is_getitem(node: fx.Node) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from torch import fx
 
+from .collectives import is_collective
 from .context import PassContext
 from .cost import CollectiveTables, CostModel, GroupTopology, HardwareCard, card_of, tables_of
 from .errors import BudgetError
@@ -51,12 +53,16 @@ def inspect_graph(
     Raises:
         CardError, TableError, OptionError, OptionTypeError: an input that cannot be read.
         UnpricedGroupError: nothing says how many ranks a group has.
+        UntypedGraphError: a collective without ``meta["val"]``.
         BudgetError: it needs more than ``memory_budget``.
+
+    Warns (UserWarning), once each, of what ``tables`` lack.
     """
     card = card_of(hardware)
     measured = tables_of(tables)
     budget = None if memory_budget is None else parse_bytes(memory_budget)
-    prices = CostModel(card=card, tables=measured, groups=topologies(gm, card, groups or {}))
+    told: list[str] = []
+    prices = CostModel(card=card, tables=measured, groups=topologies(gm, card, groups or {}), told=told)
     ctx = PassContext(device_type=card.device_type)
     notes = problem_of_graph(gm, prices, device_type=card.device_type).notes
     memory = categorized_memory(gm, ctx, device_type=card.device_type)
@@ -65,7 +71,7 @@ def inspect_graph(
     text = graph_text(gm)
     step = PassStep(
         graph="graph", name="captured", seconds=0.0, num_nodes=half.num_nodes,
-        num_collectives=len(half.collectives), collective_bytes=0, counts={}, skipped=(), text=text,
+        num_collectives=sum(map(is_collective, gm.graph.nodes)), collective_bytes=0, counts={}, skipped=(), text=text,
     )  # fmt: skip
     report = report_of_halves(
         [half],
@@ -80,6 +86,8 @@ def inspect_graph(
     )
     if budget is not None and report.memory.peak_bytes > budget:
         raise BudgetError(budget, report.memory.peak_bytes, "the graph as it stands")
+    for message in told:
+        warnings.warn(message, UserWarning, stacklevel=2)
     sizes = [topology.num_ranks for topology in prices.groups.values()]
     return replace(
         report, num_ranks=max(sizes, default=1), worlds=worlds_of([half], prices, {}, MeshLayout())

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .collectives import group_name, is_collective, operands, setting, short_name
+from .collectives import call_arguments, group_name, is_collective, operands, setting, short_name
 from .mesh import MeshLayout
 from .ops import REDUCE_GRAD, UNSHARD
 from .params import ParameterBinding, ReduceGradCall, UnshardCall
@@ -183,17 +183,18 @@ class _GraphPrinter:
             return f"shard {binding.name} {placement}, unit {binding.unit}"
         if node.op == "get_attr":
             return f"attribute {node.target}"
-        args = list(node.args)
-        suffix = ""
+        args, named, suffix = list(node.args), dict(node.kwargs), ""
         if is_collective(node):
             suffix = f", axis={labels[group_name(node)]}"
-            args = [arg for arg in args if arg != group_name(node)]
+            arguments = {key: value for key, value in call_arguments(node).items() if key != "group_name"}
+            named = {key: arguments.pop(key) for key in ("out",) if key in arguments}
+            args = list(arguments.values())
         elif node.target in (SPREAD, KEEP_PIECE):
             suffix = f", axis={self._axis_label(args.pop())}"
         parts = [self._value(arg) for arg in args]
         if node.target in _CALLS:
             parts = self._shard_op_arguments(_CALLS[node.target](*args))
-        parts += [f"{key}={self._value(value)}" for key, value in node.kwargs.items()]
+        parts += [f"{key}={self._value(value)}" for key, value in named.items()]
         return f"{self._op_name(node.target)}({', '.join(parts)}{suffix})"
 
     def _axis_label(self, group: str) -> str:

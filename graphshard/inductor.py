@@ -37,7 +37,7 @@ from ._compat import (
     run_and_save_rng_state,
     run_with_rng_state,
 )
-from .collectives import is_collective, is_wait, short_name
+from .collectives import is_collective, is_point_to_point, is_wait, short_name, written_operands
 from .errors import OptionError
 from .rewrite import fake_result
 
@@ -263,15 +263,16 @@ def planned_order(gm: fx.GraphModule) -> list[str]:
     names: dict[fx.Node, str] = {}
     order = []
     for node in gm.graph.nodes:
-        if is_collective(node):
-            kind = short_name(node)
-            names[node] = f"{kind} {counts.setdefault(kind, 0)}"
+        if is_collective(node) or is_point_to_point(node):
+            kind = short_name(node).rstrip("_").removesuffix("_out")
+            name = f"{kind} {counts.setdefault(kind, 0)}"
+            names |= dict.fromkeys((node, *written_operands(node)), name)
             counts[kind] += 1
-            order.append(f"start {names[node]}")
+            order.append(f"start {name}")
         elif is_wait(node):
             source = node.all_input_nodes[0]
-            source = source if source in names else source.all_input_nodes[0]
-            order.append(f"wait {names[source]}")
+            known = [names[one] for one in (source, *source.all_input_nodes) if one in names]
+            order.append(f"wait {known[0] if known else source.name}")
         elif node.op == "call_function" and getattr(node.target, "namespace", "") == "aten":
             order.append(f"run {node.target._opname}")
     return order
@@ -382,9 +383,9 @@ def order_difference(planned: Sequence[str], emitted: Sequence[str]) -> str:
         if planned.count(op) != emitted.count(op):
             continue
         may_be_late = sum(number for merged, number in late.items() if _MADE_OF[merged] == op)
-        for step, want, have in zip(steps, _runs_before(planned, op), _runs_before(emitted, op), strict=True):
-            if not want - may_be_late <= have <= want:
-                return f"in front of {step!r}: planned {want} times {op!r}, emitted {have}"
+        for step, most, run in zip(steps, _runs_before(planned, op), _runs_before(emitted, op), strict=True):
+            if not most - may_be_late <= run <= most:
+                return f"in front of {step!r}: planned {most} times {op!r}, emitted {run}"
     return ""
 
 

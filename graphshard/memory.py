@@ -23,7 +23,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from .collectives import ALL_GATHER, REDUCE_SCATTER, aten, is_collective, is_wait
+from .collectives import (
+    ALL_GATHER,
+    REDUCE_SCATTER,
+    aten,
+    functional_form,
+    is_collective,
+    is_point_to_point,
+    is_wait,
+    operands,
+    waits_of,
+    written_operands,
+)
 
 #: Copies a collective holds while it runs, per device type: multiples of its input and of its output.
 #: Gloo (cpu) gathers into a flat buffer of its own and reduces a clone of the input; an exchange, which
@@ -174,8 +185,8 @@ def copied_bytes(collective: fx.Node, device_type: str | None = None) -> int:
     """
     output = collective.meta["val"]
     device = device_type or tensors_of(output)[0].device.type
-    of_input, of_output = BACKEND_COPIES.get(device, {}).get(collective.target, (0, 0))
-    input_bytes = sum(tensor_bytes(arg.meta["val"]) for arg in collective.all_input_nodes)
+    of_input, of_output = BACKEND_COPIES.get(device, {}).get(functional_form(collective.target), (0, 0))
+    input_bytes = sum(tensor_bytes(arg.meta["val"]) for arg in operands(collective))
     return of_input * input_bytes + of_output * tensor_bytes(output)
 
 
@@ -212,7 +223,7 @@ class MemoryModel:
             if not (is_view(node) or self._is_inlined(node)):
                 for buffer in self._read(node):
                     buffer.readers.append(node)
-            if is_collective(node):
+            if is_collective(node) or is_point_to_point(node):
                 self._hold_until_waited(node)
 
     def timeline(self, order: Sequence[fx.Node]) -> MemoryTimeline:
@@ -279,9 +290,13 @@ class MemoryModel:
             return
         if node.target is operator.getitem and node.args[0].op == "call_function":
             source, index = node.args[:2]
-            if not is_alias(source):
+            if is_collective(source) or not is_alias(source):
                 yield from self._items(source, index)
                 return
+        if is_collective(node) and (memory := written_operands(node)):
+            for target in memory:
+                yield from self._seen[target]
+            return
         if is_alias(node) or self._is_inlined(node):
             yield from self._read(node)
             return
@@ -315,6 +330,7 @@ class MemoryModel:
         waits = [
             reader for reader in _readers_through_aliases(collective, through_waits=False) if is_wait(reader)
         ]
+        waits = waits or waits_of(collective)
         for buffer in self._read(collective):
             buffer.readers.extend(waits)
         if num_bytes := copied_bytes(collective, self._device_type):

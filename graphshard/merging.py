@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from .buckets import JOIN, PACK, UNPACK
-from .collectives import REDUCE_SCATTERS, WAIT, aten, is_wait, operands
+from .collectives import REDUCE_SCATTERS, WAIT, aten, call_arguments, is_wait, operands
 from .provenance import gathered_shard, is_layout
 from .rewrite import GraphEmitter, recompute_tags
 from .rows import RowPlace, are_neighbours
@@ -27,7 +27,7 @@ def merge_gathers(graph: fx.Graph, members: list[fx.Node], places: Sequence[RowP
         members: gathers of one group, dtype and settings.
         places: where the shard of each lies, None for one without a place; left out, none has one.
     """
-    _, group_size, *rest = members[0].args
+    _, group_size, *rest = call_arguments(members[0]).values()
     inputs = [_input_of(member) for member in members]
     for moved in _chains_to_shards(inputs):
         members[0].prepend(moved)
@@ -78,7 +78,7 @@ def _joined(
 
 def merge_reductions(graph: fx.Graph, members: list[fx.Node]) -> fx.Node:
     """Merges reductions where the last of ``members`` stands; returns the reduction of the bucket."""
-    _, *arguments = members[0].args
+    _, *arguments = call_arguments(members[0]).values()
     inputs = [_input_of(member) for member in members]
     target = members[0].target
     num_rows = arguments[1] if target in REDUCE_SCATTERS else 1

@@ -153,9 +153,9 @@ class Placement:
         if node in self._all_reduces:
             self._close_all_reduce_before(node)
         self._placed[node] = None
-        if is_wait(node) and node.args[0] in self._rank:
+        if is_wait(node) and node.all_input_nodes[0] in self._rank:
             self._unpack(node)
-            for upcoming in self._upcoming(node.args[0]):
+            for upcoming in self._upcoming(node.all_input_nodes[0]):
                 self._place(upcoming)
 
     def _upcoming(self, gather: fx.Node) -> Sequence[fx.Node]:
@@ -236,7 +236,7 @@ def _second_reductions(graph: fx.Graph, ctx: PassContext, reductions: list[fx.No
     reduced: set[fx.Node] = set()
     for node in graph.nodes:
         sources = [source for source in node.all_input_nodes if source.op != "placeholder"]
-        if is_wait(node) and node.args[0] in reductions:
+        if is_wait(node) and node.all_input_nodes[0] in reductions:
             reduced.add(node)
         elif not sources or not all(source in reduced for source in sources):
             continue

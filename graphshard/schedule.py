@@ -8,15 +8,17 @@ planned again, with more memory where a task took more than planned, else for a 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch import fx
 
 from ._compat import group_by_name
-from .collectives import group_name, is_collective
+from .collectives import call_arguments, group_name, is_collective, short_name
 from .context import KnownPlan
 from .cost import CollectiveTables, CostModel, GroupTopology, HardwareCard, card_of, tables_of
 from .errors import OptionError, OptionTypeError
@@ -79,15 +81,21 @@ def schedule_graph(
         The plan, with predicted times, bounds and reasons.
 
     Raises:
-        CardError, TableError, OptionError, OptionTypeError: a card, table or budget that cannot be read.
+        CardError, TableError, OptionError, OptionTypeError: a card, table, budget, group or shared link that cannot be
+            read; ranks of a group that contradict its collectives; links of groups that are not known.
         InfeasibleBudgetError: no plan keeps the budget; names one that a plan keeps.
         ProblemError: buckets, prefetches or limits that contradict each other, or name other nodes.
         UnpricedGroupError: nothing says how many ranks a group has.
+        UntypedGraphError: a collective without ``meta["val"]``.
+
+    Warns (UserWarning), once each, of what ``tables`` lack.
     """
     card = card_of(hardware)
     measured = tables_of(tables)
-    model = CostModel(card=card, tables=measured, groups=topologies(gm, card, groups or {}))
-    return schedule_with_prices(
+    told: list[str] = []
+    model = CostModel(card=card, tables=measured, groups=topologies(gm, card, groups or {}), told=told)
+    _check_links(shared_links, model.groups)
+    planned = plan_graph(
         gm,
         model,
         memory_budget=memory_budget,
@@ -100,6 +108,25 @@ def schedule_graph(
         ),
         device_type=card.device_type,
     )
+    for message in told:
+        warnings.warn(message, UserWarning, stacklevel=2)
+    return _put(gm, planned)
+
+
+def _check_links(shared_links: Any, groups: Mapping[str, GroupTopology]) -> None:
+    is_list = isinstance(shared_links, Sequence) and not isinstance(shared_links, str)
+    if not is_list or any(
+        isinstance(names, str) or not isinstance(names, Collection) for names in shared_links
+    ):
+        raise OptionTypeError(
+            f"shared_links={shared_links!r} must be a list with the names of the groups on each link, "
+            '[("replicate", "shard")] for instance'
+        )
+    if unknown := [name for names in shared_links for name in names if name not in groups]:
+        raise OptionError(
+            f"shared_links names {', '.join(map(repr, unknown))}, but the graph and groups= have "
+            f"{', '.join(map(repr, groups)) or 'no group'}"
+        )
 
 
 def topologies(
@@ -108,26 +135,64 @@ def topologies(
     """The groups of a graph's collectives: ``given`` ones, then torch's, then as the collectives say.
 
     Ranks of groups that torch does not know lie side by side, as many to a node as the card has.
+
+    Raises:
+        OptionTypeError: ``given`` is no mapping to numbers or topologies.
+        OptionError: numbers below 1, or others than a collective of the group says.
     """
     per_node = int(card.ranks_per_node)
-    found = {name: _side_by_side(value, per_node) for name, value in given.items()}
+    found = _given_topologies(given, per_node)
     collectives = list(filter(is_collective, gm.graph.nodes))
+    _check_sizes(collectives, found)
     for name in dict.fromkeys(map(group_name, collectives)):
         if name not in found and (ranks := _ranks_of(name)):
-            nodes = [rank // per_node for rank in ranks]
-            found[name] = GroupTopology(num_ranks=len(ranks), ranks_per_node=max(map(nodes.count, nodes)))
+            found[name] = GroupTopology.of_ranks(ranks, per_node)
     for node in collectives:
         name = group_name(node)
-        arguments = [argument.name for argument in node.target._schema.arguments]
-        if name not in found and "group_size" in arguments:
-            found[name] = _side_by_side(node.args[arguments.index("group_size")], per_node)
+        group_size = call_arguments(node).get("group_size")
+        if name not in found and group_size is not None:
+            found[name] = _side_by_side(group_size, per_node)
     return found
 
 
-def _side_by_side(value: int | GroupTopology, per_node: int) -> GroupTopology:
-    if isinstance(value, GroupTopology):
-        return value
-    return GroupTopology(num_ranks=value, ranks_per_node=min(value, per_node))
+def _given_topologies(given: object, per_node: int) -> dict[str, GroupTopology]:
+    if not isinstance(given, Mapping):
+        raise OptionTypeError(
+            f"groups={given!r} must be ranks, or topologies, by the names of process groups"
+        )
+    found = {}
+    for name, value in given.items():
+        if isinstance(value, GroupTopology):
+            found[name] = value
+        elif isinstance(value, bool) or not isinstance(value, int):
+            raise OptionTypeError(
+                f"groups[{name!r}]={value!r} must be a number of ranks (an int) or a GroupTopology"
+            )
+        elif value < 1:
+            raise OptionError(f"groups[{name!r}]={value} must be the number of ranks, 1 or more")
+        else:
+            found[name] = _side_by_side(value, per_node)
+    return found
+
+
+def _check_sizes(collectives: Sequence[fx.Node], given: Mapping[str, GroupTopology]) -> None:
+    wrong: dict[str, str] = {}
+    for node in collectives:
+        name, size = group_name(node), call_arguments(node).get("group_size")
+        if name in given and isinstance(size, int) and size != given[name].num_ranks:
+            ranks = given[name].num_ranks
+            wrong.setdefault(
+                name,
+                f"groups[{name!r}] has {ranks} ranks, but {node.name} ({short_name(node)}) has group_size={size}",
+            )
+    if wrong:
+        raise OptionError(
+            f"{'; '.join(wrong.values())}: give as many as the graph says, or leave the group out"
+        )
+
+
+def _side_by_side(num_ranks: int, per_node: int) -> GroupTopology:
+    return GroupTopology(num_ranks=num_ranks, ranks_per_node=min(num_ranks, per_node))
 
 
 def _ranks_of(name: str) -> list[int]:
@@ -159,6 +224,11 @@ def schedule_with_prices(
         wishes=wishes,
         device_type=device_type,
     )
+    return _put(gm, planned)
+
+
+def _put(gm: fx.GraphModule, planned: PlannedGraph) -> Plan:
+    """Changes the graph that was planned."""
     gm.graph = planned.gm.graph
     gm.recompile()
     return planned.plan

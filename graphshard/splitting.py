@@ -13,7 +13,16 @@ from itertools import pairwise
 from torch import fx
 
 from .buckets import JOIN_PARTS, PACK
-from .collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, aten, is_wait, operands
+from .collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    WAIT,
+    aten,
+    call_arguments,
+    is_wait,
+    operands,
+)
 from .provenance import gathered_shard, is_layout
 from .rewrite import GraphEmitter, copy_graph, recompute_tags
 
@@ -58,18 +67,18 @@ def split_collective(graph: fx.Graph, whole: fx.Node, num_parts: int) -> list[fx
         num_parts: 2 to :func:`num_rows`; rows are dealt out as evenly as they can be.
     """
     rows, (wait,) = num_rows(whole), whole.users
+    _, *settings = call_arguments(whole).values()
     ends = [index * rows // num_parts for index in range(num_parts + 1)]
     with graph.inserting_before(whole):
         emit = GraphEmitter(graph, origin=whole, extra_meta=recompute_tags(whole))
         parts = [
-            emit(whole.target, _piece(emit, whole, start, end), *whole.args[1:])
-            for start, end in pairwise(ends)
+            emit(whole.target, _piece(emit, whole, start, end), *settings) for start, end in pairwise(ends)
         ]
     chain, reader = _until_read(wait)
     with graph.inserting_before(wait):
         waited = [emit(WAIT, part) for part in parts]
     with graph.inserting_before(reader):
-        joined = emit(JOIN_PARTS, waited, whole.args[1] if whole.target is ALL_GATHER else 1)
+        joined = emit(JOIN_PARTS, waited, settings[0] if whole.target is ALL_GATHER else 1)
         result = emit(aten.view.default, joined, list(wait.meta["val"].shape))
     for node in chain:
         reader.prepend(node)
@@ -85,7 +94,8 @@ def split_collective(graph: fx.Graph, whole: fx.Node, num_parts: int) -> list[fx
 def _piece(emit: GraphEmitter, whole: fx.Node, start: int, end: int) -> fx.Node:
     """What the part of some rows sends."""
     if whole.target is REDUCE_SCATTER:
-        (sent,), num_ranks, shape = operands(whole), whole.args[2], list(whole.meta["val"].shape)
+        (sent,), shape = operands(whole), list(whole.meta["val"].shape)
+        num_ranks = call_arguments(whole)["group_size"]
         rows = emit(aten.view.default, sent, [num_ranks, *shape])
         packed = emit(PACK, [emit(aten.slice.Tensor, rows, 1, start, end)], num_ranks)
         return emit(aten.view.default, packed, [num_ranks * (end - start), *shape[1:]])

@@ -33,6 +33,7 @@ from torch import fx
 from graphshard.collectives import (
     REDUCE_SCATTER,
     WAIT,
+    call_arguments,
     emit_exchange,
     emit_sum_of_exchange,
     group_name,
@@ -87,7 +88,7 @@ def _obstacle(node: fx.Node, is_gradient: bool) -> str:
 
 
 def _exchange(graph: fx.Graph, node: fx.Node) -> None:
-    value, operation, num_ranks, group = node.args
+    value, operation, num_ranks, group = call_arguments(node).values()
     (wait,) = node.users
     emit = GraphEmitter(graph, origin=node)
     with graph.inserting_before(node):

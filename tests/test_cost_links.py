@@ -1,15 +1,17 @@
 """Times of collectives: formulas counted by hand, topologies of meshes, what must hold for every card."""
 
+from dataclasses import replace
+
 import pytest
 from cost_cards import ROUND_CARD, round_card
 from hypothesis import given
 from hypothesis import strategies as st
 from small_graphs import GROUP, GraphBuilder
 
-from graphshard.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, c10d
+from graphshard.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, COLLECTIVES, REDUCE_SCATTER, c10d
 from graphshard.cost import GroupTopology, known_cards, layout_topologies, load_card, mesh_topologies
 from graphshard.cost.cards import COLLECTIVE_KINDS, LinkClass, Protocol
-from graphshard.cost.links import KIND_OF, collective_bytes, collective_kind, formula_seconds
+from graphshard.cost.links import KIND_OF, collective_bytes, collective_kind, formula_seconds, formula_ways
 from graphshard.errors import ShardingError
 from graphshard.mesh import MeshAxis, MeshLayout
 
@@ -154,6 +156,92 @@ def _shape(group):
     return group.num_ranks, group.ranks_per_node, group.num_nodes
 
 
+def _lies(num_ranks, most, num_nodes, fewest):
+    return GroupTopology(num_ranks=num_ranks, ranks_per_node=most, num_nodes=num_nodes, fewest_per_node=fewest)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "expected"),
+    [
+        ({"shard": 9}, {"shard": _lies(9, 8, 2, 1)}),
+        ({"shard": 12}, {"shard": _lies(12, 8, 2, 4)}),
+        ({"shard": 17}, {"shard": _lies(17, 8, 3, 1)}),
+        ({"a": 6, "b": 6}, {"a": _lies(6, 2, 5, 1), "b": _lies(6, 4, 2, 2)}),
+        ({"a": 4, "b": 3}, {"a": _lies(4, 3, 2, 1), "b": _lies(3, 2, 2, 1)}),
+        ({"a": 5, "b": 3}, {"a": _lies(5, 3, 2, 2), "b": _lies(3, 2, 2, 1)}),
+    ],
+    ids=str,
+)
+def test_sizes_that_do_not_fill_nodes(mesh, expected):
+    assert mesh_topologies(mesh, 8) == expected
+
+
+@pytest.mark.parametrize("num_ranks", [1, 7, 8, 9, 12, 16, 17, 20])
+def test_ranks_side_by_side_lie_as_those_of_a_mesh_of_one_axis(num_ranks):
+    alone = GroupTopology(num_ranks=num_ranks, ranks_per_node=min(num_ranks, 8))
+    assert alone == mesh_topologies({"shard": num_ranks}, 8)["shard"]
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "broadcast"])
+def test_the_node_with_the_fewest_ranks_limits_what_goes_around(kind):
+    """8 ranks on one node and 1 on the other, which has one card of 1 GB/s."""
+    num_bytes = 2**33
+    moved = num_bytes if kind == "broadcast" else num_bytes * 8 / 9
+    assert _seconds(kind, num_bytes, _lies(9, 8, 2, 1)) == pytest.approx(moved / 1e9, rel=1e-3)
+
+
+def test_the_rank_that_is_alone_sends_to_all_others_through_its_card():
+    num_bytes = 2**33
+    expected = 8e-5 + num_bytes * 8 / 9 / 1e9
+    assert _seconds("all_to_all", num_bytes, _lies(9, 8, 2, 1)) == pytest.approx(expected)
+
+
+@given(
+    kind=st.sampled_from(["all_gather", "reduce_scatter", "all_reduce"]),
+    num_ranks=st.integers(9, 64),
+    num_bytes=st.integers(2**24, 2**32),
+)
+def test_a_node_that_is_not_full_makes_nothing_faster(kind, num_ranks, num_bytes):
+    """Than full nodes, whose groups move as many bytes a rank."""
+    part = mesh_topologies({"shard": num_ranks}, 8)["shard"]
+    full = GroupTopology(num_ranks=8 * part.num_nodes, ranks_per_node=8)
+    share = (num_ranks - 1) / num_ranks * full.num_ranks / (full.num_ranks - 1)
+    floor = 2**24 / 1e10  # latencies of more hops
+    assert _seconds(kind, num_bytes, part) >= 0.99 * _seconds(kind, int(num_bytes * share), full) - floor
+
+
+@pytest.mark.parametrize(("near", "nodes", "fewest"), [(8, 3, 4), (8, 2, 5), (4, 2, 4), (6, 2, 7)])
+def test_nodes_that_cannot_hold_a_group(near, nodes, fewest):
+    message = f"a group of 12 ranks cannot lie on {nodes} nodes with {fewest} to {near} of them on each"
+    with pytest.raises(ShardingError, match=message):
+        _lies(12, near, nodes, fewest)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "per_node", "complaint"),
+    [
+        ({"a": 4, "shard": 0}, 8, "axis 'shard' is 0"),
+        ({"a": -4, "shard": 2.5}, 8, "axis 'a' is -4, axis 'shard' is 2.5"),
+        ({"a": 4}, 0, "ranks_per_node is 0"),
+        ({"a": True}, 8, "axis 'a' is True"),
+    ],
+)
+def test_a_mesh_that_cannot_be(mesh, per_node, complaint):
+    with pytest.raises(ShardingError, match=f"at least one rank on each axis and in each node, but {complaint}$"):
+        mesh_topologies(mesh, per_node)
+
+
+@pytest.mark.parametrize(("protocol_of", "group"), [("intra_node", ONE_NODE), ("inter_node", FOUR_NODES)])
+def test_a_protocol_of_the_only_link_a_group_uses_counts(protocol_of, group):
+    """Also where the other link has none of that name; over both links both must have it."""
+    fast = Protocol(name="ll", latency_seconds=1e-8, bandwidth_fraction=0.5)
+    card = round_card(**{protocol_of: replace(getattr(ROUND_CARD, protocol_of), protocols=(fast,))})
+    num_hops = 7 if group is ONE_NODE else 2
+    assert _seconds("all_gather", 1, group, card) == pytest.approx(num_hops * 1e-8, rel=0.1)
+    assert formula_ways("all_gather", 1, group, card) != formula_ways("all_gather", 1, group, ROUND_CARD)
+    assert _seconds("all_gather", 1, BOTH, card) == _seconds("all_gather", 1, BOTH)
+
+
 @pytest.mark.parametrize(
     ("mesh", "expected"),
     [
@@ -167,8 +255,8 @@ def _shape(group):
             {"replicate": 2, "shard": 8, "tp": 4},
             {"replicate": (2, 1, 2), "shard": (8, 2, 4), "tp": (4, 4, 1)},
         ),
-        ({"shard": 12}, {"shard": (12, 6, 2)}),
-        ({"replicate": 4, "shard": 3}, {"replicate": (4, 2, 2), "shard": (3, 2, 2)}),
+        ({"shard": 12}, {"shard": (12, 8, 2)}),
+        ({"replicate": 4, "shard": 3}, {"replicate": (4, 3, 2), "shard": (3, 2, 2)}),
     ],
     ids=str,
 )
@@ -214,7 +302,5 @@ def test_bytes_of_a_collective_are_those_of_its_larger_side():
 
 
 def test_every_collective_has_a_kind():
-    from graphshard.collectives import _GROUP_NAME_INDEX
-
-    assert set(KIND_OF) == set(_GROUP_NAME_INDEX)
+    assert set(KIND_OF) == COLLECTIVES
     assert set(KIND_OF.values()) == set(COLLECTIVE_KINDS)

@@ -9,12 +9,12 @@ from small_graphs import GROUP, LOWERING, GraphBuilder, one_axis, two_axes
 from small_models import MODELS
 
 from graphshard.buckets import PACK
-from graphshard.collectives import ALL_GATHER, is_collective
+from graphshard.collectives import ALL_GATHER, c10d, is_collective
 from graphshard.cost import CostModel, GroupTopology, compute_seconds, load_card
 from graphshard.cost.cards import LinkClass, MeasuredCollective
 from graphshard.cost.links import formula_seconds
 from graphshard.cost.tables import parse_tables
-from graphshard.errors import GraphShardError, OptionError, UnknownGroupError
+from graphshard.errors import GraphShardError, OptionError, OptionTypeError, UnknownGroupError
 from graphshard.passes import BucketCollectives, ScheduleCollectives
 from graphshard.pipeline import Pipeline
 from graphshard.prices import behind_wait
@@ -79,6 +79,40 @@ def test_an_unknown_group_names_the_known_ones():
 def test_an_unknown_kind_names_the_known_ones():
     with pytest.raises(OptionError, match="no collective 'gather': it is one of all_gather, "):
         MODEL.collective_seconds("gather", 8, "shard")
+
+
+@pytest.mark.parametrize(
+    "asked", ["collective_seconds", "collective_ways", "overlapped_seconds", "core_seconds", "spread_seconds"]
+)
+def test_every_price_is_of_a_known_kind_and_of_bytes(asked):
+    model = CostModel(card=round_card(overlapped_latency_seconds=1.0), groups=GROUPS)
+    with pytest.raises(OptionError, match="no collective 'gather': it is one of all_gather, "):
+        getattr(model, asked)("gather", 8, "shard")
+    with pytest.raises(OptionError, match="all_gather of -8 bytes: give the bytes of its larger tensor, 0 or more"):
+        getattr(model, asked)("all_gather", -8, "shard")
+
+
+@pytest.mark.parametrize("value", [8, "8", None])
+def test_groups_are_topologies(value):
+    with pytest.raises(OptionTypeError, match=rf"groups\['g'\]={value!r}: give each a GroupTopology"):
+        CostModel(card=ROUND_CARD, groups={"g": value} | GROUPS)
+
+
+def test_a_message_between_two_ranks_has_no_price():
+    build = GraphBuilder()
+    node = build(c10d.isend.default, build.input("primals_1", 2), 1, 0, GROUP)
+    with pytest.raises(OptionError, match=r"isend_default \(_c10d_functional.*\) starts no collective"):
+        CostModel.of_mesh(ROUND_CARD, one_axis(8)).node_seconds(node)
+
+
+def test_what_would_be_warned_of_can_be_collected_once_each():
+    told = []
+    model = CostModel(card=ROUND_CARD, tables=TABLES, groups=GROUPS, told=told)
+    for _ in range(2):
+        assert model.collective_seconds("all_gather", 128, "shard") > 6
+        model.collective_seconds("all_reduce", 8, "shard")
+    assert ["was measured from 8 to 64 bytes; above it" in told[0], "has no all_reduce" in told[1]] == [True, True]
+    assert len(told) == 2
 
 
 def test_a_copy_reads_and_writes():

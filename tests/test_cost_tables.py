@@ -124,6 +124,61 @@ def test_a_group_size_is_a_number():
         parse_tables("group_size,op,bytes,seconds\nshard,all_gather,8,1\n", where="t.csv")
 
 
+@pytest.mark.parametrize("size", [0, 1])
+def test_a_group_has_two_ranks_or_more(size):
+    with pytest.raises(TableError, match=f"line 2: group_size {size} is no group that communicates: it has 2 ranks"):
+        parse_tables(f"group_size,op,bytes,seconds\n{size},all_gather,8,1\n", where="t.csv")
+
+
+def test_torchs_own_names_of_groups_are_digits():
+    """In a file that says both, a name is no size."""
+    tables = parse_tables(HEADER + "0,all_gather,8,1\n1,all_gather,8,2\n4,all_gather,8,3\n", where="t.csv")
+    assert [tables.seconds("all_gather", 8, name, 4) for name in ("0", "1", "4", "shard")] == [1, 2, 3, 3]
+    both = "group,group_size,op,bytes,seconds\n4,,all_gather,8,1\n,4,all_gather,8,2\n2,8,all_gather,8,3\n"
+    tables = parse_tables(both, where="t.csv")
+    assert tables.seconds("all_gather", 8, "4", 16) == 1
+    assert tables.seconds("all_gather", 8, "0", 4) == 2
+    assert tables.seconds("all_gather", 8, "2", 4) == 3
+    assert tables.seconds("all_gather", 8, "shard", 8) is None
+
+
+def test_a_row_without_a_group():
+    with pytest.raises(TableError, match="line 2: group and group_size are empty"):
+        parse_tables("group,group_size,op,bytes,seconds\n, ,all_gather,8,1\n", where="t.csv")
+
+
+@pytest.mark.parametrize(
+    ("word", "kind"),
+    [
+        ("all_gather_into_tensor_coalesced", "all_gather"),
+        ("reduce_scatter_tensor_coalesced", "reduce_scatter"),
+        ("all_reduce_coalesced_", "all_reduce"),
+        ("all_reduce_", "all_reduce"),
+        ("all_gather_into_tensor_out", "all_gather"),
+    ],
+)
+def test_other_forms_of_an_op_count_as_that_op(word, kind):
+    tables = parse_tables(HEADER + f"shard,{word},8,1\n", where="t.csv")
+    assert tables.seconds(kind, 8, "shard", 2) == 1
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_column(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text(TEXT, encoding="utf-8-sig")
+    assert load_tables(path).seconds("all_gather", 1000, "shard", 8) == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("header", ["group,op,bytes,seconds,seconds", "group,op,bytes,time,time"])
+def test_columns_that_are_there_twice_are_named(header):
+    with pytest.raises(TableError, match=r"t\.csv: more than one column seconds: leave the one"):
+        parse_tables(f"{header}\nshard,all_gather,8,1,2\n", where="t.csv")
+
+
+def test_what_is_no_csv_is_named_by_line():
+    with pytest.raises(TableError, match=r"t\.csv: line 2: field larger than field limit"):
+        parse_tables(HEADER + "a" * 200_000 + ",all_gather,8,1\n", where="t.csv")
+
+
 def test_no_rows():
     with pytest.raises(TableError, match=r"t\.csv: no rows"):
         parse_tables(HEADER, where="t.csv")

@@ -9,7 +9,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphshard.collectives import ALL_REDUCE, WAIT, c10d, is_collective
+from graphshard.collectives import ALL_REDUCE, REDUCE_SCATTER, WAIT, c10d, is_collective
 from graphshard.graph_text import (
     collective_sequence,
     dtype_text,
@@ -55,14 +55,14 @@ def test_the_text_does_not_depend_on_group_names(captured):
 
 
 def _functional_collectives():
-    """Ops of the namespace with a group and no mutated argument."""
+    """Ops of the namespace with a group."""
     schemas = [
         schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("_c10d_functional::")
     ]
     names = [
         schema.name.removeprefix("_c10d_functional::")
         for schema in schemas
-        if not schema.is_mutable and any(argument.name == "group_name" for argument in schema.arguments)
+        if any(argument.name == "group_name" for argument in schema.arguments)
     ]
     return sorted(names)
 
@@ -180,6 +180,25 @@ def test_collectives_print_their_reduction_and_axis(reduce_op):
     gm = build.finish(build(WAIT, build(ALL_REDUCE, build.input("primals_1", 2), reduce_op, GROUP)))
     expected = f"all_reduce(%primals_1, '{reduce_op}', axis=shard)"
     assert graph_text(gm, mesh=one_axis(2)).splitlines()[1].endswith(expected)
+
+
+def test_arguments_given_by_name_print_as_those_given_by_position():
+    build = GraphBuilder()
+    x = build.input("primals_1", 4)
+    given = build(REDUCE_SCATTER, x, "sum", 2, GROUP)
+    named = build(REDUCE_SCATTER, group_name=GROUP, group_size=2, reduce_op="sum", input=x)
+    text = graph_text(build.finish(build(WAIT, given), build(WAIT, named)), mesh=one_axis(2))
+    for name in ("%reduce_scatter_tensor_0", "%reduce_scatter_tensor_1"):
+        assert f"{name}: f64[2] = reduce_scatter_tensor(%primals_1, 'sum', 2, axis=shard)" in text
+
+
+def test_what_a_collective_writes_to_prints():
+    build = GraphBuilder()
+    x, out = build.input("primals_1", 2), build.input("primals_2", 4)
+    gm = build.finish(build(WAIT, build(c10d.all_gather_into_tensor_out.default, x, 2, GROUP, out=out)))
+    text = graph_text(gm, mesh=one_axis(2))
+    assert "all_gather_into_tensor_out(%primals_1, 2, out=%primals_2, axis=shard)" in text
+    assert collective_sequence(gm, one_axis(2)) == ["all_gather_into_tensor_out(f64[2]) over shard"]
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,25 @@ def test_planned_order_of_a_coalesced_collective():
     assert planned_order(gm) == ["start all_reduce_coalesced 0", *["wait all_reduce_coalesced 0"] * 2]
 
 
+def test_planned_order_of_what_writes_to_memory_it_is_given_is_in_the_words_of_what_is_emitted():
+    """Also where the wait reads that memory; messages between two ranks are ordered too."""
+    build = GraphBuilder()
+    part, whole = build.input("primals_1", 2, 4), build.input("primals_2", 4, 4)
+    gathered = build(WAIT, build(c10d.all_gather_into_tensor_out.default, part, 2, GROUP, out=whole))
+    value = build(aten.mm.default, gathered, gathered)
+    build(c10d.all_reduce_.default, value, "sum", GROUP)
+    waited = build(WAIT, value)
+    sent = build(WAIT, build(c10d.isend.default, waited, 1, 0, GROUP))
+    assert planned_order(build.finish(sent, waited)) == [
+        "start all_gather_into_tensor 0",
+        "wait all_gather_into_tensor 0",
+        "start all_reduce 0",
+        "wait all_reduce 0",
+        "start isend 0",
+        "wait isend 0",
+    ]
+
+
 def test_planned_order_of_a_graph_without_collectives():
     build = GraphBuilder()
     gm = build.finish(build(aten.relu.default, build.input("primals_1", 2)))

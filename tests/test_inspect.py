@@ -22,6 +22,7 @@ from graphshard.cost import CostModel, mesh_topologies
 from graphshard.cost.links import formula_seconds
 from graphshard.errors import BudgetError, CaptureError, OptionError, ShardingError, UnsupportedShardingError
 from graphshard.memory import kept_inputs, memory_timeline
+from graphshard.planner.from_graph import UnpricedGroupError
 from graphshard.report import CATEGORIES, SCHEMA_VERSION, Report, report_schema
 from graphshard.report.exposure import CAUSES
 from graphshard.report.text import pass_diffs, report_text
@@ -455,6 +456,27 @@ def test_a_graph_of_ones_own():
     assert sum(map(is_collective, gm.graph.nodes)) == 1
     with pytest.raises(BudgetError, match="the graph as it stands needs"):
         graphshard.inspect_graph(gm, hardware=CARD, memory_budget=100)
+
+
+def test_what_stays_in_a_graph_of_ones_own_is_counted_and_priced():
+    """A sum in place of 16 x 8 floats, on a group that was not named otherwise."""
+    gm = _graph_with_a_gather()
+    (product,) = gm.graph.output_node().all_input_nodes
+    c10d = torch.ops._c10d_functional
+    with gm.graph.inserting_after(product):
+        started = gm.graph.call_function(c10d.all_reduce_.default, (product, "sum", "other"))
+    with gm.graph.inserting_after(started):
+        waited = gm.graph.call_function(c10d.wait_tensor.default, (started,))
+    started.meta["val"] = waited.meta["val"] = product.meta["val"]
+    without = graphshard.inspect_graph(_graph_with_a_gather(), hardware=CARD)
+    report = graphshard.inspect_graph(gm, hardware=CARD, groups={"other": 8})
+    model = CostModel(card=CARD, groups=mesh_topologies({"other": 8}, 8))
+    expected = model.collective_seconds("all_reduce", 16 * 8 * 4, "other")
+    assert report.halves[0].seconds - without.halves[0].seconds == pytest.approx(expected)
+    assert report.passes[0].num_collectives == 2
+    assert any(note.endswith("it writes its result to memory it is given") for note in report.notes)
+    with pytest.raises(UnpricedGroupError, match=r"'other' \(of all_reduce_"):
+        graphshard.inspect_graph(gm, hardware=CARD)
 
 
 @pytest.mark.parametrize("card", ["cpu-loopback", "cpu-ethernet-1g", "h100-sxm"])

@@ -9,7 +9,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphshard.buckets import PACK, UNPACK
-from graphshard.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
+from graphshard.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, c10d
 from graphshard.graph_text import node_names
 from graphshard.memory import MemoryModel, copied_bytes, fusion_runs, kept_inputs, memory_timeline
 
@@ -131,6 +131,48 @@ def test_a_gather_holds_input_output_and_copy_until_its_wait():
     assert live[started.name] == 4 + 8 + 8
     assert live[a.name] == live[full.name] == 4 + 4 + 8 + 8
     assert live[b.name] == 4 + 8 + 8
+
+
+def test_one_that_writes_to_memory_it_is_given_holds_that_and_its_input_until_its_wait():
+    build = GraphBuilder()
+    x, y = build.input("primals_1", 2, 2), build.input("primals_2", 4, 2)
+    part, whole = build(MM, x, x), build(MM, y, x)
+    started = build(c10d.all_gather_into_tensor_out.default, part, 2, GROUP, out=whole)
+    a = build(MM, x, x)
+    full = build(WAIT, started)
+    b = build(MM, full, a)
+    gm = build.finish(b)
+    live = _live(gm, kept=[x, y])
+    assert live[whole.name] == 4 + 8
+    assert live[started.name] == 4 + 8 + 8  # gloo's copy too
+    assert live[a.name] == live[full.name] == 4 + 4 + 8 + 8
+    assert live[b.name] == 4 + 8 + 8
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_one_in_place_allocates_nothing_and_holds_its_memory_until_a_wait_for_either(is_own):
+    build = GraphBuilder()
+    x = build.input("primals_1", 2, 2)
+    value = build(MM, x, x)
+    started = build(c10d.all_reduce_.default, value, "sum", GROUP)
+    a = build(MM, x, x)
+    b = build(MM, a, a)
+    wait = build(WAIT, started if is_own else value)
+    c = build(MM, b, b)
+    live = _live(build.finish(c), kept=[x])
+    assert [live[node.name] for node in (value, started, a, b, wait, c)] == [4, 4, 8, 12, 8, 8]
+
+
+def test_items_of_one_in_place_die_one_by_one():
+    build = GraphBuilder()
+    x = build.input("primals_1", 2, 2)
+    values = [build(MM, x, x) for _ in range(2)]
+    started = build(c10d.all_reduce_coalesced_.default, values, "sum", GROUP)
+    first, second = (build(WAIT, build(operator.getitem, started, index)) for index in range(2))
+    a = build(MM, first, x)
+    b = build(MM, second, x)
+    live = _live(build.finish(a, b), kept=[x])
+    assert [live[node.name] for node in (started, first, second, a, b)] == [8, 8, 8, 12, 12]
 
 
 def test_a_reduction_holds_input_and_clone_until_its_wait():

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from .._compat import tree_leaves
-from ..collectives import is_collective, is_wait
+from ..collectives import is_collective, is_point_to_point, is_wait
 from ..memory import is_fusible, is_view, tensor_bytes
 from ..ops import REDUCE_GRAD, UNSHARD
 from ..user_comms import ALL_REDUCE_HOOK
@@ -98,7 +98,11 @@ def is_free(node: fx.Node) -> bool:
     """
     if node.op != "call_function" or _is_view(node) or is_wait(node):
         return True
-    if is_collective(node) or node.target in (UNSHARD, REDUCE_GRAD, ALL_REDUCE_HOOK):
+    if (
+        is_collective(node)
+        or is_point_to_point(node)
+        or node.target in (UNSHARD, REDUCE_GRAD, ALL_REDUCE_HOOK)
+    ):
         return True
     if node.target in (aten.scalar_tensor.default, aten.sym_size.int):
         return True

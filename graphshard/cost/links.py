@@ -2,8 +2,8 @@
 
 Every formula is latency + bytes / bandwidth of an algorithm; the cheapest algorithm and protocol is
 taken, as NCCL's tuner does. In the formulas ``S`` is the bytes of the larger of input and output,
-``n`` the ranks, ``g`` the ranks of the group in one node, ``m = n / g`` its nodes, ``a`` the latency
-of a hop and ``B`` the bandwidth of a rank:
+``n`` the ranks, ``g`` the ranks of the group in one node (where nodes differ: the most for latencies, the fewest for
+what leaves a node), ``m`` its nodes, ``a`` the latency of a hop and ``B`` the bandwidth of a rank:
 
 - ring: a gather or a reduce-scatter takes ``n - 1`` hops and moves ``(n - 1) / n * S`` (Thakur,
   Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 19(1),
@@ -15,7 +15,8 @@ of a hop and ``B`` the bandwidth of a rank:
   ``2 (g - 1 + log2(m))`` hops, since NCCL's trees are chains inside a node (tuning.cc again).
   With one rank a node, recursive doubling and halving move ``(n - 1) / n * S`` in ``log2(n)`` hops
   (Thakur et al.; NCCL's PAT).
-- hierarchical: across the nodes on ``1 / g`` of the data each, then inside a node on all of it.
+- hierarchical, with equally many ranks on each node: across the nodes on ``1 / g`` of the data each, then inside a
+  node on all of it.
 - all-to-all: ``n - 1`` messages of ``S / n``; those that leave the node share its cards.
 - broadcast: a pipelined ring, ``S`` in ``n - 1`` hops, or a binomial tree, ``log2(n)`` times ``S``.
 """
@@ -23,20 +24,28 @@ of a hop and ``B`` the bandwidth of a rank:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import fx
 
-from ..collectives import ALL_REDUCE, ALL_TO_ALL, GATHERS, REDUCE_SCATTERS, c10d, operands
-from ..errors import ShardingError
+from ..collectives import (
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    FUNCTIONAL_FORMS,
+    GATHERS,
+    REDUCE_SCATTERS,
+    c10d,
+    operands,
+)
+from ..errors import OptionError, ShardingError
 from ..memory import tensor_bytes
 from ..mesh import MeshAxis, MeshLayout
 from ..user_comms import ALL_REDUCE_HOOK
-from .cards import HardwareCard, LinkClass
+from .cards import HardwareCard, LinkClass, Protocol
 
-#: The kinds of collectives, by the ops that start them.
-KIND_OF = {
+_FUNCTIONAL_KINDS = {
     **dict.fromkeys((*GATHERS, c10d.all_gather_into_tensor_coalesced.default), "all_gather"),
     **dict.fromkeys((*REDUCE_SCATTERS, c10d.reduce_scatter_tensor_coalesced.default), "reduce_scatter"),
     **dict.fromkeys((ALL_REDUCE, c10d.all_reduce_coalesced.default, ALL_REDUCE_HOOK), "all_reduce"),
@@ -44,33 +53,59 @@ KIND_OF = {
     c10d.broadcast.default: "broadcast",
 }
 
+#: The kinds of collectives, by the ops that start them.
+KIND_OF = _FUNCTIONAL_KINDS | {op: _FUNCTIONAL_KINDS[form] for op, form in FUNCTIONAL_FORMS.items()}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTopology:
     """How the ranks of a process group lie on nodes.
 
+    Left out, ``num_nodes`` and ``fewest_per_node`` are those of ranks that lie side by side from the start of a node.
+
     Attributes:
         num_ranks: of the group.
-        ranks_per_node: how many of them share a node.
+        ranks_per_node: the most of them that share a node.
+        num_nodes: that the group spans.
+        fewest_per_node: the fewest of them on one of its nodes.
 
     Raises:
-        ShardingError: no ranks, or more in a node than there are.
+        ShardingError: no ranks, more in a node than there are, or nodes that cannot hold so many.
     """
 
     num_ranks: int
     ranks_per_node: int
+    num_nodes: int = 0
+    fewest_per_node: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.ranks_per_node <= self.num_ranks:
+        ranks, most = self.num_ranks, self.ranks_per_node
+        if not 1 <= most <= ranks:
             raise ShardingError(
-                f"a group of {self.num_ranks} ranks cannot have {self.ranks_per_node} of them in a node: "
+                f"a group of {ranks} ranks cannot have {most} of them in a node: "
                 "give at least 1 and at most all of them"
             )
+        num_nodes = self.num_nodes or -(-ranks // most)
+        fewest = self.fewest_per_node or max(1, ranks - (num_nodes - 1) * most)
+        if not (
+            fewest <= most and (num_nodes - 1) * fewest + most <= ranks <= (num_nodes - 1) * most + fewest
+        ):
+            raise ShardingError(
+                f"a group of {ranks} ranks cannot lie on {num_nodes} nodes with {fewest} to {most} of them on each"
+            )
+        object.__setattr__(self, "num_nodes", num_nodes)
+        object.__setattr__(self, "fewest_per_node", fewest)
 
-    @property
-    def num_nodes(self) -> int:
-        """Nodes the group spans."""
-        return -(-self.num_ranks // self.ranks_per_node)
+    @staticmethod
+    def of_ranks(ranks: Iterable[int], ranks_per_node: int) -> GroupTopology:
+        """Of ranks by their number in the job, of which so many consecutive ones share a node."""
+        counts = Counter(rank // ranks_per_node for rank in ranks)
+        return GroupTopology(
+            num_ranks=counts.total(),
+            ranks_per_node=max(counts.values()),
+            num_nodes=len(counts),
+            fewest_per_node=min(counts.values()),
+        )
 
 
 def mesh_topologies(mesh: Mapping[str, int], ranks_per_node: int) -> dict[str, GroupTopology]:
@@ -79,16 +114,28 @@ def mesh_topologies(mesh: Mapping[str, int], ranks_per_node: int) -> dict[str, G
     Args:
         mesh: axis sizes by name, outermost first: ``{"replicate": 8, "shard": 8}``.
         ranks_per_node: consecutive ranks that share a node.
+
+    Raises:
+        ShardingError: sizes that are no positive whole numbers, each with its axis.
     """
+    sizes = {f"axis {name!r}": size for name, size in mesh.items()} | {"ranks_per_node": ranks_per_node}
+    if bad := [f"{what} is {size!r}" for what, size in sizes.items() if not _is_count(size)]:
+        raise ShardingError(
+            f"a mesh has at least one rank on each axis and in each node, but {', '.join(bad)}"
+        )
     axes = tuple(MeshAxis(label=name, size=size, group_name=name) for name, size in mesh.items())
     return layout_topologies(MeshLayout(axes=axes), ranks_per_node)
+
+
+def _is_count(size: object) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and size > 0
 
 
 def layout_topologies(layout: MeshLayout, ranks_per_node: int) -> dict[str, GroupTopology]:
     """Topology of the groups of each axis, by the axis's label and by its group's name.
 
-    Groups of one axis can lie differently where a node's ranks are no multiple of the axis's: then
-    the one over the most nodes counts, with as many ranks in each as they have on average, rounded up.
+    Groups of one axis can lie differently where a node's ranks are no multiple of the axis's: then one over the most
+    nodes counts, and of those one with the fewest ranks on a node.
     """
     whole = [axis for axis in layout.axes if not axis.part_of]
     strides = {
@@ -104,15 +151,21 @@ def layout_topologies(layout: MeshLayout, ranks_per_node: int) -> dict[str, Grou
 
 def _widest_group(size: int, stride: int, num_ranks: int, ranks_per_node: int) -> GroupTopology:
     firsts = (rank for rank in range(num_ranks) if rank // stride % size == 0)
-    num_nodes = max(
-        len({rank // ranks_per_node for rank in range(first, first + size * stride, stride)})
+    groups = (
+        GroupTopology.of_ranks(range(first, first + size * stride, stride), ranks_per_node)
         for first in firsts
     )
-    return GroupTopology(num_ranks=size, ranks_per_node=-(-size // num_nodes))
+    return max(groups, key=lambda group: (group.num_nodes, -group.fewest_per_node))
 
 
 def collective_kind(node: fx.Node) -> str:
-    """One of :data:`graphshard.cost.cards.COLLECTIVE_KINDS` for the start of a collective."""
+    """One of :data:`graphshard.cost.cards.COLLECTIVE_KINDS` for the start of a collective.
+
+    Raises:
+        OptionError: the node starts none; messages between two ranks have no price.
+    """
+    if node.target not in KIND_OF:
+        raise OptionError(f"{node.name} ({node.target}) starts no collective that has a price")
     return KIND_OF[node.target]
 
 
@@ -144,7 +197,9 @@ def formula_seconds(kind: str, num_bytes: int, group: GroupTopology, card: Hardw
     if group.num_ranks == 1:
         return 0.0
     algorithms = _ALGORITHMS[kind]
-    times = (algorithm(num_bytes, group, ways) for ways in _protocols(card) for algorithm in algorithms)
+    times = (
+        algorithm(num_bytes, group, ways) for ways in _protocols(card, group) for algorithm in algorithms
+    )
     return card.collective_start_seconds + min(times)
 
 
@@ -161,7 +216,7 @@ def formula_ways(kind: str, num_bytes: int, group: GroupTopology, card: Hardware
     if group.num_ranks == 1:
         return (((0.0, 0.0),),)
     found: list[Way] = []
-    for ways in _protocols(card):
+    for ways in _protocols(card, group):
         without_latency = replace(ways, a_in=0.0, a_out=0.0)
         for algorithm in _ALGORITHMS[kind]:
             legs = (_pairwise_inside, _pairwise_between) if algorithm is _pairwise else (algorithm,)
@@ -178,18 +233,30 @@ def _beats(one: Way, other: Way) -> bool:
     )
 
 
-def _protocols(card: HardwareCard) -> Iterator[_Ways]:
+def _protocols(card: HardwareCard, group: GroupTopology) -> Iterator[_Ways]:
+    """Those of the links that the group uses: of both at once, where it uses both."""
     inside, between = card.intra_node, card.inter_node
     yield _Ways(inside.latency_seconds, between.latency_seconds, _rate(inside), _rate(between))
-    for near in inside.protocols:
-        for far in between.protocols:
-            if near.name == far.name:
-                yield _Ways(
-                    near.latency_seconds,
-                    far.latency_seconds,
-                    _rate(inside) * near.bandwidth_fraction,
-                    _rate(between) * far.bandwidth_fraction,
-                )
+    pairs: list[tuple[Protocol | None, Protocol | None]]
+    if group.num_nodes == 1:
+        pairs = [(near, None) for near in inside.protocols]
+    elif group.ranks_per_node == 1:
+        pairs = [(None, far) for far in between.protocols]
+    else:
+        pairs = [
+            (near, far) for near in inside.protocols for far in between.protocols if near.name == far.name
+        ]
+    for near, far in pairs:
+        a_in, b_in = _under(inside, near)
+        a_out, b_out = _under(between, far)
+        yield _Ways(a_in, a_out, b_in, b_out)
+
+
+def _under(link: LinkClass, protocol: Protocol | None) -> tuple[float, float]:
+    """Latency and bandwidth of a link under a protocol; None for its own."""
+    if protocol is None:
+        return link.latency_seconds, _rate(link)
+    return protocol.latency_seconds, _rate(link) * protocol.bandwidth_fraction
 
 
 def _rate(link: LinkClass) -> float:
@@ -207,7 +274,7 @@ def _ring_rate(group: GroupTopology, ways: _Ways) -> float:
         return ways.b_in
     if group.ranks_per_node == 1:
         return ways.b_out
-    return min(ways.b_in, group.ranks_per_node * ways.b_out)
+    return min(ways.b_in, group.fewest_per_node * ways.b_out)
 
 
 def _log_hops(group: GroupTopology, ways: _Ways) -> float:
@@ -229,8 +296,8 @@ def _recursive(num_bytes: float, group: GroupTopology, ways: _Ways) -> float:
 
 
 def _hierarchical(num_bytes: float, group: GroupTopology, ways: _Ways) -> float:
-    """A gather or a reduce-scatter in two stages."""
-    if not 1 < group.ranks_per_node < group.num_ranks:
+    """A gather or a reduce-scatter in two stages, which need as many ranks on each node."""
+    if not 1 < group.fewest_per_node == group.ranks_per_node < group.num_ranks:
         return math.inf
     inside = GroupTopology(num_ranks=group.ranks_per_node, ranks_per_node=group.ranks_per_node)
     across = GroupTopology(num_ranks=group.num_nodes, ranks_per_node=1)
@@ -261,7 +328,7 @@ def _pairwise_inside(num_bytes: float, group: GroupTopology, ways: _Ways) -> flo
 
 
 def _pairwise_between(num_bytes: float, group: GroupTopology, ways: _Ways) -> float:
-    others = group.num_ranks - group.ranks_per_node
+    others = group.num_ranks - group.fewest_per_node
     return others * ways.a_out + num_bytes * others / group.num_ranks / ways.b_out
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from ..collectives import group_name
-from ..errors import OptionError, UnknownGroupError
+from ..errors import OptionError, OptionTypeError, UnknownGroupError
 from ..mesh import MeshLayout
 from .cards import COLLECTIVE_KINDS, HardwareCard, MeasuredCollective
 from .compute import compute_seconds, copy_seconds
@@ -37,11 +37,25 @@ class CostModel:
         card: the hardware.
         tables: measured collectives; they come before the card's own and its formulas.
         groups: topology of each process group, by its name or its mesh axis.
+        told: where given, what would be a warning of this model is added here instead, once each.
+
+    Raises:
+        OptionTypeError: ``groups`` holds something else than topologies.
     """
 
     card: HardwareCard
     tables: CollectiveTables | None = None
     groups: Mapping[str, GroupTopology] = field(default_factory=dict)
+    told: list[str] | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        wrong = {name: value for name, value in self.groups.items() if not isinstance(value, GroupTopology)}
+        if wrong:
+            listed = ", ".join(f"groups[{name!r}]={value!r}" for name, value in wrong.items())
+            raise OptionTypeError(
+                f"{listed}: give each a GroupTopology(num_ranks=..., ranks_per_node=...), or take those of "
+                "mesh_topologies"
+            )
 
     @staticmethod
     def of_mesh(
@@ -67,23 +81,21 @@ class CostModel:
             0.0 for a group of one rank.
 
         Raises:
-            OptionError: unknown kind.
+            OptionError: unknown kind, or fewer than 0 bytes.
             UnknownGroupError: unknown group.
         """
-        if kind not in COLLECTIVE_KINDS:
-            raise OptionError(f"no collective {kind!r}: it is one of {', '.join(COLLECTIVE_KINDS)}")
+        _check_collective(kind, num_bytes)
         topology = self.topology(group)
         if topology.num_ranks == 1:
             return 0.0
         if self.tables is not None:
-            seconds = self.tables.seconds(kind, num_bytes, group, topology.num_ranks)
-            if seconds is not None:
-                return seconds
-            warnings.warn(
+            rows = self.tables.find(kind, group, topology.num_ranks)
+            if rows is not None:
+                self._tell(self.tables.outside(kind, num_bytes, group, topology.num_ranks))
+                return rows.seconds(num_bytes)
+            self._tell(
                 f"{self.tables.source} has no {kind} over {group} nor over {topology.num_ranks} ranks; "
-                f"the times of card {self.card.name!r} are used",
-                UserWarning,
-                stacklevel=2,
+                f"the times of card {self.card.name!r} are used"
             )
         measured = self._rows_of_card(kind, topology)
         if measured is not None:
@@ -94,8 +106,9 @@ class CostModel:
         """What :meth:`collective_seconds` is made of: fixed seconds, and the ways of which the quickest counts.
 
         Measured times have one way, whose latency is the time of the smallest size that was measured.
-        Nothing is warned of.
+        Nothing is warned of. Args and errors are those of :meth:`collective_seconds`.
         """
+        _check_collective(kind, num_bytes)
         topology = self.topology(group)
         if topology.num_ranks == 1:
             return 0.0, (((0.0, 0.0),),)
@@ -116,6 +129,7 @@ class CostModel:
 
         Args and errors are those of :meth:`collective_seconds`. 0.0 on accelerators, whose host does this.
         """
+        _check_collective(kind, num_bytes)
         if self.topology(group).num_ranks == 1 or self.card.device_type != "cpu":
             return 0.0
         return self.card.collective_start_seconds + self.card.comm_compute_seconds_per_byte * num_bytes
@@ -125,6 +139,7 @@ class CostModel:
 
         Args and errors are those of :meth:`collective_seconds`.
         """
+        _check_collective(kind, num_bytes)
         rows = self._measured(kind, self.topology(group)) if self._rows_of_table(kind, group) is None else ()
         overlaps = [
             (row.num_bytes, row.seconds, row.overlapped_seconds)
@@ -143,6 +158,7 @@ class CostModel:
 
         Args and errors are those of :meth:`collective_seconds`.
         """
+        _check_collective(kind, num_bytes)
         return self.card.collective_spread_seconds if self.topology(group).num_ranks > 1 else 0.0
 
     def copy_seconds(self, num_bytes: int) -> float:
@@ -163,6 +179,14 @@ class CostModel:
             )
         return self.groups[group]
 
+    def _tell(self, message: str) -> None:
+        """Warns the caller of the public method; of nothing if there is no message."""
+        if self.told is None:
+            if message:
+                warnings.warn(message, UserWarning, stacklevel=3)
+        elif message and message not in self.told:
+            self.told.append(message)
+
     def _rows_of_table(self, kind: str, group: str) -> TableRows | None:
         return None if self.tables is None else self.tables.find(kind, group, self.topology(group).num_ranks)
 
@@ -179,3 +203,10 @@ class CostModel:
         else:
             return ()
         return [row for row in link.measured if row.op == kind and row.num_ranks == topology.num_ranks]
+
+
+def _check_collective(kind: str, num_bytes: int) -> None:
+    if kind not in COLLECTIVE_KINDS:
+        raise OptionError(f"no collective {kind!r}: it is one of {', '.join(COLLECTIVE_KINDS)}")
+    if num_bytes < 0:
+        raise OptionError(f"{kind} of {num_bytes} bytes: give the bytes of its larger tensor, 0 or more")

@@ -33,6 +33,7 @@ _KIND_OF_WORD = {
     "broadcast": "broadcast",
 }
 _COLUMNS = ("op", "bytes", "seconds")
+_GROUP_COLUMNS = ("group", "group_size")
 
 #: The name of a group, or its number of ranks.
 GroupKey = str | int
@@ -107,38 +108,42 @@ class CollectiveTables:
         rows = self.find(kind, group, num_ranks)
         if rows is None:
             return None
-        least, most = rows.range
-        if not least <= num_bytes <= most:
-            how = (
-                "above it the bandwidth of the last two rows"
-                if num_bytes > most
-                else "below it the first row"
-            )
-            warnings.warn(
-                f"{self.source}: {kind} over {group} ({num_ranks} ranks) was measured from {least} to {most} "
-                f"bytes; {how} is used",
-                UserWarning,
-                stacklevel=2,
-            )
+        if message := self.outside(kind, num_bytes, group, num_ranks):
+            warnings.warn(message, UserWarning, stacklevel=2)
         return rows.seconds(num_bytes)
+
+    def outside(self, kind: str, num_bytes: int, group: str, num_ranks: int) -> str:
+        """What to say of a size outside of what was measured; "" for one inside, or without rows."""
+        rows = self.find(kind, group, num_ranks)
+        least, most = (num_bytes, num_bytes) if rows is None else rows.range
+        if least <= num_bytes <= most:
+            return ""
+        how = "above it the bandwidth of the last two rows" if num_bytes > most else "below it the first row"
+        return (
+            f"{self.source}: {kind} over {group} ({num_ranks} ranks) was measured from {least} to {most} "
+            f"bytes; {how} is used"
+        )
 
 
 def load_tables(path: str | Path) -> CollectiveTables:
-    """Reads a CSV file with the columns ``group`` or ``group_size``, ``op``, ``bytes`` and ``seconds``.
+    """Reads a CSV file with the columns ``group`` or ``group_size`` (or both), ``op``, ``bytes`` and ``seconds``.
 
-    A group is named as in the mesh ("shard"); a number in its place is a number of ranks. ``op`` takes
-    the names of torch, NCCL and :data:`graphshard.cost.cards.COLLECTIVE_KINDS`. A column ``time`` counts
+    ``group`` is a name: of an axis of the mesh ("shard"), or torch's own name of a group ("0"). ``group_size`` is a
+    number of ranks, 2 or more; a row has it where ``group`` is empty or is no column, and holds for every
+    group of that size without rows of its own. A file without ``group_size`` may have such numbers in ``group``: they
+    are names first, and sizes for the groups that no row names. ``op`` takes the names of torch (coalesced, in place
+    and ``out=`` too), NCCL and :data:`graphshard.cost.cards.COLLECTIVE_KINDS`. A column ``time`` counts
     as ``seconds`` where there is none of that name. Further columns are ignored.
 
     Raises:
-        TableError: no such file, missing columns, no rows, or rows that cannot be read, with their lines.
+        TableError: no such file, missing or repeated columns, no rows, or rows that cannot be read, with their lines.
         OptionTypeError: not a path.
     """
     if not isinstance(path, (str, Path)):
         raise OptionTypeError(f"tables={path!r} must be the path of a CSV file, or what load_tables returns")
     path = Path(path)
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:  # a ValueError: no text, or a name that no file can have
         reason = getattr(error, "strerror", None) or error
         raise TableError(f"the table {str(path)!r} cannot be read: {reason}") from error
@@ -157,26 +162,20 @@ def tables_of(tables: str | Path | CollectiveTables | None) -> CollectiveTables 
 def parse_tables(text: str, *, where: str) -> CollectiveTables:
     """Reads the CSV text of :func:`load_tables`; ``where`` names it in errors and warnings."""
     reader = csv.DictReader(text.splitlines())
-    words = [name.strip().lower() for name in reader.fieldnames or ()]
-    columns = ["seconds" if word == "time" and "seconds" not in words else word for word in words]
-    reader.fieldnames = columns
-    missing = [name for name in _COLUMNS if name not in columns]
-    if "group" not in columns and "group_size" not in columns:
-        missing.insert(0, "group (or group_size)")
-    if missing:
-        raise TableError(
-            f"{where}: missing columns {', '.join(missing)}; there are {', '.join(columns) or 'none'}"
-        )
-    group_column = "group" if "group" in columns else "group_size"
     found: dict[tuple[str, GroupKey], list[tuple[int, float]]] = {}
     problems = []
-    for row in reader:
-        try:
-            kind, key, num_bytes, seconds = _parse_row(row, group_column)
-        except ValueError as error:
-            problems.append(f"line {reader.line_num}: {error}")
-            continue
-        found.setdefault((kind, key), []).append((num_bytes, seconds))
+    try:
+        reader.fieldnames = _columns(reader.fieldnames or (), where)
+        for row in reader:
+            try:
+                kind, keys, num_bytes, seconds = _parse_row(row)
+            except ValueError as error:
+                problems.append(f"line {reader.line_num}: {error}")
+                continue
+            for key in keys:
+                found.setdefault((kind, key), []).append((num_bytes, seconds))
+    except csv.Error as error:
+        problems.append(f"line {reader.line_num + 1}: {error}")
     if problems:
         raise TableError(f"{where}: {'; '.join(problems)}")
     if not found:
@@ -184,21 +183,48 @@ def parse_tables(text: str, *, where: str) -> CollectiveTables:
     return CollectiveTables({key: TableRows.of(rows) for key, rows in found.items()}, where)
 
 
-def _parse_row(row: dict[str, str | None], group_column: str) -> tuple[str, GroupKey, int, float]:
+def _columns(header: Iterable[str], where: str) -> list[str]:
+    """What to call the columns."""
+    words = [name.strip().lower() for name in header]
+    columns = ["seconds" if word == "time" and "seconds" not in words else word for word in words]
+    missing = [name for name in _COLUMNS if name not in columns]
+    if not any(name in columns for name in _GROUP_COLUMNS):
+        missing.insert(0, "group (or group_size)")
+    if missing:
+        raise TableError(
+            f"{where}: missing columns {', '.join(missing)}; there are {', '.join(columns) or 'none'}"
+        )
+    if repeated := [name for name in (*_GROUP_COLUMNS, *_COLUMNS) if columns.count(name) > 1]:
+        raise TableError(f"{where}: more than one column {', '.join(repeated)}: leave the one that counts")
+    return columns
+
+
+def _parse_row(row: dict[str, str | None]) -> tuple[str, list[GroupKey], int, float]:
     """Raises ValueError, with the reason, for a row that cannot be read."""
     word = (row["op"] or "").strip().lower()
-    if word not in _KIND_OF_WORD:
+    stem = word.rstrip("_").removesuffix("_out").removesuffix("_coalesced")
+    if stem not in _KIND_OF_WORD:
         raise ValueError(f"op {word!r} is none of {', '.join(_KIND_OF_WORD)}")
-    group = (row[group_column] or "").strip()
-    if not group:
-        raise ValueError(f"{group_column} is empty")
-    if group_column == "group_size" and not group.isdecimal():
-        raise ValueError(f"group_size {group!r} is not a whole number")
+    keys = _group_keys({name: (row[name] or "").strip() for name in _GROUP_COLUMNS if name in row})
     numbers = {name: _positive(row[name], name) for name in ("bytes", "seconds")}
     if numbers["bytes"] != int(numbers["bytes"]):
         raise ValueError(f"bytes must be a whole number, not {row['bytes']}")
-    key: GroupKey = int(group) if group.isdecimal() else group
-    return _KIND_OF_WORD[word], key, int(numbers["bytes"]), numbers["seconds"]
+    return _KIND_OF_WORD[stem], keys, int(numbers["bytes"]), numbers["seconds"]
+
+
+def _group_keys(cells: Mapping[str, str]) -> list[GroupKey]:
+    """What the groups that a row holds for are found by."""
+    if name := cells.get("group"):
+        is_size = "group_size" not in cells and name.isdecimal() and int(name) > 1
+        return [name, int(name)] if is_size else [name]
+    size = cells.get("group_size")
+    if not size:
+        raise ValueError(f"{' and '.join(cells)} {'is' if len(cells) == 1 else 'are'} empty")
+    if not size.isdecimal():
+        raise ValueError(f"group_size {size!r} is not a whole number")
+    if int(size) < 2:
+        raise ValueError(f"group_size {size} is no group that communicates: it has 2 ranks or more")
+    return [int(size)]
 
 
 def _positive(text: str | None, name: str) -> float:

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..collectives import (
@@ -27,18 +26,31 @@ from ..collectives import (
     ALL_TO_ALL,
     CUSTOM_ALL_GATHER,
     CUSTOM_REDUCE_SCATTER,
+    FUNCTIONAL_FORMS,
     REDUCE_SCATTER,
     c10d,
+    call_arguments,
     group_name,
     is_collective,
+    is_point_to_point,
     is_wait,
     operands,
     short_name,
+    waits_of,
+    written_operands,
 )
 from ..cost.links import collective_bytes, collective_kind
 from ..errors import GraphShardError
 from ..graph_text import dtype_text
-from ..memory import MemoryModel, copied_bytes, is_alias, is_view, kept_inputs, tensor_bytes
+from ..memory import (
+    MemoryModel,
+    copied_bytes,
+    is_alias,
+    is_view,
+    kept_inputs,
+    tensor_bytes,
+    tensors_of,
+)
 from ..prices import GraphPrices, Prices
 from ..provenance import is_accumulation, is_layout
 from ..rows import RowPlace
@@ -64,6 +76,10 @@ MERGEABLE = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
 
 class UnpricedGroupError(GraphShardError, ValueError):
     """A collective runs on a process group that the prices do not know."""
+
+
+class UntypedGraphError(GraphShardError, ValueError):
+    """A collective, or what it sends, has no ``meta["val"]``."""
 
 
 class PriceError(GraphShardError, ValueError):
@@ -112,18 +128,26 @@ def problem_of_graph(
         measures_memory: say what is live at each task, without which only time can be simulated.
 
     Raises:
+        UntypedGraphError: lists the collectives whose sizes are not known.
         UnpricedGroupError: lists the groups without a price, with a collective of each.
         PriceError: a price that cannot be.
         ProblemError: buckets, prefetches or limits that contradict each other, or name other nodes.
     """
-    written = {_base(source) for node in gm.graph.nodes for source in _written(node)}
+    _check_typed(gm)
+    written = {
+        base
+        for node in gm.graph.nodes
+        if not is_wait(node)
+        for source in written_operands(node)
+        for base in _bases(source)
+    }
     movable, notes = _movable(gm, written)
     priced = [node for node in filter(is_collective, gm.graph.nodes) if node.target is not ALL_REDUCE_HOOK]
     _check_groups(priced, prices)
     lazy = _lazy_nodes(gm.graph, movable, written)
     seconds = dict(prices.compute_seconds(gm))
     for node in priced:
-        wait = next(_waits(node), None)  # of coalesced ones, the first
+        wait = next(iter(waits_of(node)), None)  # of coalesced ones, the first
         if node not in lazy and wait is not None:
             seconds[wait] = _seconds_alone(node, prices)
     bad = [f"{node.name}: {value}" for node, value in seconds.items() if not 0.0 <= value < float("inf")]
@@ -155,6 +179,19 @@ def problem_of_graph(
     )
 
 
+def _check_typed(gm: fx.GraphModule) -> None:
+    untyped = [
+        f"{node.name} ({short_name(node)})"
+        for node in filter(is_collective, gm.graph.nodes)
+        if not all(tensors_of(value.meta.get("val")) for value in (node, *operands(node)))
+    ]
+    if untyped:
+        raise UntypedGraphError(
+            f'these collectives, or what they send, have no meta["val"], which says their bytes: {", ".join(untyped)}; '
+            "capture the graph on fake tensors, or run torch.fx.passes.fake_tensor_prop.FakeTensorProp on it"
+        )
+
+
 def _movable(gm: fx.GraphModule, written: Set[fx.Node]) -> tuple[list[fx.Node], list[str]]:
     """The collectives that can move, in graph order, and a sentence on each of the others.
 
@@ -162,50 +199,74 @@ def _movable(gm: fx.GraphModule, written: Set[fx.Node]) -> tuple[list[fx.Node], 
         gm: the graph.
         written: the values whose memory some op writes to in place.
     """
-    found, notes = [], []
+    found = []
+    messages = list(filter(is_point_to_point, gm.graph.nodes))
+    notes = [
+        f"{node.name} ({short_name(node)}) stays in its place: it is a message between two ranks, whose time is not "
+        "known and counts as none"
+        for node in messages
+    ]
     for node in filter(is_collective, gm.graph.nodes):
-        users = list(node.users)
-        if node.target is ALL_REDUCE_HOOK:
-            why = "is a user's hook, whose time is not known and counts as none"
-        elif node.target not in MOVABLE:
-            why = "is of a kind that is not planned"
-        elif len(users) != 1 or not is_wait(users[0]):
-            why = "is not read by one wait alone"
-        elif any(_base(source) in written for source in (*operands(node), node)):
-            why = "reads or makes what another op writes to in place"
+        if why := _obstacle(node, written, messages):
+            notes.append(f"{node.name} ({short_name(node)}) stays in its place: it {why}")
         else:
             found.append(node)
-            continue
-        notes.append(f"{node.name} ({short_name(node)}) stays in its place: it {why}")
     return found, notes
 
 
-def _written(node: fx.Node) -> Iterator[fx.Node]:
-    """The inputs that an op writes to."""
-    is_op = node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
-    if not is_op or is_wait(node):
-        return
-    arguments = node.target._schema.arguments
-    given = {
-        argument.name: value for argument, value in zip(arguments, node.args, strict=False)
-    } | node.kwargs
-    for argument in arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = given.get(argument.name)
-            yield from (value,) if isinstance(value, fx.Node) else filter(_is_node, value or ())
+def _obstacle(node: fx.Node, written: Set[fx.Node], messages: Sequence[fx.Node]) -> str:
+    """Why a collective cannot move; "" for one that can."""
+    users = list(node.users)
+    if node.target is ALL_REDUCE_HOOK:
+        return "is a user's hook, whose time is not known and counts as none"
+    if messages:
+        return (
+            f"shares its graph with {messages[0].name}, a message between two ranks, which may have other graphs: "
+            "moved, it could wait for a rank that waits for this one"
+        )
+    if node.target in FUNCTIONAL_FORMS:
+        return "writes its result to memory it is given"
+    if node.target not in MOVABLE:
+        return "is of a kind that is not planned"
+    if len(users) != 1 or not is_wait(users[0]):
+        return "is not read by one wait alone"
+    if _touches(node, written) or any(_touches(source, written) for source in operands(node)):
+        return "reads or makes what another op writes to in place"
+    return ""
 
 
-def _is_node(value: Any) -> bool:
-    return isinstance(value, fx.Node)
+def _touches(node: fx.Node, written: Set[fx.Node]) -> bool:
+    return not written.isdisjoint(_bases(node))
+
+
+def _bases(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose memory ``node`` looks at: several where an op wrote to several values."""
+    found: dict[fx.Node, None] = {}
+    pending = [node]
+    while pending:
+        one = pending.pop(0)
+        looked_at = _looked_at(one)
+        found.update({} if looked_at else {one: None})
+        pending.extend(looked_at)
+    return list(found)
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """The node whose memory ``node`` looks at."""
-    while node.op == "call_function" and node.all_input_nodes and is_alias(node):
-        if node.target is operator.getitem and not is_alias(node.all_input_nodes[0]):
-            return node  # an item of a tuple has memory of its own
-        node = node.all_input_nodes[0]
-    return node
+    """The first of :func:`_bases`."""
+    return _bases(node)[0]
+
+
+def _looked_at(node: fx.Node) -> list[fx.Node]:
+    """Whose memory a node shares; nothing for one that has its own."""
+    sources = node.all_input_nodes
+    if node.op != "call_function" or not sources or not is_alias(node):
+        return []
+    if node.target is operator.getitem and not is_alias(sources[0]):
+        return []  # an item of a tuple has memory of its own
+    written = written_operands(node)
+    if not written or is_wait(node):
+        return sources[:1]
+    return written if any(result.alias_info for result in node.target._schema.returns) else []
 
 
 def _check_groups(collectives: list[fx.Node], prices: Prices) -> None:
@@ -234,15 +295,6 @@ def _seconds_alone(node: fx.Node, prices: Prices) -> float:
     return prices.collective_seconds(collective_kind(node), collective_bytes(node), group_name(node))
 
 
-def _waits(collective: fx.Node) -> Iterator[fx.Node]:
-    """The waits for a collective, or for the items of a coalesced one, in graph order of the items."""
-    for user in collective.users:
-        if is_wait(user):
-            yield user
-        elif user.target is operator.getitem:
-            yield from filter(is_wait, user.users)
-
-
 def _lazy_nodes(graph: fx.Graph, movable: list[fx.Node], written: Set[fx.Node]) -> set[fx.Node]:
     """The nodes that move: collectives, their waits, and layout nodes that only wait for these or for inputs.
 
@@ -251,7 +303,7 @@ def _lazy_nodes(graph: fx.Graph, movable: list[fx.Node], written: Set[fx.Node]) 
     lazy = set(movable)
     fixed: set[fx.Node] = set()
     if written:
-        fixed = {node for node in graph.nodes if any(_base(one) in written for one in node.all_input_nodes)}
+        fixed = {node for node in graph.nodes if any(_touches(one, written) for one in node.all_input_nodes)}
     rooted: dict[fx.Node, bool] = {}  # layout nodes made of inputs alone
     for node in graph.nodes:
         if is_layout(node) and node.all_input_nodes:
@@ -268,7 +320,7 @@ def _lazy_nodes(graph: fx.Graph, movable: list[fx.Node], written: Set[fx.Node]) 
     derived: set[fx.Node] = set()
     for node in graph.nodes:
         sources = node.all_input_nodes
-        if (is_wait(node) and node.args[0] in moved) or (
+        if (is_wait(node) and sources[0] in moved) or (
             (is_layout(node) or is_accumulation(node))
             and node not in fixed
             and any(source in derived for source in sources)
@@ -312,8 +364,8 @@ class _Reader:
                 position += 1
             elif node in self._index:
                 steps.append(Step(position, True, (self._index[node],)))
-            elif is_wait(node) and node.args[0] in self._index:
-                steps.append(Step(position, False, (self._index[node.args[0]],)))
+            elif is_wait(node) and node.all_input_nodes[0] in self._index:
+                steps.append(Step(position, False, (self._index[node.all_input_nodes[0]],)))
         return steps
 
     def _collective(self, node: fx.Node) -> Collective:
@@ -362,7 +414,7 @@ class _Reader:
             return None
         value = operands(node)[0].meta["val"]
         symbolic = any(not isinstance(size, int) for size in value.shape)
-        rest = tuple(str(argument) for argument in node.args[1:])
+        _, *rest = map(str, call_arguments(node).values())
         return None if symbolic else (short_name(node), *rest, dtype_text(value.dtype), str(value.device))
 
     def _behind(self, node: fx.Node) -> tuple[int, set[int], list[fx.Node]]:
@@ -375,7 +427,7 @@ class _Reader:
             if source in self._position:
                 earliest = max(earliest, self._position[source] + 1)
             elif is_wait(source):
-                other = self._index[source.args[0]]
+                other = self._index[source.all_input_nodes[0]]
                 after.add(other)
                 earliest = max(earliest, self._earliest[other])
             elif source in self._lazy and source not in staging:

@@ -22,12 +22,17 @@ from ..collectives import (
     REDUCE_SCATTER,
     WAIT,
     EagerEmitter,
+    c10d,
+    call_arguments,
     emit_reduce_grad,
     emit_unshard,
+    functional_form,
     is_collective,
+    written_operands,
 )
 from ..errors import GraphShardError
 from ..graph_text import value_text
+from ..memory import tensors_of
 from ..mesh import MeshAxis, MeshLayout
 from ..ops import REDUCE_GRAD, UNSHARD
 from ..params import ReduceGradCall, UnshardCall
@@ -46,7 +51,7 @@ class _Request:
     args: tuple[Any, ...]
 
     def text(self) -> str:
-        inputs = ", ".join(value_text(arg) if isinstance(arg, Tensor) else repr(arg) for arg in self.args)
+        inputs = ", ".join(value_text(arg) if tensors_of(arg) else repr(arg) for arg in self.args)
         return f"{self.target}({inputs})"
 
     def key(self) -> str:
@@ -58,6 +63,13 @@ class _Request:
 
 
 _Rank = Generator[_Request, Any, Any]
+
+#: What a coalesced collective does with each of its tensors.
+_COALESCED = {
+    c10d.all_gather_into_tensor_coalesced.default: ALL_GATHER,
+    c10d.reduce_scatter_tensor_coalesced.default: REDUCE_SCATTER,
+    c10d.all_reduce_coalesced.default: ALL_REDUCE,
+}
 
 
 def run_on_all_ranks(
@@ -144,10 +156,16 @@ def _check_same(peers: list[int], group: list[_Request]) -> None:
             )
 
 
-def _compute(group: list[_Request]) -> list[Tensor]:
-    """The result of one collective on each of its ranks."""
+def _compute(group: list[_Request]) -> list[Any]:
+    """The result of one collective on each of its ranks: a tensor, or those of a coalesced one."""
     values = [request.args[0] for request in group]
     target = group[0].target
+    if target in _COALESCED:
+        of_items = [
+            _compute([_Request(_COALESCED[target], (item, *group[0].args[1:])) for item in items])
+            for items in zip(*values, strict=True)
+        ]
+        return [list(results) for results in zip(*of_items, strict=True)]
     if target is ALL_GATHER:
         return [torch.cat(values) for _ in values]
     if target is ALL_REDUCE:
@@ -230,6 +248,19 @@ def _run_piece_op(node: fx.Node, args: tuple[Any, ...], rank: int, mesh: MeshLay
     return (full.clone(), piece) if node.target is KEEP_PIECE else piece
 
 
+def _run_collective(node: fx.Node, environment: dict[fx.Node, Any]) -> _Rank:
+    """One that writes to memory it is given does so at once, and returns that memory."""
+    given = tuple(value for name, value in call_arguments(node).items() if name != "out")
+    memory = [environment[source] for source in written_operands(node)]
+    arguments = fx.node.map_arg(given, lambda source: environment[source])
+    result = yield _Request(functional_form(node.target), arguments)
+    for target, value in zip(memory, tensors_of(result), strict=False):
+        target.copy_(value)
+    if not memory:
+        return result
+    return memory if isinstance(result, list) else memory[0]
+
+
 def _run_rank(gm: fx.GraphModule, values: Sequence[Any], rank: int, mesh: MeshLayout) -> _Rank:
     """One rank as a coroutine: yields each collective it reaches, receives its result."""
     interpreter = fx.Interpreter(gm)
@@ -247,7 +278,7 @@ def _run_rank(gm: fx.GraphModule, values: Sequence[Any], rank: int, mesh: MeshLa
         elif node.target in (SPREAD, KEEP_PIECE):
             environment[node] = _run_piece_op(node, args, rank, mesh)
         elif is_collective(node):
-            environment[node] = yield _Request(node.target, args)
+            environment[node] = yield from _run_collective(node, environment)
         else:
             environment[node] = getattr(interpreter, node.op)(node.target, args, kwargs)
     return None

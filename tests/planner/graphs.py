@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Mapping
 
@@ -10,7 +11,7 @@ from problems import LinePrices
 from small_graphs import GraphBuilder, aten
 from torch import fx
 
-from graphshard.collectives import ALL_REDUCE, WAIT, is_collective, is_wait
+from graphshard.collectives import ALL_REDUCE, WAIT, c10d, is_collective, is_wait
 from graphshard.mesh import MeshAxis, MeshLayout
 
 MESH = MeshLayout(
@@ -82,6 +83,40 @@ def random_graph(seed: int, num_steps: int = 10, rename: str = "") -> fx.GraphMo
         if rename and node.op == "call_function":
             node._rename(f"{rename}_{node.name}")
     return gm
+
+
+def in_memory_graph(seed: int, num_steps: int = 10) -> fx.GraphModule:
+    """As :func:`random_graph`, and collectives that write where they are told: in place, and to one buffer in turn."""
+    dice = random.Random(seed)
+    build = GraphBuilder()
+    value, buffer = build.input("primals_0", 8, 8), build.input("primals_1", 8, 8)
+    known = ["linear", "sum", "gradient", "gather", "reduce", "scatter", "several"]
+    kinds = [dice.choice(known) for _ in range(num_steps)]
+    shards = [build.input(f"primals_{i + 2}", 4, 8) for i in range(num_steps)]
+    results = []
+    for shard, kind in zip(shards, kinds, strict=True):
+        product = build(aten.mm.default, build(aten.t.default, value), value)
+        if kind == "linear":
+            value = build(aten.mm.default, value, build.gather(shard, 2))
+        elif kind == "sum":
+            results.append(build(WAIT, build(ALL_REDUCE, value, "sum", "tensor_group")))
+        elif kind == "gradient":
+            results.append(build.reduction(product, 2))
+        elif kind == "gather":
+            whole = build(WAIT, build(c10d.all_gather_into_tensor_out.default, shard, 2, "shard_group", out=buffer))
+            results.append(build(WAIT, build(ALL_REDUCE, whole, "sum", "tensor_group")))
+            value = build(aten.mm.default, value, whole)
+        elif kind == "reduce":
+            started = build(c10d.all_reduce_.default, product, "sum", "tensor_group")
+            value = build(aten.add.Tensor, value, build(WAIT, dice.choice([started, product])))
+        elif kind == "scatter":
+            build(WAIT, build(c10d.reduce_scatter_tensor_out.default, product, "sum", 2, "shard_group", out=shard))
+            results.append(build(aten.mm.default, build.gather(shard, 2), value))
+        else:
+            started = build(c10d.all_reduce_coalesced_.default, [product, buffer], "sum", "shard_group")
+            first, _ = (build(WAIT, build(operator.getitem, started, index)) for index in range(2))
+            results += [build(aten.relu.default, first), build.reduction(buffer, 2)]
+    return build.finish(*results, value)
 
 
 def inputs_of(gm: fx.GraphModule, seed: int) -> list[list[torch.Tensor]]:

@@ -5,14 +5,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from graphs import MESH, PRICES, NodePrices, inputs_of, random_graph
+from graphs import MESH, PRICES, NodePrices, in_memory_graph, inputs_of, random_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import LinePrices
 from small_graphs import GraphBuilder, aten, text_of
 
 from graphshard import schedule
-from graphshard.collectives import ALL_GATHER, ALL_REDUCE, WAIT, c10d, is_collective, is_wait
+from graphshard.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    FUNCTIONAL_FORMS,
+    POINT_TO_POINT,
+    REDUCE_SCATTER,
+    WAIT,
+    c10d,
+    is_collective,
+    is_wait,
+)
 from graphshard.context import PassContext
 from graphshard.errors import OptionError, OptionTypeError
 from graphshard.facts import check_typed, check_waited
@@ -266,9 +276,129 @@ def test_what_is_made_of_memory_that_is_written_in_place_does_not_move_past_the_
     gm = _written_beside(kind)
     planned, plan = _planned(gm)
     assert plan.buckets
-    before, after = (run_on_all_ranks(graph, inputs_of(gm, 0), MESH) for graph in (gm, planned))
+    _assert_computes_the_same(planned, gm)
+
+
+def _assert_computes_the_same(planned, gm, seed=0):
+    before, after = (run_on_all_ranks(graph, inputs_of(gm, seed), MESH) for graph in (gm, planned))
     for one, other in zip(before, after, strict=True):
         assert all(map(torch.equal, one, other))
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=SEEDS)
+def test_what_writes_to_memory_it_is_given_stays_and_the_graph_computes_the_same(seed):
+    gm = in_memory_graph(seed)
+    planned, plan = _planned(gm)
+    order = [node.target for node in gm.graph.nodes if node.target in FUNCTIONAL_FORMS]
+    assert [node.target for node in planned.graph.nodes if node.target in FUNCTIONAL_FORMS] == order
+    assert sum(note.endswith("it writes its result to memory it is given") for note in plan.notes) == len(order)
+    _assert_computes_the_same(planned, gm, seed)
+
+
+def _two_gathers_into_one_buffer():
+    """Each is summed, and the sums could be merged if they read memory of their own."""
+    build = GraphBuilder()
+    buffer = build.input("primals_0", 4, 4)
+    sums = []
+    for index in (1, 2):
+        shard = build.input(f"primals_{index}", 2, 4)
+        started = build(c10d.all_gather_into_tensor_out.default, shard, 2, "shard_group", out=buffer)
+        sums.append(build(WAIT, build(ALL_REDUCE, build(WAIT, started), "sum", "tensor_group")))
+    return build.finish(*sums)
+
+
+def test_what_reads_a_buffer_is_not_moved_behind_what_is_gathered_into_it_next():
+    gm = _two_gathers_into_one_buffer()
+    planned, plan = _planned(gm)
+    assert not plan.buckets
+    _assert_computes_the_same(planned, gm)
+
+
+@pytest.mark.parametrize(
+    ("target", "kind"),
+    [
+        (c10d.all_reduce_.default, "all_reduce"),
+        (c10d.all_gather_into_tensor_out.default, "all_gather"),
+        (c10d.reduce_scatter_tensor_out.default, "reduce_scatter"),
+        (c10d.broadcast_.default, "broadcast"),
+    ],
+)
+def test_one_that_writes_to_memory_it_is_given_takes_as_long_as_the_one_that_returns_it(target, kind):
+    gm = _into_memory(target, "tensor_group")
+    planned, plan = _planned(gm)
+    assert plan.seconds - 1e-2 == pytest.approx(PRICES.collective_seconds(kind, 8 * 4 * 8, "tensor_group"))
+    (note,) = plan.notes
+    assert note.endswith("stays in its place: it writes its result to memory it is given")
+    assert text_of(planned, CONTEXT) == text_of(gm, CONTEXT)
+    with pytest.raises(UnpricedGroupError, match=r"'elsewhere' \(of "):
+        _planned(_into_memory(target, "elsewhere"))
+
+
+def _into_memory(target, group):
+    """One collective of 8 x 4 at most, and what reads its result."""
+    build = GraphBuilder()
+    part, whole = build.input("primals_0", 4, 4), build.input("primals_1", 8, 4)
+    if target is c10d.all_gather_into_tensor_out.default:
+        started = build(target, part, 2, group, out=whole)
+    elif target is c10d.reduce_scatter_tensor_out.default:
+        started = build(target, whole, "sum", 2, group, out=part)
+    else:
+        started = build(target, whole, 0 if target is c10d.broadcast_.default else "sum", group)
+    return build.finish(build(aten.relu.default, build(WAIT, started)))
+
+
+def test_a_wait_for_the_memory_it_writes_to_is_a_wait_for_it():
+    build = GraphBuilder()
+    x = build.input("primals_0", 8, 4)
+    build(c10d.all_reduce_.default, x, "sum", "tensor_group")
+    gm = build.finish(build(aten.relu.default, build(WAIT, x)))
+    _, plan = _planned(gm)
+    assert plan.seconds - 1e-2 == pytest.approx(PRICES.collective_seconds("all_reduce", 8 * 4 * 8, "tensor_group"))
+    assert not check_waited(gm, CONTEXT)
+
+
+@pytest.mark.skipif(not POINT_TO_POINT, reason="this torch has no such ops")
+def test_beside_a_message_between_two_ranks_nothing_moves():
+    """Another rank may have another graph, so that another order could stop both."""
+    build = GraphBuilder()
+    x, shard = build.input("primals_0", 4, 4), build.input("primals_1", 2, 4)
+    build(WAIT, build(c10d.isend.default, x, 1, 0, "pipeline"))
+    gm = build.finish(build(aten.mm.default, build(aten.mm.default, x, x), build.gather(shard, 2, "shard_group")))
+    planned, plan = _planned(gm)
+    assert text_of(planned, CONTEXT) == text_of(gm, CONTEXT)
+    message, gather = plan.notes
+    assert message == (
+        "isend_default (isend) stays in its place: it is a message between two ranks, whose time is not known and "
+        "counts as none"
+    )
+    assert gather == (
+        "all_gather_into_tensor_default (all_gather_into_tensor) stays in its place: it shares its graph with "
+        "isend_default, a message between two ranks, which may have other graphs: moved, it could wait for a rank that "
+        "waits for this one"
+    )
+
+
+def test_arguments_given_by_name_plan_the_same_and_print_the_same():
+    def gathers(by_name):
+        build = GraphBuilder()
+        x = build.input("primals_0", 4, 4)
+        for index, group in enumerate(("shard_group", "tensor_group", "shard_group"), start=1):
+            shard = build.input(f"primals_{index}", 2, 4)
+            if by_name:
+                started = build(ALL_GATHER, input=shard, group_size=2, group_name=group)
+                x = build(aten.mm.default, x, build(WAIT, tensor=started))
+            else:
+                x = build(aten.mm.default, x, build.gather(shard, 2, group))
+        grad = build(REDUCE_SCATTER, **dict(input=x, reduce_op="sum", group_size=2, group_name="shard_group"))
+        other = build(ALL_REDUCE, x, group_name="tensor_group", reduce_op="sum")
+        return build.finish(x, build(WAIT, grad), build(WAIT, other))
+
+    (given, one), (named, other) = _planned(gathers(False)), _planned(gathers(True))
+    assert (one.seconds, one.steps) == (other.seconds, other.steps)
+    assert text_of(gathers(False), CONTEXT) == text_of(gathers(True), CONTEXT).replace("tensor=", "")
+    assert text_of(given, CONTEXT) == text_of(named, CONTEXT).replace("tensor=", "")
+    _assert_computes_the_same(named, gathers(True))
 
 
 def _coalesced(group):

@@ -2,9 +2,12 @@
 
 import itertools
 import operator
+import warnings
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from graphs import MESH, inputs_of, random_graph
 from small_graphs import GraphBuilder, aten, text_of
 
@@ -12,11 +15,12 @@ import graphshard
 from graphshard.collectives import ALL_GATHER, ALL_REDUCE, WAIT, is_collective
 from graphshard.context import PassContext
 from graphshard.cost import CostModel, GroupTopology, load_card, mesh_topologies
+from graphshard.cost.tables import parse_tables
 from graphshard.errors import CardError, OptionError, OptionTypeError, TableError
-from graphshard.planner.from_graph import UnpricedGroupError
+from graphshard.planner.from_graph import UnpricedGroupError, UntypedGraphError
 from graphshard.planner.plan import InfeasibleBudgetError
 from graphshard.rewrite import copy_graph
-from graphshard.schedule import schedule_with_prices
+from graphshard.schedule import schedule_with_prices, topologies
 from graphshard.testing import run_on_all_ranks
 
 CONTEXT = PassContext(mesh=MESH, full_checks=True)
@@ -73,6 +77,24 @@ def test_ranks_of_a_process_group_that_exists(fake_group):
     few = copy_graph(gm)
     plan = graphshard.schedule_graph(gm, hardware="cpu-ethernet-1g")
     assert graphshard.schedule_graph(few, hardware="cpu-ethernet-1g", groups={name: 2}).seconds < plan.seconds
+
+
+def test_ranks_of_a_process_group_lie_where_they_are(fake_group):
+    """Ranks 0 and 3 to 8 on nodes of 4: 2, 4 and 1 of them."""
+    fake_group(12)
+    name = dist.new_group([0, *range(3, 9)]).group_name
+    build = GraphBuilder()
+    gm = build.finish(build(WAIT, build(ALL_REDUCE, build.input("primals_0", 4, 4), "sum", name)))
+    card = replace(load_card("h100-sxm"), ranks_per_node=4)
+    assert topologies(gm, card, {}) == {
+        name: GroupTopology(num_ranks=7, ranks_per_node=4, num_nodes=3, fewest_per_node=1)
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [9, 12, 20])
+def test_a_number_of_ranks_lies_as_on_a_mesh_of_one_axis(num_ranks):
+    card = load_card("h100-sxm")
+    assert topologies(_two_groups(), card, {"shard": num_ranks}) == mesh_topologies({"shard": num_ranks}, 8)
 
 
 def test_an_all_reduce_over_an_unknown_group_asks_for_its_ranks():
@@ -147,6 +169,74 @@ def test_measured_tables_are_used(tmp_path):
     assert (
         plan.exposed_seconds == pytest.approx(0.5) and len(plan.buckets) == 1
     )  # a start-up of 0.5 s is paid once
+
+
+@pytest.mark.parametrize("ask", [graphshard.schedule_graph, graphshard.inspect_graph])
+def test_what_tables_lack_is_said_once_where_the_user_asked(ask):
+    build = GraphBuilder()
+    value = build.input("primals_0", 64, 64)
+    for index in (1, 2, 3):
+        value = build(aten.mm.default, value, build.gather(build.input(f"primals_{index}", 4, 64), 16, "shard"))
+    gm = build.finish(build(WAIT, build(ALL_REDUCE, value, "sum", "shard")))
+    tables = parse_tables("group,op,bytes,seconds\nshard,all_gather,8,1e-6\nshard,all_gather,16,1e-6\n", where="t.csv")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ask(gm, hardware="h100-sxm", tables=tables)
+    assert sorted(str(one.message).split(";")[0] for one in caught) == [
+        "t.csv has no all_reduce over shard nor over 16 ranks",
+        "t.csv: all_gather over shard (16 ranks) was measured from 8 to 16 bytes",
+    ]
+    assert {one.filename for one in caught} == {__file__}
+
+
+@pytest.mark.parametrize(
+    ("groups", "error", "message"),
+    [
+        ({"shard": "16"}, OptionTypeError, r"groups\['shard'\]='16' must be a number of ranks \(an int\)"),
+        ({"shard": None}, OptionTypeError, r"groups\['shard'\]=None must be a number of ranks"),
+        ({"shard": 16.0}, OptionTypeError, r"groups\['shard'\]=16.0 must be a number of ranks"),
+        ({"shard": 0}, OptionError, r"groups\['shard'\]=0 must be the number of ranks, 1 or more"),
+        ([("shard", 16)], OptionTypeError, r"groups=\[\('shard', 16\)\] must be ranks, or topologies, by the names"),
+        (
+            {"shard": 64},
+            OptionError,
+            r"groups\['shard'\] has 64 ranks, but all_gather_into_tensor_default \(all_gather_into_tensor\) has "
+            r"group_size=16: give as many as the graph says",
+        ),
+    ],
+)
+@pytest.mark.parametrize("ask", [graphshard.schedule_graph, graphshard.inspect_graph])
+def test_groups_that_cannot_be(ask, groups, error, message):
+    with pytest.raises(error, match=message):
+        ask(_gathers(), hardware="h100-sxm", groups=groups)
+
+
+@pytest.mark.parametrize(
+    ("links", "error", "message"),
+    [
+        ("shard", OptionTypeError, "shared_links='shard' must be a list with the names of the groups on each link"),
+        (["shard"], OptionTypeError, r"shared_links=\['shard'\] must be a list"),
+        ([3], OptionTypeError, r"shared_links=\[3\] must be a list"),
+        ([("shard", "tp")], OptionError, "shared_links names 'tp', but the graph and groups= have 'shard'"),
+    ],
+)
+def test_shared_links_that_cannot_be(links, error, message):
+    with pytest.raises(error, match=message):
+        graphshard.schedule_graph(_gathers(), hardware="h100-sxm", shared_links=links)
+
+
+@pytest.mark.parametrize("ask", [graphshard.schedule_graph, graphshard.inspect_graph])
+@pytest.mark.parametrize("is_input", [True, False])
+def test_a_collective_without_a_fake_value_is_named(ask, is_input):
+    gm = _gathers()
+    first, _ = filter(is_collective, gm.graph.nodes)
+    del (first.args[0] if is_input else first).meta["val"]
+    message = (
+        r'have no meta\["val"\], which says their bytes: all_gather_into_tensor_default \(all_gather_into_tensor\); '
+        "capture the graph on fake tensors"
+    )
+    with pytest.raises(UntypedGraphError, match=message):
+        ask(gm, hardware="h100-sxm")
 
 
 def test_a_budget_in_words():
