@@ -72,6 +72,7 @@ def test_planned_order_of_what_writes_to_memory_it_is_given_is_in_the_words_of_w
     assert planned_order(build.finish(sent, waited)) == [
         "start all_gather_into_tensor 0",
         "wait all_gather_into_tensor 0",
+        "run mm",
         "start all_reduce 0",
         "wait all_reduce 0",
         "start isend 0",
