@@ -97,7 +97,7 @@ def graphshard(
         AgreementError: the ranks would issue different collectives.
     """
     parsed = BackendOptions.parse(options)
-    patches = config_patches(parsed.inductor)
+    patches = config_patches(parsed.inductor, has_budget=parsed.memory_budget is not None)
     _warn_if_never_sharded(gm, example_inputs)
     compilation = _Compilation(
         options=parsed,

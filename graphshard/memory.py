@@ -9,7 +9,8 @@ A collective holds its input, its output, and what its backend copies (``BACKEND
 Three things are approximated, because the inner compiler decides them later: a pointwise value that
 only generated kernels read, from at most ``MAX_INLINED_READS`` buffers, is recomputed by its readers
 and never stored; a value that only its own run of fusible nodes reads is never stored; and a run of
-fusible nodes allocates its results together. Scratch space inside other kernels is not counted.
+fusible nodes allocates its results together. Of scratch space inside other kernels only that of the CPU's
+convolutions is counted (:mod:`graphshard.convolutions`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import torch
 from torch import fx
 
 from .collectives import ALL_GATHER, REDUCE_SCATTER, aten, is_collective, is_wait
+from .convolutions import convolution_scratch_bytes
+from .sizes import tensor_bytes, tensors_of
 
 #: Copies a collective holds while it runs, per device type: multiples of its input and of its output.
 #: Gloo (cpu) gathers into a flat buffer of its own and reduces a clone of the input; an exchange, which
@@ -72,7 +75,7 @@ class LiveValue:
 
     Attributes:
         node: what made it.
-        part: which item of a tuple it is (``[1]``), or that it is a collective's copy; else "".
+        part: which item of a tuple it is (``[1]``), or that it is a collective's copy or a kernel's scratch; else "".
         num_bytes: its size.
     """
 
@@ -173,15 +176,20 @@ def copied_bytes(collective: fx.Node, device_type: str | None = None) -> int:
             that was captured on fake CPU tensors for another device.
     """
     output = collective.meta["val"]
-    device = device_type or tensors_of(output)[0].device.type
+    device = device_type or _device_of(collective)
     of_input, of_output = BACKEND_COPIES.get(device, {}).get(collective.target, (0, 0))
     input_bytes = sum(tensor_bytes(arg.meta["val"]) for arg in collective.all_input_nodes)
     return of_input * input_bytes + of_output * tensor_bytes(output)
 
 
+def _device_of(node: fx.Node) -> str:
+    """Where the first tensor of a node's value is; "" where there is none."""
+    return next((tensor.device.type for tensor in tensors_of(node.meta.get("val"))), "")
+
+
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """Memory of one value; ``producer`` is an input, a kernel, or a collective (for its copies)."""
+    """Memory of one value; ``producer`` is an input, a kernel (of its scratch, too), or a collective (of its copies)."""
 
     producer: fx.Node
     part: str
@@ -214,6 +222,8 @@ class MemoryModel:
                     buffer.readers.append(node)
             if is_collective(node):
                 self._hold_until_waited(node)
+            if num_bytes := convolution_scratch_bytes(node, device_type or _device_of(node)):
+                self._made.append(Buffer(node, " (scratch)", num_bytes))
 
     def timeline(self, order: Sequence[fx.Node]) -> MemoryTimeline:
         """Live bytes over an order of all nodes in which inputs precede their readers."""
@@ -394,22 +404,3 @@ def _readers_through_aliases(node: fx.Node, *, through_waits: bool = True) -> It
             yield from _readers_through_aliases(user, through_waits=through_waits)
         else:
             yield user
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors of a node's value: itself, or the items of a tuple that are tensors."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return (
-        [part for part in value if isinstance(part, torch.Tensor)] if isinstance(value, (tuple, list)) else []
-    )
-
-
-def tensor_bytes(value: Any) -> int:
-    """Bytes of a tensor or a tuple of tensors."""
-    return sum(_hint(tensor.numel()) * tensor.element_size() for tensor in tensors_of(value))
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    """The size seen while tracing; 0 for one that depends on data."""
-    return size if isinstance(size, int) else int(size.node.hint or 0)

@@ -41,7 +41,7 @@ from graphshard.collectives import group_name, is_collective
 from graphshard.context import PassContext
 from graphshard.errors import OptionError, PassError
 from graphshard.facts import Fact
-from graphshard.memory import WAITING_INPUTS, kept_inputs, tensor_bytes
+from graphshard.memory import WAITING_INPUTS, kept_inputs
 from graphshard.pipeline import PassReport
 from graphshard.placement import Decisions, Movable, Placement, at_once
 from graphshard.planner.plan import InfeasibleBudgetError
@@ -49,6 +49,7 @@ from graphshard.planner.wishes import Wishes
 from graphshard.provenance import reduced_parameters, row_places, shards_behind
 from graphshard.rewrite import apply_order, copy_graph
 from graphshard.schedule import PlannedGraph, measured_peak, parse_bytes, plan_graph
+from graphshard.sizes import tensor_bytes
 
 from .bucket_collectives import BucketCollectives
 

@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.prices",
         "graphshard.rows",
         "graphshard.processes",
+        "graphshard.sizes",
     ),
     # ops, collectives, typed edits
     ("graphshard.buckets", "graphshard.user_comms", "graphshard.lockstep"),
@@ -36,6 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.rewrite",
         "graphshard.casts",
         "graphshard.spread",
+        "graphshard.convolutions",
     ),
     # a unit and its state; the ops find it
     ("graphshard.together", "graphshard.extensions"),

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from .._compat import call_of
-from ..memory import tensor_bytes
+from ..sizes import tensor_bytes
 from .cards import HardwareCard
 from .flops import executed_flops, kernel_class
 from .kernels import Kernel, kernels_of

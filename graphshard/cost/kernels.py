@@ -16,8 +16,9 @@ import torch
 from torch import fx
 
 from ..collectives import is_collective, is_wait
-from ..memory import fusion_runs, is_fusible, is_view, tensor_bytes
+from ..memory import fusion_runs, is_fusible, is_view
 from ..ops import REDUCE_GRAD, UNSHARD
+from ..sizes import tensor_bytes
 from ..user_comms import ALL_REDUCE_HOOK
 from .flops import hinted_numel, hinted_shape
 

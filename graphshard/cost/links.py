@@ -30,8 +30,8 @@ from torch import fx
 
 from ..collectives import ALL_REDUCE, ALL_TO_ALL, GATHERS, REDUCE_SCATTERS, c10d, operands
 from ..errors import ShardingError
-from ..memory import tensor_bytes
 from ..mesh import MeshAxis, MeshLayout
+from ..sizes import tensor_bytes
 from ..user_comms import ALL_REDUCE_HOOK
 from .cards import HardwareCard, LinkClass
 

@@ -38,10 +38,11 @@ from ..collectives import (
 from ..cost.links import collective_bytes, collective_kind
 from ..errors import GraphShardError
 from ..graph_text import dtype_text
-from ..memory import MemoryModel, copied_bytes, is_alias, is_view, kept_inputs, tensor_bytes
+from ..memory import MemoryModel, copied_bytes, is_alias, is_view, kept_inputs
 from ..prices import GraphPrices, Prices
 from ..provenance import is_accumulation, is_layout
 from ..rows import RowPlace
+from ..sizes import tensor_bytes
 from ..user_comms import ALL_REDUCE_HOOK
 from .problem import Collective, Problem, Task
 from .simulate import Step, simulate

@@ -16,9 +16,10 @@ from torch import fx
 from ..buckets import JOIN_PARTS, UNPACK
 from ..collectives import GATHERS, is_collective, is_wait
 from ..context import PassContext
-from ..memory import Buffer, MemoryModel, kept_inputs, tensor_bytes
+from ..memory import Buffer, MemoryModel, kept_inputs
 from ..provenance import is_accumulation, is_layout
 from ..rewrite import output_values
+from ..sizes import tensor_bytes
 from .data import CATEGORIES
 
 Bytes = tuple[int, ...]
@@ -237,6 +238,8 @@ class _Flow:
             if node in self._gathered:
                 return "buckets" if _is_unpacked(node) else "gathered"
             return "buckets" if node in self._reduced else "temporaries"
+        if buffer.part == " (scratch)":
+            return "temporaries"
         if node in self._gathered:
             return "gathered"
         if node in self._to_reduction:
