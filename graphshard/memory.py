@@ -189,7 +189,7 @@ def _device_of(node: fx.Node) -> str:
 
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """Memory of one value; ``producer`` is an input, a kernel (of its scratch, too), or a collective (of its copies)."""
+    """Memory of one value; ``producer`` is an input, a kernel (of scratch, too), or a collective (of its copies)."""
 
     producer: fx.Node
     part: str

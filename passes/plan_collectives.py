@@ -193,6 +193,18 @@ def _beside(plan: Callable[[int], PlannedGraph], budget_bytes: int, held_bytes: 
         ) from None
 
 
+def check_budget(gm: fx.GraphModule, ctx: PassContext, memory_budget: int | str) -> None:
+    """Sees that a half without collectives, of which there is nothing to plan, keeps a user's budget.
+
+    Raises:
+        InfeasibleBudgetError: it does not; names what it needs.
+    """
+    budget, held = parse_bytes(memory_budget), held_beside(gm, ctx)
+    peak = measured_peak(gm, ctx.device_type)
+    if held + peak > budget:
+        raise InfeasibleBudgetError(budget, peak, is_smallest=True, held_bytes=held)
+
+
 def _leanest(plan: Callable[[int | None], PlannedGraph], peak: int, notes: list[str]) -> PlannedGraph:
     """The plan within ``peak`` bytes, or, with a note, within the least of a few more in which there is one."""
     too_little = f"no plan is found within the {peak} bytes that units gathered one ahead take"
