@@ -65,6 +65,17 @@ _GENERATED = {
 #: Recomputed nowhere on the CPU when several kernels read them: too dear.
 _DEAR = {aten.exp.default, aten.sigmoid.default}
 
+#: Functional ops that write into a copy of their first input: the copying kernel computes a pointwise one on the way.
+_SCATTERS = {
+    aten._unsafe_index_put.default,
+    aten._unsafe_masked_index_put_accumulate.default,
+    aten.index_put.default,
+    aten.scatter.src,
+    aten.scatter.value,
+    aten.scatter_add.default,
+    aten.scatter_reduce.two,
+}
+
 #: Views that their schema does not call so.
 _UNMARKED_VIEWS = {aten._unsafe_view.default, aten.reshape.default}
 
@@ -314,7 +325,7 @@ class MemoryModel:
         if not _is_pointwise(node) or node.target is aten.cat.default:
             return False
         readers = list(_readers_through_aliases(node))
-        if not readers or not all(is_fusible(reader) for reader in readers):
+        if not readers or not all(is_fusible(reader) or _writes_over(reader, node) for reader in readers):
             return False
         num_read = len(set(self._read(node)))
         if len(readers) > 1:
@@ -396,6 +407,15 @@ def fusion_runs(order: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
 def _is_pointwise(node: fx.Node) -> bool:
     traits = _traits(node.target)
     return traits.is_fusible and not traits.is_reduction
+
+
+def _writes_over(scatter: fx.Node, node: fx.Node) -> bool:
+    """True for a scatter that reads the node as what it writes into, and as nothing else."""
+    if scatter.target not in _SCATTERS or scatter.args[0] is not node:
+        return False
+    others: list[fx.Node] = []
+    fx.map_arg((scatter.args[1:], scatter.kwargs), others.append)
+    return node not in others
 
 
 def _readers_through_aliases(node: fx.Node, *, through_waits: bool = True) -> Iterator[fx.Node]:

@@ -117,6 +117,30 @@ def test_an_in_place_op_allocates_nothing():
     assert live[written.name] == live["output"] == 16
 
 
+@pytest.mark.parametrize("op", [aten.index_put.default, aten.scatter_add.default], ids=str)
+def test_what_a_scatter_writes_into_is_stored_once(op):
+    """An embedding's gradient: zeros, into which rows are added."""
+    build = GraphBuilder()
+    rows, places = build.input("primals_1", 4, 4), build.input("primals_2", 4, dtype=torch.int64)
+    zeros = build(aten.mul.Tensor, build.input("primals_4", 16, 4), 0.0)
+    wide = build.input("primals_3", 4, 4, dtype=torch.int64)
+    index = ([places], rows, True) if op is aten.index_put.default else (0, wide, rows)
+    gradient = build(op, zeros, *index)
+    product = build(MM, gradient, rows)
+    live = _live(build.finish(product), kept=build.graph.find_nodes(op="placeholder"))
+    assert (live[zeros.name], live[gradient.name], live[product.name]) == (0, 64, 128)
+
+
+def test_what_a_scatter_reads_elsewhere_is_stored():
+    build = GraphBuilder()
+    places = build.input("primals_1", 4, 4, dtype=torch.int64)
+    other = build.input("primals_2", 4, 4)
+    zeros = build(aten.mul.Tensor, other, 0.0)
+    scattered = build(aten.scatter_add.default, zeros, 0, places, zeros)
+    live = _live(build.finish(scattered), kept=[places, other])
+    assert live[scattered.name] == 32
+
+
 def test_a_gather_holds_input_output_and_copy_until_its_wait():
     build = GraphBuilder()
     shard = build.input("primals_1", 4)
