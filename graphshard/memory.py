@@ -1,9 +1,10 @@
 """The memory model: how many bytes are live at each node of one FX graph, in a given order.
 
-Exact live ranges over the node order. Views, items of tuples and waits share the storage they look
-at; a value is freed after its last reader; outputs live to the end; inputs that the caller keeps
-(parameters' shards, a forward's inputs) are counted apart, the tangents of a backward live to its end, since
-autograd holds what it calls a function with, and other inputs (saved activations) die after their last reader.
+Exact live ranges over the node order. Views, items of tuples, waits and ops in place share the memory that they
+look at or write to; a conditional view (``reshape``, ``to``) is a copy where its values say so. A value is freed
+after its last reader; outputs live to the end; inputs that the caller keeps (parameters' shards, a forward's inputs)
+are counted apart, the tangents of a backward live to its end, since autograd holds what it calls a function with,
+and other inputs (saved activations) die after their last reader.
 A collective holds its input, its output, and what its backend copies (``BACKEND_COPIES``) until its wait.
 
 Three things are approximated, because the inner compiler decides them later: a pointwise value that
@@ -26,7 +27,7 @@ from torch import fx
 
 from .collectives import ALL_GATHER, REDUCE_SCATTER, aten, is_collective, is_wait
 from .convolutions import convolution_scratch_bytes
-from .sizes import tensor_bytes, tensors_of
+from .sizes import size_hint, tensor_bytes, tensors_of
 
 #: Copies a collective holds while it runs, per device type: multiples of its input and of its output.
 #: Gloo (cpu) gathers into a flat buffer of its own and reduces a clone of the input; an exchange, which
@@ -78,6 +79,9 @@ _SCATTERS = {
 
 #: Views that their schema does not call so.
 _UNMARKED_VIEWS = {aten._unsafe_view.default, aten.reshape.default}
+
+#: Views where the result can be one; else copies. Their values tell.
+_MAY_COPY = {aten.contiguous, aten.flatten, aten.reshape, aten.reshape_as, aten.to}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,7 +307,11 @@ class MemoryModel:
             if not is_alias(source):
                 yield from self._items(source, index)
                 return
-        if is_alias(node) or self._is_inlined(node):
+        if is_alias(node):
+            for source in aliased_inputs(node):
+                yield from self._seen[source]
+            return
+        if self._is_inlined(node):
             yield from self._read(node)
             return
         for index, value in enumerate(tensors_of(node.meta.get("val"))):
@@ -349,36 +357,94 @@ class _Traits:
     is_fusible: bool
     is_reduction: bool
     is_view: bool
+    may_copy: bool
     is_in_place: bool
+    shared: tuple[int, ...]
+    """The arguments whose memory its results are in, as far as its schema says."""
 
 
 @functools.lru_cache(maxsize=4096)
 def _traits(target: Any) -> _Traits:
     tags = getattr(target, "tags", ())
     is_op = isinstance(target, torch._ops.OpOverload)
+    returned = [result.alias_info for result in target._schema.returns] if is_op else []
     is_reduction = torch.Tag.reduction in tags
     return _Traits(
         is_fusible=target in _GENERATED or torch.Tag.pointwise in tags or is_reduction,
         is_reduction=is_reduction,
         is_view=target is operator.getitem or target in _UNMARKED_VIEWS or (is_op and target.is_view),
-        is_in_place=is_op and bool(target._schema.returns) and target._schema.is_mutable,
+        may_copy=is_op and target.overloadpacket in _MAY_COPY,
+        is_in_place=bool(returned) and all(alias is not None and alias.is_write for alias in returned),
+        shared=_shared_arguments(target._schema) if is_op else (),
+    )
+
+
+def _shared_arguments(schema: torch.FunctionSchema) -> tuple[int, ...]:
+    returned = set().union(*(result.alias_info.before_set for result in schema.returns if result.alias_info))
+    return tuple(
+        index
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.before_set & returned
     )
 
 
 def is_fusible(node: fx.Node) -> bool:
     """True for a node that Inductor generates code for, and may fuse with its neighbours."""
-    return _traits(node.target).is_fusible
+    traits = _traits(node.target)
+    return traits.is_fusible or (traits.may_copy and _copies(node))
 
 
 def is_view(node: fx.Node) -> bool:
     """True for a node that runs no kernel: a view, or an item of a tuple."""
-    return _traits(node.target).is_view
+    traits = _traits(node.target)
+    return traits.is_view and not (traits.may_copy and _copies(node))
 
 
 def is_alias(node: fx.Node) -> bool:
-    """True for a node whose result shares the memory of an input: a view, a wait, an in-place op."""
-    traits = _traits(node.target)
-    return traits.is_view or traits.is_in_place or is_wait(node)
+    """True for a node whose results share the memory of inputs: a view, a wait, an in-place op."""
+    return is_view(node) or _traits(node.target).is_in_place or is_wait(node)
+
+
+def aliased_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs whose memory the results of a node are in, if :func:`is_alias` holds of it."""
+    if not (shared := _traits(node.target).shared):
+        return node.all_input_nodes
+    given: list[fx.Node] = []
+    for index in shared:
+        name = node.target._schema.arguments[index].name
+        fx.map_arg(node.args[index] if index < len(node.args) else node.kwargs.get(name), given.append)
+    return given
+
+
+def _copies(node: fx.Node) -> bool:
+    """True for a node whose result would be a view of its first input if that lay, or were typed, otherwise."""
+    source = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
+    result = node.meta.get("val")
+    if not (isinstance(source, torch.Tensor) and isinstance(result, torch.Tensor)):
+        return False
+    if source.dtype != result.dtype or source.device != result.device or node.kwargs.get("copy"):
+        return True
+    before, strides = _sizes(source.shape), _sizes(source.stride())
+    after = _sizes(result.shape)
+    if before == after:
+        return any(
+            size > 1 and one != other
+            for size, one, other in zip(after, strides, _sizes(result.stride()), strict=True)
+        )
+    return not _can_be_viewed(before, strides, after)
+
+
+def _sizes(values: Iterable[int | torch.SymInt]) -> tuple[int, ...]:
+    return tuple(map(size_hint, values))
+
+
+@functools.lru_cache(maxsize=4096)
+def _can_be_viewed(sizes: tuple[int, ...], strides: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    try:
+        torch.empty_strided(sizes, strides, device="meta").view(wanted)
+    except RuntimeError:
+        return False
+    return True
 
 
 def fusion_runs(order: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
@@ -420,7 +486,8 @@ def _writes_over(scatter: fx.Node, node: fx.Node) -> bool:
 
 def _readers_through_aliases(node: fx.Node, *, through_waits: bool = True) -> Iterator[fx.Node]:
     for user in node.users:
-        if is_alias(user) and (through_waits or not is_wait(user)):
+        is_same = is_alias(user) and node in aliased_inputs(user)
+        if is_same and (through_waits or not is_wait(user)):
             yield from _readers_through_aliases(user, through_waits=through_waits)
         else:
             yield user

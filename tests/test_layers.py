@@ -188,6 +188,7 @@ TOLERATED_PRIVATE = {
 
 #: Memoised functions, with the reason why their memory is harmless.
 TOLERATED_CACHES = {
+    "graphshard.memory._can_be_viewed": "a function of numbers; asked of every reshape many times",
     "graphshard.memory._traits": "what an op is never changes; asked of every node many times",
     "graphshard.cost.flops._count": "a formula of shapes; the blocks of a model are alike",
     "graphshard.module.sharded_class": "equal blocks must share one class; a pure function of its arguments",

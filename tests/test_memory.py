@@ -141,6 +141,60 @@ def test_what_a_scatter_reads_elsewhere_is_stored():
     assert live[scattered.name] == 32
 
 
+def _written_in_place(build: GraphBuilder, op, to: fx.Node, source: fx.Node) -> fx.Node:
+    if op is aten.index_put_.default:
+        return build(op, to, [build.input("primals_9", 4, dtype=torch.int64)], source)
+    return build(op, to, source)
+
+
+@pytest.mark.parametrize("op", [aten.add_.Tensor, aten.copy_.default, aten.index_put_.default], ids=str)
+def test_an_in_place_op_lets_go_of_what_it_only_reads(op):
+    build = GraphBuilder()
+    x = build.input("primals_1", 4, 4)
+    a, b = build(MM, x, x), build(MM, x, x)
+    written = _written_in_place(build, op, a, b)
+    c = build(MM, x, x)
+    d = build(MM, c, written)
+    live = _live(build.finish(d), kept=[node for node in build.graph.nodes if node.name.startswith("primals_")])
+    assert (live[written.name], live[c.name], live[d.name]) == (32, 32, 48)  # a, b; a, c; a, c, d
+
+
+def test_an_op_that_writes_to_an_input_may_have_results_of_its_own():
+    build = GraphBuilder()
+    x, weight, mean, var = (build.input(f"primals_{i}", *shape) for i, shape in enumerate([(8, 4), (4,), (4,), (4,)]))
+    normed = build(aten._native_batch_norm_legit.default, x, weight, weight, mean, var, True, 0.1, 1e-5)
+    first = build(operator.getitem, normed, 0)
+    live = _live(build.finish(first), kept=[x, weight, mean, var])
+    assert (live[normed.name], live["output"]) == (32 + 4 + 4, 32)
+
+
+def _flat(build: GraphBuilder, value: fx.Node) -> fx.Node:
+    return build(aten.view.default, build(aten.reshape.default, value, [16]), [4, 4])
+
+
+@pytest.mark.parametrize(
+    ("conditional_view", "num_copied"),
+    [
+        (lambda build, a: build(aten.contiguous.default, a), 0),
+        (lambda build, a: build(aten.contiguous.default, build(T, a)), 16),
+        (_flat, 0),
+        (lambda build, a: _flat(build, build(T, a)), 16),
+        (lambda build, a: build(aten.reshape.default, build(T, a), [4, 2, 2]), 0),
+        (lambda build, a: build(aten.to.dtype, a, torch.float64), 0),
+        (lambda build, a: build(aten.to.dtype, a, torch.complex128), 32),
+    ],
+    ids=["contiguous", "contiguous of t", "reshape", "reshape of t", "split of t", "to", "to another dtype"],
+)
+def test_a_conditional_view_is_a_copy_where_it_must_be(conditional_view, num_copied):
+    build = GraphBuilder()
+    x = build.input("primals_1", 4, 4)
+    a = build(MM, x, x)
+    seen = conditional_view(build, a)
+    read = build(UNPACK, build(PACK, [seen], 1), 1, [16])  # no generated kernel
+    live = _live(build.finish(a, read), kept=[x])
+    assert live[seen.name] == 16 + num_copied
+
+
 def test_a_gather_holds_input_output_and_copy_until_its_wait():
     build = GraphBuilder()
     shard = build.input("primals_1", 4)

@@ -38,7 +38,7 @@ from ..collectives import (
 from ..cost.links import collective_bytes, collective_kind
 from ..errors import GraphShardError
 from ..graph_text import dtype_text
-from ..memory import MemoryModel, copied_bytes, is_alias, is_view, kept_inputs
+from ..memory import MemoryModel, aliased_inputs, copied_bytes, is_alias, is_view, kept_inputs
 from ..prices import GraphPrices, Prices
 from ..provenance import is_accumulation, is_layout
 from ..rows import RowPlace
@@ -205,7 +205,7 @@ def _base(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and node.all_input_nodes and is_alias(node):
         if node.target is operator.getitem and not is_alias(node.all_input_nodes[0]):
             return node  # an item of a tuple has memory of its own
-        node = node.all_input_nodes[0]
+        node = aliased_inputs(node)[0]
     return node
 
 
