@@ -27,7 +27,7 @@ from torch import fx
 
 from .collectives import ALL_GATHER, REDUCE_SCATTER, aten, is_collective, is_wait
 from .convolutions import convolution_scratch_bytes
-from .sizes import size_hint, tensor_bytes, tensors_of
+from .sizes import size_hint, stored_bytes, tensor_bytes, tensors_of
 
 #: Copies a collective holds while it runs, per device type: multiples of its input and of its output.
 #: Gloo (cpu) gathers into a flat buffer of its own and reduces a clone of the input; an exchange, which
@@ -107,7 +107,7 @@ class MemoryTimeline:
         nodes: the order.
         live_bytes: for each node the bytes live while it runs, inputs and results included, without
             ``kept_bytes``.
-        kept_bytes: bytes of the inputs that the caller keeps alive throughout.
+        kept_bytes: bytes of the inputs that the caller keeps alive throughout, and of the module's own tensors.
         live_at_peak: what is live at the first node of the peak, largest first.
     """
 
@@ -182,6 +182,19 @@ def kept_inputs(gm: fx.GraphModule) -> list[fx.Node]:
     return inputs
 
 
+def kept_bytes(gm: fx.GraphModule, kept: Iterable[fx.Node]) -> int:
+    """Bytes of inputs that the caller keeps, and of the tensors that the module itself holds (:func:`held_tensors`)."""
+    inputs = sum(stored_bytes(node.meta.get("val")) for node in kept)
+    return inputs + sum(map(stored_bytes, held_tensors(gm).values()))
+
+
+def held_tensors(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
+    """The tensors that a graph reads of its module, by name: parameters in a graph of ``make_fx``, constants."""
+    names = dict.fromkeys(node.target for node in gm.graph.find_nodes(op="get_attr"))
+    found = {name: operator.attrgetter(name)(gm) for name in names}
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
 def copied_bytes(collective: fx.Node, device_type: str | None = None) -> int:
     """Bytes of the copies that the backend makes while the collective runs.
 
@@ -226,7 +239,7 @@ class MemoryModel:
     ) -> None:
         kept = set(kept)
         self._device_type = device_type
-        self.kept_bytes = sum(tensor_bytes(node.meta.get("val")) for node in kept)
+        self.kept_bytes = kept_bytes(gm, kept)
         self._made: list[Buffer] = []
         self._seen: dict[fx.Node, tuple[Buffer, ...]] = {}
         for node in gm.graph.nodes:
@@ -316,7 +329,8 @@ class MemoryModel:
             return
         for index, value in enumerate(tensors_of(node.meta.get("val"))):
             is_tuple = isinstance(node.meta["val"], (tuple, list))
-            buffer = Buffer(node, f"[{index}]" if is_tuple else "", tensor_bytes(value))
+            num_bytes = stored_bytes(value) if node.op == "placeholder" else tensor_bytes(value)
+            buffer = Buffer(node, f"[{index}]" if is_tuple else "", num_bytes)
             self._made.append(buffer)
             yield buffer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -19,6 +20,20 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 def tensor_bytes(value: Any) -> int:
     """Bytes of a tensor or a tuple of tensors."""
     return sum(size_hint(tensor.numel()) * tensor.element_size() for tensor in tensors_of(value))
+
+
+def stored_bytes(value: Any) -> int:
+    """As :func:`tensor_bytes`, of the elements that are in memory: an expanded dim (stride 0) is there once."""
+    return sum(_stored_elements(tensor) * tensor.element_size() for tensor in tensors_of(value))
+
+
+def _stored_elements(tensor: torch.Tensor) -> int:
+    sizes = [size_hint(size) for size in tensor.shape]
+    if not all(sizes):
+        return 0
+    return math.prod(
+        size for size, stride in zip(sizes, tensor.stride(), strict=True) if size_hint(stride) != 0
+    )
 
 
 def size_hint(size: int | torch.SymInt) -> int:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from small_graphs import GROUP, GraphBuilder, aten
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphshard.buckets import PACK, UNPACK
@@ -338,6 +339,26 @@ def test_symbolic_sizes_count_with_their_hints():
     graph.output([y])
     gm = fx.GraphModule(torch.nn.Module(), graph)
     assert memory_timeline(gm, kept=[]).peak_bytes == 2 * 12 * 2 * 4
+
+
+def test_an_expanded_input_weighs_what_is_stored():
+    build = GraphBuilder()
+    kept, tangent = build.input("primals_1", 1, 4), build.input("tangents_1", 1, 4)
+    for node in (kept, tangent):
+        node.meta["val"] = node.meta["val"].expand(4, 4)
+    product = build(MM, tangent, kept)
+    gm = build.finish(product)
+    assert _live(gm, kept=[kept])[product.name] == 4 + 16
+    assert memory_timeline(gm, kept=[kept]).kept_bytes == 4 * CELL
+
+
+def test_tensors_of_the_module_are_kept():
+    """As parameters are that ``make_fx`` meets in what it traces."""
+    weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
+    gm = make_fx(lambda x: x @ weight @ weight)(torch.zeros(4, 4, dtype=torch.float64))
+    assert gm.graph.find_nodes(op="get_attr")
+    timeline = memory_timeline(gm, kept=kept_inputs(gm))
+    assert (timeline.kept_bytes, timeline.peak_bytes) == (2 * 16 * CELL, 2 * 16 * CELL)
 
 
 def test_which_inputs_the_caller_keeps():
