@@ -10,8 +10,9 @@ A collective holds its input, its output, and what its backend copies (``BACKEND
 Three things are approximated, because the inner compiler decides them later: a pointwise value that
 only generated kernels read, from at most ``MAX_INLINED_READS`` buffers, is recomputed by its readers
 and never stored; a value that only its own run of fusible nodes reads is never stored; and a run of
-fusible nodes allocates its results together. Of scratch space inside other kernels only that of the CPU's
-convolutions is counted (:mod:`graphshard.convolutions`).
+fusible nodes allocates its results together. Where a generated kernel writes over an input that dies there,
+both are counted, since which ones do is not known here. Of scratch space inside other kernels only that of the
+CPU's convolutions is counted (:mod:`graphshard.convolutions`).
 """
 
 from __future__ import annotations
