@@ -47,7 +47,7 @@ from .inductor import (
 from .memory import kept_inputs, memory_timeline
 from .ops import REDUCE_GRAD, UNSHARD
 from .options import BackendOptions
-from .passes.plan_collectives import step_bytes
+from .passes.plan_collectives import check_budget, step_bytes
 from .pipeline import PassRecord, Pipeline
 from .planning import Planning
 from .provenance import reduced_parameters, shards_behind
@@ -94,7 +94,7 @@ def graphshard(
         AgreementError: the ranks would issue different collectives.
     """
     parsed = BackendOptions.parse(options)
-    patches = config_patches(parsed.inductor)
+    patches = config_patches(parsed.inductor, has_budget=parsed.memory_budget is not None)
     _warn_if_never_sharded(gm, example_inputs)
     compilation = _Compilation(
         options=parsed,
@@ -261,6 +261,8 @@ class _Compilation:
             if groups := _gloo_groups(gm):
                 hand_over = Pipeline(passes.ExchangeReductions(groups=groups), given=place.facts_at_end)
                 self._dump_records(dumped_as, hand_over.run(gm, context), first=len(records) + 1)
+        elif self.options.memory_budget is not None:
+            check_budget(gm, context, self.options.memory_budget)
         if half == "forward":
             kept = [value for value in output_values(gm.graph) if isinstance(value, fx.Node)]
             bindings = [context.binding(value.name) for value in kept if value.op == "placeholder"]

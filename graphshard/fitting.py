@@ -15,8 +15,9 @@ from torch import fx
 
 from .buckets import UNPACK
 from .collectives import is_collective, is_wait, short_name
-from .memory import MemoryModel, fusion_runs, is_view, kept_inputs, tensor_bytes
+from .memory import MemoryModel, fusion_runs, is_view, kept_inputs
 from .placement import Decisions, Movable, Placement
+from .sizes import tensor_bytes
 
 
 def fit(

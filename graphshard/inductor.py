@@ -76,6 +76,10 @@ _DEFAULTS: dict[str, Any] = {"allow_buffer_reuse": False}
 #: Kernels that only read the same values are fused from so many shared bytes on.
 _SHARED_READS = "score_fusion_memory_threshold"
 
+#: With a budget, defaults a user may override: Inductor would copy what convolutions read into channels-last, and save
+#: the copies of inputs and weights for the backward. Without these, a step of a small ResNet took 3 to 8 % longer.
+_WITH_BUDGET: dict[str, Any] = {"layout_optimization": False}
+
 #: Set by the backend for each compilation.
 _JOINT_PASS = "joint_custom_pre_pass"
 
@@ -90,8 +94,12 @@ _SAVED_SHARE = "activation_memory_budget"
 _FUNCTORCH: dict[str, Any] = {"enable_autograd_cache": False, "_sync_decision_cross_ranks": False}
 
 
-def config_patches(user: Mapping[str, Any]) -> dict[str, Any]:
+def config_patches(user: Mapping[str, Any], *, has_budget: bool = False) -> dict[str, Any]:
     """Our defaults, the user's Inductor options, and what keeps the planned order.
+
+    Args:
+        user: Inductor options.
+        has_budget: whether memory has to be what the memory model says.
 
     Raises:
         OptionError: the user sets an option that would move collectives, or one Inductor lacks.
@@ -110,7 +118,8 @@ def config_patches(user: Mapping[str, Any]) -> dict[str, Any]:
         elsewhere = [name for name in unknown if hasattr(functorch_config, name)]
         hint = f"; set torch._functorch.config.{elsewhere[0]} instead" if elsewhere else ""
         raise OptionError(f"graphshard backend: Inductor has no option(s) {', '.join(unknown)}{hint}")
-    return {**_DEFAULTS, **user, **{name: value for name, value in _KEEP_ORDER.items() if _has(name)}}
+    defaults = {**_DEFAULTS, **(_WITH_BUDGET if has_budget else {})}
+    return {**defaults, **user, **{name: value for name, value in _KEEP_ORDER.items() if _has(name)}}
 
 
 def memory_patch(user: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:

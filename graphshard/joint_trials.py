@@ -20,7 +20,6 @@ from torch._ops import OpOverload
 from .context import PassContext, context_from_shard_ops, pieces_of
 from .inductor import partition_as_inductor, saved_share, type_rng_states
 from .keeping import KeepingCost, extend_kept
-from .memory import tensor_bytes
 from .ops import UNSHARD
 from .params import UnshardCall
 from .passes import KeepGathered, PlanCollectives, RecomputeActivations
@@ -30,6 +29,7 @@ from .planner.plan import InfeasibleBudgetError, Plan
 from .prices import GraphPrices
 from .recomputing import SHARES, choose_saved
 from .rewrite import copy_graph, output_values
+from .sizes import tensor_bytes
 
 #: Bytes that may be live in a half, from the half and its context.
 BudgetOf = Callable[[fx.GraphModule, PassContext], int | str]

@@ -1,15 +1,18 @@
 """The memory model: how many bytes are live at each node of one FX graph, in a given order.
 
-Exact live ranges over the node order. Views, items of tuples and waits share the storage they look
-at; a value is freed after its last reader; outputs live to the end; inputs that the caller keeps
-(parameters' shards, a forward's inputs) are counted apart, the tangents of a backward live to its end, since
-autograd holds what it calls a function with, and other inputs (saved activations) die after their last reader.
+Exact live ranges over the node order. Views, items of tuples, waits and ops in place share the memory that they
+look at or write to; a conditional view (``reshape``, ``to``) is a copy where its values say so. A value is freed
+after its last reader; outputs live to the end; inputs that the caller keeps (parameters' shards, a forward's inputs)
+are counted apart, the tangents of a backward live to its end, since autograd holds what it calls a function with,
+and other inputs (saved activations) die after their last reader.
 A collective holds its input, its output, and what its backend copies (``BACKEND_COPIES``) until its wait.
 
 Three things are approximated, because the inner compiler decides them later: a pointwise value that
 only generated kernels read, from at most ``MAX_INLINED_READS`` buffers, is recomputed by its readers
 and never stored; a value that only its own run of fusible nodes reads is never stored; and a run of
-fusible nodes allocates its results together. Scratch space inside other kernels is not counted.
+fusible nodes allocates its results together. Where a generated kernel writes over an input that dies there,
+both are counted, since which ones do is not known here. Of scratch space inside other kernels only that of the
+CPU's convolutions is counted (:mod:`graphshard.convolutions`).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from .collectives import (
     ALL_GATHER,
     REDUCE_SCATTER,
     aten,
+    call_arguments,
     functional_form,
     is_collective,
     is_point_to_point,
@@ -35,6 +39,8 @@ from .collectives import (
     waits_of,
     written_operands,
 )
+from .convolutions import convolution_scratch_bytes
+from .sizes import size_hint, stored_bytes, tensor_bytes, tensors_of
 
 #: Copies a collective holds while it runs, per device type: multiples of its input and of its output.
 #: Gloo (cpu) gathers into a flat buffer of its own and reduces a clone of the input; an exchange, which
@@ -73,8 +79,22 @@ _GENERATED = {
 #: Recomputed nowhere on the CPU when several kernels read them: too dear.
 _DEAR = {aten.exp.default, aten.sigmoid.default}
 
+#: Functional ops that write into a copy of their first input: the copying kernel computes a pointwise one on the way.
+_SCATTERS = {
+    aten._unsafe_index_put.default,
+    aten._unsafe_masked_index_put_accumulate.default,
+    aten.index_put.default,
+    aten.scatter.src,
+    aten.scatter.value,
+    aten.scatter_add.default,
+    aten.scatter_reduce.two,
+}
+
 #: Views that their schema does not call so.
 _UNMARKED_VIEWS = {aten._unsafe_view.default, aten.reshape.default}
+
+#: Views where the result can be one; else copies. Their values tell.
+_MAY_COPY = {aten.contiguous, aten.flatten, aten.reshape, aten.reshape_as, aten.to}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +103,7 @@ class LiveValue:
 
     Attributes:
         node: what made it.
-        part: which item of a tuple it is (``[1]``), or that it is a collective's copy; else "".
+        part: which item of a tuple it is (``[1]``), or that it is a collective's copy or a kernel's scratch; else "".
         num_bytes: its size.
     """
 
@@ -100,7 +120,7 @@ class MemoryTimeline:
         nodes: the order.
         live_bytes: for each node the bytes live while it runs, inputs and results included, without
             ``kept_bytes``.
-        kept_bytes: bytes of the inputs that the caller keeps alive throughout.
+        kept_bytes: bytes of the inputs that the caller keeps alive throughout, and of the module's own tensors.
         live_at_peak: what is live at the first node of the peak, largest first.
     """
 
@@ -175,6 +195,19 @@ def kept_inputs(gm: fx.GraphModule) -> list[fx.Node]:
     return inputs
 
 
+def kept_bytes(gm: fx.GraphModule, kept: Iterable[fx.Node]) -> int:
+    """Bytes of inputs that the caller keeps, and of the tensors that the module itself holds (:func:`held_tensors`)."""
+    inputs = sum(stored_bytes(node.meta.get("val")) for node in kept)
+    return inputs + sum(map(stored_bytes, held_tensors(gm).values()))
+
+
+def held_tensors(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
+    """The tensors that a graph reads of its module, by name: parameters in a graph of ``make_fx``, constants."""
+    names = dict.fromkeys(node.target for node in gm.graph.find_nodes(op="get_attr"))
+    found = {name: operator.attrgetter(name)(gm) for name in names}
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
 def copied_bytes(collective: fx.Node, device_type: str | None = None) -> int:
     """Bytes of the copies that the backend makes while the collective runs.
 
@@ -184,15 +217,20 @@ def copied_bytes(collective: fx.Node, device_type: str | None = None) -> int:
             that was captured on fake CPU tensors for another device.
     """
     output = collective.meta["val"]
-    device = device_type or tensors_of(output)[0].device.type
+    device = device_type or _device_of(collective)
     of_input, of_output = BACKEND_COPIES.get(device, {}).get(functional_form(collective.target), (0, 0))
     input_bytes = sum(tensor_bytes(arg.meta["val"]) for arg in operands(collective))
     return of_input * input_bytes + of_output * tensor_bytes(output)
 
 
+def _device_of(node: fx.Node) -> str:
+    """Where the first tensor of a node's value is; "" where there is none."""
+    return next((tensor.device.type for tensor in tensors_of(node.meta.get("val"))), "")
+
+
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """Memory of one value; ``producer`` is an input, a kernel, or a collective (for its copies)."""
+    """Memory of one value; ``producer`` is an input, a kernel (of scratch, too), or a collective (of its copies)."""
 
     producer: fx.Node
     part: str
@@ -214,7 +252,7 @@ class MemoryModel:
     ) -> None:
         kept = set(kept)
         self._device_type = device_type
-        self.kept_bytes = sum(tensor_bytes(node.meta.get("val")) for node in kept)
+        self.kept_bytes = kept_bytes(gm, kept)
         self._made: list[Buffer] = []
         self._seen: dict[fx.Node, tuple[Buffer, ...]] = {}
         for node in gm.graph.nodes:
@@ -225,6 +263,8 @@ class MemoryModel:
                     buffer.readers.append(node)
             if is_collective(node) or is_point_to_point(node):
                 self._hold_until_waited(node)
+            if num_bytes := convolution_scratch_bytes(node, device_type or _device_of(node)):
+                self._made.append(Buffer(node, " (scratch)", num_bytes))
 
     def timeline(self, order: Sequence[fx.Node]) -> MemoryTimeline:
         """Live bytes over an order of all nodes in which inputs precede their readers."""
@@ -297,12 +337,17 @@ class MemoryModel:
             for target in memory:
                 yield from self._seen[target]
             return
-        if is_alias(node) or self._is_inlined(node):
+        if is_alias(node):
+            for source in aliased_inputs(node):
+                yield from self._seen[source]
+            return
+        if self._is_inlined(node):
             yield from self._read(node)
             return
         for index, value in enumerate(tensors_of(node.meta.get("val"))):
             is_tuple = isinstance(node.meta["val"], (tuple, list))
-            buffer = Buffer(node, f"[{index}]" if is_tuple else "", tensor_bytes(value))
+            num_bytes = stored_bytes(value) if node.op == "placeholder" else tensor_bytes(value)
+            buffer = Buffer(node, f"[{index}]" if is_tuple else "", num_bytes)
             self._made.append(buffer)
             yield buffer
 
@@ -319,7 +364,7 @@ class MemoryModel:
         if not _is_pointwise(node) or node.target is aten.cat.default:
             return False
         readers = list(_readers_through_aliases(node))
-        if not readers or not all(is_fusible(reader) for reader in readers):
+        if not readers or not all(is_fusible(reader) or _writes_over(reader, node) for reader in readers):
             return False
         num_read = len(set(self._read(node)))
         if len(readers) > 1:
@@ -344,36 +389,94 @@ class _Traits:
     is_fusible: bool
     is_reduction: bool
     is_view: bool
+    may_copy: bool
     is_in_place: bool
+    shared: tuple[int, ...]
+    """The arguments whose memory its results are in, as far as its schema says."""
 
 
 @functools.lru_cache(maxsize=4096)
 def _traits(target: Any) -> _Traits:
     tags = getattr(target, "tags", ())
     is_op = isinstance(target, torch._ops.OpOverload)
+    returned = [result.alias_info for result in target._schema.returns] if is_op else []
     is_reduction = torch.Tag.reduction in tags
     return _Traits(
         is_fusible=target in _GENERATED or torch.Tag.pointwise in tags or is_reduction,
         is_reduction=is_reduction,
         is_view=target is operator.getitem or target in _UNMARKED_VIEWS or (is_op and target.is_view),
-        is_in_place=is_op and bool(target._schema.returns) and target._schema.is_mutable,
+        may_copy=is_op and target.overloadpacket in _MAY_COPY,
+        is_in_place=bool(returned) and all(alias is not None and alias.is_write for alias in returned),
+        shared=_shared_arguments(target._schema) if is_op else (),
+    )
+
+
+def _shared_arguments(schema: torch.FunctionSchema) -> tuple[int, ...]:
+    returned = set().union(*(result.alias_info.before_set for result in schema.returns if result.alias_info))
+    return tuple(
+        index
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.before_set & returned
     )
 
 
 def is_fusible(node: fx.Node) -> bool:
     """True for a node that Inductor generates code for, and may fuse with its neighbours."""
-    return _traits(node.target).is_fusible
+    traits = _traits(node.target)
+    return traits.is_fusible or (traits.may_copy and _copies(node))
 
 
 def is_view(node: fx.Node) -> bool:
     """True for a node that runs no kernel: a view, or an item of a tuple."""
-    return _traits(node.target).is_view
+    traits = _traits(node.target)
+    return traits.is_view and not (traits.may_copy and _copies(node))
 
 
 def is_alias(node: fx.Node) -> bool:
-    """True for a node whose result shares the memory of an input: a view, a wait, an in-place op."""
-    traits = _traits(node.target)
-    return traits.is_view or traits.is_in_place or is_wait(node)
+    """True for a node whose results share the memory of inputs: a view, a wait, an in-place op."""
+    return is_view(node) or _traits(node.target).is_in_place or is_wait(node)
+
+
+def aliased_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs whose memory the results of a node are in, if :func:`is_alias` holds of it."""
+    if not (shared := _traits(node.target).shared):
+        return node.all_input_nodes
+    given: list[fx.Node] = []
+    for index in shared:
+        name = node.target._schema.arguments[index].name
+        fx.map_arg(node.args[index] if index < len(node.args) else node.kwargs.get(name), given.append)
+    return given
+
+
+def _copies(node: fx.Node) -> bool:
+    """True for a node whose result would be a view of its first input if that lay, or were typed, otherwise."""
+    source = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
+    result = node.meta.get("val")
+    if not (isinstance(source, torch.Tensor) and isinstance(result, torch.Tensor)):
+        return False
+    if source.dtype != result.dtype or source.device != result.device or call_arguments(node).get("copy"):
+        return True
+    before, strides = _sizes(source.shape), _sizes(source.stride())
+    after = _sizes(result.shape)
+    if before == after:
+        return any(
+            size > 1 and one != other
+            for size, one, other in zip(after, strides, _sizes(result.stride()), strict=True)
+        )
+    return not _can_be_viewed(before, strides, after)
+
+
+def _sizes(values: Iterable[int | torch.SymInt]) -> tuple[int, ...]:
+    return tuple(map(size_hint, values))
+
+
+@functools.lru_cache(maxsize=4096)
+def _can_be_viewed(sizes: tuple[int, ...], strides: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    try:
+        torch.empty_strided(sizes, strides, device="meta").view(wanted)
+    except RuntimeError:
+        return False
+    return True
 
 
 def fusion_runs(order: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
@@ -404,28 +507,19 @@ def _is_pointwise(node: fx.Node) -> bool:
     return traits.is_fusible and not traits.is_reduction
 
 
+def _writes_over(scatter: fx.Node, node: fx.Node) -> bool:
+    """True for a scatter that reads the node as what it writes into, and as nothing else."""
+    if scatter.target not in _SCATTERS or scatter.args[0] is not node:
+        return False
+    others: list[fx.Node] = []
+    fx.map_arg((scatter.args[1:], scatter.kwargs), others.append)
+    return node not in others
+
+
 def _readers_through_aliases(node: fx.Node, *, through_waits: bool = True) -> Iterator[fx.Node]:
     for user in node.users:
-        if is_alias(user) and (through_waits or not is_wait(user)):
+        is_same = is_alias(user) and node in aliased_inputs(user)
+        if is_same and (through_waits or not is_wait(user)):
             yield from _readers_through_aliases(user, through_waits=through_waits)
         else:
             yield user
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors of a node's value: itself, or the items of a tuple that are tensors."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return (
-        [part for part in value if isinstance(part, torch.Tensor)] if isinstance(value, (tuple, list)) else []
-    )
-
-
-def tensor_bytes(value: Any) -> int:
-    """Bytes of a tensor or a tuple of tensors."""
-    return sum(_hint(tensor.numel()) * tensor.element_size() for tensor in tensors_of(value))
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    """The size seen while tracing; 0 for one that depends on data."""
-    return size if isinstance(size, int) else int(size.node.hint or 0)

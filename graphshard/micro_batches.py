@@ -17,10 +17,10 @@ from .context import PassContext
 from .halves import Selection, shard_ops, specialised
 from .joint_trials import JointTrials, StepChoice
 from .keeping import KeepingCost, choose_kept
-from .memory import tensor_bytes
 from .ops import UNSHARD
 from .passes.plan_collectives import held_beside
 from .planner.plan import InfeasibleBudgetError
+from .sizes import tensor_bytes
 
 
 def choose_kept_between(

@@ -10,10 +10,10 @@ from torch import fx, nn
 
 from .capture import CapturedStep
 from .context import PassContext
-from .memory import tensor_bytes
 from .params import padded_shape
 from .report.optimizers import OptimizerKind
 from .rewrite import output_values
+from .sizes import tensor_bytes
 
 
 def persistent_bytes(module: nn.Module, captured: CapturedStep, optimizer: OptimizerKind) -> dict[str, int]:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, fx
 
 from ._compat import export_joint, storage_id, tree_map
-from .memory import tensors_of
 from .repeats import Block, find_blocks, is_function
 from .rewrite import output_values, type_key
+from .sizes import tensors_of
 
 
 class _NotRepeatableError(Exception):

@@ -20,8 +20,8 @@ from torch import Tensor, fx, nn
 
 from ._compat import call_of, lazy_graph_modules, tree_leaves
 from .capture import CapturedStep
-from .memory import tensors_of
 from .rewrite import copy_graph, fake_result
+from .sizes import tensors_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ from graphshard.collectives import group_name, is_collective
 from graphshard.context import PassContext
 from graphshard.errors import OptionError, PassError
 from graphshard.facts import Fact
-from graphshard.memory import WAITING_INPUTS, kept_inputs, tensor_bytes
+from graphshard.memory import WAITING_INPUTS, kept_bytes, kept_inputs
 from graphshard.pipeline import PassReport
 from graphshard.placement import Decisions, Movable, Placement, at_once
 from graphshard.planner.plan import InfeasibleBudgetError
@@ -49,6 +49,7 @@ from graphshard.planner.wishes import Wishes
 from graphshard.provenance import reduced_parameters, row_places, shards_behind
 from graphshard.rewrite import apply_order, copy_graph
 from graphshard.schedule import PlannedGraph, measured_peak, parse_bytes, plan_graph
+from graphshard.sizes import stored_bytes, tensor_bytes
 
 from .bucket_collectives import BucketCollectives
 
@@ -192,6 +193,18 @@ def _beside(plan: Callable[[int], PlannedGraph], budget_bytes: int, held_bytes: 
         ) from None
 
 
+def check_budget(gm: fx.GraphModule, ctx: PassContext, memory_budget: int | str) -> None:
+    """Sees that a half without collectives, of which there is nothing to plan, keeps a user's budget.
+
+    Raises:
+        InfeasibleBudgetError: it does not; names what it needs.
+    """
+    budget, held = parse_bytes(memory_budget), held_beside(gm, ctx)
+    peak = measured_peak(gm, ctx.device_type)
+    if held + peak > budget:
+        raise InfeasibleBudgetError(budget, peak, is_smallest=True, held_bytes=held)
+
+
 def _leanest(plan: Callable[[int | None], PlannedGraph], peak: int, notes: list[str]) -> PlannedGraph:
     """The plan within ``peak`` bytes, or, with a note, within the least of a few more in which there is one."""
     too_little = f"no plan is found within the {peak} bytes that units gathered one ahead take"
@@ -213,14 +226,14 @@ def _leanest(plan: Callable[[int | None], PlannedGraph], peak: int, notes: list[
 
 
 def resident_bytes(gm: fx.GraphModule) -> int:
-    """Bytes of the inputs of a half that live through the whole step: shards, buffers, inputs of the model."""
-    return sum(tensor_bytes(node.meta.get("val")) for node in kept_inputs(gm))
+    """Bytes of what lives through the whole step: a half's shards, buffers, inputs of the model, constants."""
+    return kept_bytes(gm, kept_inputs(gm))
 
 
 def step_bytes(gm: fx.GraphModule) -> int:
     """As :func:`resident_bytes`, of a joint graph too, without parameters that units keep gathered."""
     inputs = gm.graph.find_nodes(op="placeholder")
-    return sum(tensor_bytes(node.meta.get("val")) for node in inputs if node.name.startswith("primals_"))
+    return sum(stored_bytes(node.meta.get("val")) for node in inputs if node.name.startswith("primals_"))
 
 
 def held_beside(gm: fx.GraphModule, ctx: PassContext) -> int:

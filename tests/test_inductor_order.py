@@ -244,6 +244,13 @@ def test_user_options_arrive():
     assert patches["max_autotune"] is True and patches["triton.cudagraphs"] is False
 
 
+def test_with_a_budget_convolutions_get_no_copies_in_channels_last():
+    name = "layout_optimization"
+    assert name not in config_patches({})
+    assert config_patches({}, has_budget=True)[name] is False
+    assert config_patches({name: True}, has_budget=True)[name] is True
+
+
 def test_a_joint_pass_of_the_user_is_not_dropped_silently():
     """The backend's own joint passes hang on this option."""
     with pytest.raises(OptionError, match="joint_custom_pre_pass"):
@@ -251,7 +258,8 @@ def test_a_joint_pass_of_the_user_is_not_dropped_silently():
 
 
 def test_every_patch_is_a_setting_of_this_torch():
-    with torch._inductor.config.patch(config_patches({})):
+    with torch._inductor.config.patch(config_patches({}, has_budget=True)):
+        assert torch._inductor.config.layout_optimization is False
         assert torch._inductor.config.reorder_for_peak_memory is False
 
 

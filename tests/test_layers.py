@@ -28,6 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.prices",
         "graphshard.rows",
         "graphshard.processes",
+        "graphshard.sizes",
     ),
     # ops, collectives, typed edits
     ("graphshard.buckets", "graphshard.user_comms", "graphshard.lockstep"),
@@ -36,6 +37,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.rewrite",
         "graphshard.casts",
         "graphshard.spread",
+        "graphshard.convolutions",
     ),
     # a unit and its state; the ops find it
     ("graphshard.together", "graphshard.extensions"),
@@ -55,7 +57,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # what a graph costs on a machine
     ("graphshard.cost.calls", "graphshard.cost.curves", "graphshard.cost.products"),
     ("graphshard.cost.flops",),
-    ("graphshard.cost.copies",),
     ("graphshard.cost.cards", "graphshard.cost.kernels"),
     (
         "graphshard.cost.compute",
@@ -188,9 +189,9 @@ TOLERATED_PRIVATE = {
 
 #: Memoised functions, with the reason why their memory is harmless.
 TOLERATED_CACHES = {
+    "graphshard.memory._can_be_viewed": "a function of numbers; asked of every reshape many times",
     "graphshard.memory._traits": "what an op is never changes; asked of every node many times",
     "graphshard._compat.is_composite": "how torch implements an op; asked of every node",
-    "graphshard.cost.copies._copies": "a function of layouts; the blocks of a model are alike",
     "graphshard.cost.flops._count": "a formula of shapes; the blocks of a model are alike",
     "graphshard.cost.flops._count_parts": "a function of shapes; the blocks of a model are alike",
     "graphshard.module.sharded_class": "equal blocks must share one class; a pure function of its arguments",

@@ -6,6 +6,7 @@ import pytest
 import torch
 from small_graphs import GROUP, GraphBuilder, aten
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphshard.buckets import PACK, UNPACK
@@ -115,6 +116,84 @@ def test_an_in_place_op_allocates_nothing():
     written = build(aten.copy_.default, a, x)
     live = _live(build.finish(written), kept=[x])
     assert live[written.name] == live["output"] == 16
+
+
+@pytest.mark.parametrize("op", [aten.index_put.default, aten.scatter_add.default], ids=str)
+def test_what_a_scatter_writes_into_is_stored_once(op):
+    """An embedding's gradient: zeros, into which rows are added."""
+    build = GraphBuilder()
+    rows, places = build.input("primals_1", 4, 4), build.input("primals_2", 4, dtype=torch.int64)
+    zeros = build(aten.mul.Tensor, build.input("primals_4", 16, 4), 0.0)
+    wide = build.input("primals_3", 4, 4, dtype=torch.int64)
+    index = ([places], rows, True) if op is aten.index_put.default else (0, wide, rows)
+    gradient = build(op, zeros, *index)
+    product = build(MM, gradient, rows)
+    live = _live(build.finish(product), kept=build.graph.find_nodes(op="placeholder"))
+    assert (live[zeros.name], live[gradient.name], live[product.name]) == (0, 64, 128)
+
+
+def test_what_a_scatter_reads_elsewhere_is_stored():
+    build = GraphBuilder()
+    places = build.input("primals_1", 4, 4, dtype=torch.int64)
+    other = build.input("primals_2", 4, 4)
+    zeros = build(aten.mul.Tensor, other, 0.0)
+    scattered = build(aten.scatter_add.default, zeros, 0, places, zeros)
+    live = _live(build.finish(scattered), kept=[places, other])
+    assert live[scattered.name] == 32
+
+
+def _written_in_place(build: GraphBuilder, op, to: fx.Node, source: fx.Node) -> fx.Node:
+    if op is aten.index_put_.default:
+        return build(op, to, [build.input("primals_9", 4, dtype=torch.int64)], source)
+    return build(op, to, source)
+
+
+@pytest.mark.parametrize("op", [aten.add_.Tensor, aten.copy_.default, aten.index_put_.default], ids=str)
+def test_an_in_place_op_lets_go_of_what_it_only_reads(op):
+    build = GraphBuilder()
+    x = build.input("primals_1", 4, 4)
+    a, b = build(MM, x, x), build(MM, x, x)
+    written = _written_in_place(build, op, a, b)
+    c = build(MM, x, x)
+    d = build(MM, c, written)
+    live = _live(build.finish(d), kept=[node for node in build.graph.nodes if node.name.startswith("primals_")])
+    assert (live[written.name], live[c.name], live[d.name]) == (32, 32, 48)  # a, b; a, c; a, c, d
+
+
+def test_an_op_that_writes_to_an_input_may_have_results_of_its_own():
+    build = GraphBuilder()
+    x, weight, mean, var = (build.input(f"primals_{i}", *shape) for i, shape in enumerate([(8, 4), (4,), (4,), (4,)]))
+    normed = build(aten._native_batch_norm_legit.default, x, weight, weight, mean, var, True, 0.1, 1e-5)
+    first = build(operator.getitem, normed, 0)
+    live = _live(build.finish(first), kept=[x, weight, mean, var])
+    assert (live[normed.name], live["output"]) == (32 + 4 + 4, 32)
+
+
+def _flat(build: GraphBuilder, value: fx.Node) -> fx.Node:
+    return build(aten.view.default, build(aten.reshape.default, value, [16]), [4, 4])
+
+
+@pytest.mark.parametrize(
+    ("conditional_view", "num_copied"),
+    [
+        (lambda build, a: build(aten.contiguous.default, a), 0),
+        (lambda build, a: build(aten.contiguous.default, build(T, a)), 16),
+        (_flat, 0),
+        (lambda build, a: _flat(build, build(T, a)), 16),
+        (lambda build, a: build(aten.reshape.default, build(T, a), [4, 2, 2]), 0),
+        (lambda build, a: build(aten.to.dtype, a, torch.float64), 0),
+        (lambda build, a: build(aten.to.dtype, a, torch.complex128), 32),
+    ],
+    ids=["contiguous", "contiguous of t", "reshape", "reshape of t", "split of t", "to", "to another dtype"],
+)
+def test_a_conditional_view_is_a_copy_where_it_must_be(conditional_view, num_copied):
+    build = GraphBuilder()
+    x = build.input("primals_1", 4, 4)
+    a = build(MM, x, x)
+    seen = conditional_view(build, a)
+    read = build(UNPACK, build(PACK, [seen], 1), 1, [16])  # no generated kernel
+    live = _live(build.finish(a, read), kept=[x])
+    assert live[seen.name] == 16 + num_copied
 
 
 def test_a_gather_holds_input_output_and_copy_until_its_wait():
@@ -302,6 +381,26 @@ def test_symbolic_sizes_count_with_their_hints():
     graph.output([y])
     gm = fx.GraphModule(torch.nn.Module(), graph)
     assert memory_timeline(gm, kept=[]).peak_bytes == 2 * 12 * 2 * 4
+
+
+def test_an_expanded_input_weighs_what_is_stored():
+    build = GraphBuilder()
+    kept, tangent = build.input("primals_1", 1, 4), build.input("tangents_1", 1, 4)
+    for node in (kept, tangent):
+        node.meta["val"] = node.meta["val"].expand(4, 4)
+    product = build(MM, tangent, kept)
+    gm = build.finish(product)
+    assert _live(gm, kept=[kept])[product.name] == 4 + 16
+    assert memory_timeline(gm, kept=[kept]).kept_bytes == 4 * CELL
+
+
+def test_tensors_of_the_module_are_kept():
+    """As parameters are that ``make_fx`` meets in what it traces."""
+    weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
+    gm = make_fx(lambda x: x @ weight @ weight)(torch.zeros(4, 4, dtype=torch.float64))
+    assert gm.graph.find_nodes(op="get_attr")
+    timeline = memory_timeline(gm, kept=kept_inputs(gm))
+    assert (timeline.kept_bytes, timeline.peak_bytes) == (2 * 16 * CELL, 2 * 16 * CELL)
 
 
 def test_which_inputs_the_caller_keeps():

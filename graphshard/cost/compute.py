@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..memory import tensor_bytes
+from ..sizes import tensor_bytes
 from .calls import argument, schema_call
 from .cards import HardwareCard
 from .flops import executed_flops, kernel_class

@@ -17,11 +17,11 @@ from torch import fx
 
 from .._compat import tree_leaves
 from ..collectives import is_collective, is_point_to_point, is_wait
-from ..memory import is_fusible, is_view, tensor_bytes
+from ..memory import is_fusible, is_view
 from ..ops import REDUCE_GRAD, UNSHARD
+from ..sizes import tensor_bytes
 from ..user_comms import ALL_REDUCE_HOOK
 from .calls import argument, schema_call
-from .copies import copies
 from .flops import hinted_numel, hinted_shape
 
 aten = torch.ops.aten
@@ -83,11 +83,11 @@ def kernels_of(order: Sequence[fx.Node]) -> list[Kernel]:
     for node in order:
         if is_free(node):
             continue
-        if is_open and _fuses(node):
+        if is_open and is_fusible(node):
             runs[-1].append(node)
         else:
             runs.append([node])
-            is_open = _fuses(node)
+            is_open = is_fusible(node)
     return [kernel for run in runs for kernel in _kernels_of_run(run)]
 
 
@@ -96,7 +96,7 @@ def is_free(node: fx.Node) -> bool:
 
     The shard ops of level 1 count as what they become, collectives.
     """
-    if node.op != "call_function" or _is_view(node) or is_wait(node):
+    if node.op != "call_function" or is_view(node) or is_wait(node):
         return True
     if (
         is_collective(node)
@@ -110,16 +110,8 @@ def is_free(node: fx.Node) -> bool:
     return not isinstance(value, (torch.Tensor, tuple, list))
 
 
-def _is_view(node: fx.Node) -> bool:
-    return is_view(node) and not copies(node)
-
-
-def _fuses(node: fx.Node) -> bool:
-    return is_fusible(node) or copies(node)
-
-
 def _kernels_of_run(run: list[fx.Node]) -> Iterator[Kernel]:
-    if not _fuses(run[0]):
+    if not is_fusible(run[0]):
         yield _single_kernel(run[0])
         return
     for loop in _loops(run):
@@ -236,7 +228,7 @@ def _reduction_key(node: fx.Node) -> tuple[tuple[Any, ...], int, int]:
 def readers(node: fx.Node) -> Iterator[fx.Node]:
     """The nodes that read a value, through views of it."""
     for user in node.users:
-        if _is_view(user):
+        if is_view(user):
             yield from readers(user)
         else:
             yield user
@@ -244,7 +236,7 @@ def readers(node: fx.Node) -> Iterator[fx.Node]:
 
 def behind_views(value: fx.Node) -> fx.Node:
     """The node whose memory a value is."""
-    while _is_view(value) and value.all_input_nodes:
+    while is_view(value) and value.all_input_nodes:
         value = value.all_input_nodes[0]
     return value
 

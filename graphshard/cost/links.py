@@ -40,8 +40,8 @@ from ..collectives import (
     operands,
 )
 from ..errors import OptionError, ShardingError
-from ..memory import tensor_bytes
 from ..mesh import MeshAxis, MeshLayout
+from ..sizes import tensor_bytes
 from ..user_comms import ALL_REDUCE_HOOK
 from .cards import HardwareCard, LinkClass, Protocol
 

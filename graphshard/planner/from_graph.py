@@ -42,18 +42,11 @@ from ..collectives import (
 from ..cost.links import collective_bytes, collective_kind
 from ..errors import GraphShardError
 from ..graph_text import dtype_text
-from ..memory import (
-    MemoryModel,
-    copied_bytes,
-    is_alias,
-    is_view,
-    kept_inputs,
-    tensor_bytes,
-    tensors_of,
-)
+from ..memory import MemoryModel, aliased_inputs, copied_bytes, is_alias, is_view, kept_inputs
 from ..prices import GraphPrices, Prices
 from ..provenance import is_accumulation, is_layout
 from ..rows import RowPlace
+from ..sizes import tensor_bytes, tensors_of
 from ..user_comms import ALL_REDUCE_HOOK
 from .problem import Collective, Problem, Task
 from .simulate import Step, simulate
@@ -263,10 +256,7 @@ def _looked_at(node: fx.Node) -> list[fx.Node]:
         return []
     if node.target is operator.getitem and not is_alias(sources[0]):
         return []  # an item of a tuple has memory of its own
-    written = written_operands(node)
-    if not written or is_wait(node):
-        return sources[:1]
-    return written if any(result.alias_info for result in node.target._schema.returns) else []
+    return aliased_inputs(node)
 
 
 def _check_groups(collectives: list[fx.Node], prices: Prices) -> None:

@@ -11,14 +11,15 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import fx
+from torch import fx, nn
 
 from ..buckets import JOIN_PARTS, UNPACK
 from ..collectives import GATHERS, is_collective, is_wait
 from ..context import PassContext
-from ..memory import Buffer, MemoryModel, kept_inputs, tensor_bytes
+from ..memory import Buffer, MemoryModel, held_tensors, kept_inputs
 from ..provenance import is_accumulation, is_layout
 from ..rewrite import output_values
+from ..sizes import stored_bytes
 from .data import CATEGORIES
 
 Bytes = tuple[int, ...]
@@ -103,7 +104,7 @@ def categorized_memory(
             elif is_saved and category_of.get(buffer, "temporaries") == "temporaries":
                 category_of[buffer] = "activations"
     number = {id(buffer): index for index, (_, _, buffer) in enumerate(ranges)}
-    kept_bytes = _kept_bytes(kept, ctx, flow)
+    kept_bytes = _kept_bytes(gm, kept, ctx, flow)
     changes = [[0] * (len(order) + 1) for _ in CATEGORIES]
     for start, end, buffer in ranges:
         row = changes[CATEGORIES.index(category_of[buffer])]
@@ -124,16 +125,19 @@ def categorized_memory(
 def kept_bytes_by_category(gm: fx.GraphModule, ctx: PassContext) -> Bytes:
     """Bytes of the inputs that the caller keeps: ``categorized_memory(gm, ctx).kept`` alone."""
     kept = kept_inputs(gm)
-    return _kept_bytes(kept, ctx, _Flow(gm.graph, set(kept), reduces=False))
+    return _kept_bytes(gm, kept, ctx, _Flow(gm.graph, set(kept), reduces=False))
 
 
-def _kept_bytes(kept: Sequence[fx.Node], ctx: PassContext, flow: _Flow) -> Bytes:
+def _kept_bytes(gm: fx.GraphModule, kept: Sequence[fx.Node], ctx: PassContext, flow: _Flow) -> Bytes:
     found = [0] * len(CATEGORIES)
     bound = {binding.placeholder for binding in (*ctx.parameters, *ctx.pieces)}
     for node in kept:
         is_parameter = node.name in bound or (not ctx.parameters and flow.is_gathered(node))
         category = "parameters" if is_parameter else "inputs"
-        found[CATEGORIES.index(category)] += tensor_bytes(node.meta.get("val"))
+        found[CATEGORIES.index(category)] += stored_bytes(node.meta.get("val"))
+    for value in held_tensors(gm).values():
+        category = "parameters" if isinstance(value, nn.Parameter) else "inputs"
+        found[CATEGORIES.index(category)] += stored_bytes(value)
     return tuple(found)
 
 
@@ -237,6 +241,8 @@ class _Flow:
             if node in self._gathered:
                 return "buckets" if _is_unpacked(node) else "gathered"
             return "buckets" if node in self._reduced else "temporaries"
+        if buffer.part == " (scratch)":
+            return "temporaries"
         if node in self._gathered:
             return "gathered"
         if node in self._to_reduction:

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from graphshard.cost.calibrate import probe_collectives
 from graphshard.cost.probes import ProbeSizes
+from graphshard.planner.plan import InfeasibleBudgetError
 
 from .implementations import compile_if_asked, shard_units
 from .parity import start_lockstep
@@ -29,6 +30,30 @@ def compile_with_options(options: dict[str, object]) -> str:
     error = getattr(caught.value, "inner_exception", caught.value)
     assert isinstance(error, ValueError) and isinstance(error, GraphShardError)
     return str(error)
+
+
+def step_within(memory_budget: int) -> None:
+    torch.compiler.reset()
+    model = shard_units("compiled", build_mlp((4, 6), (6, 3)), [])
+    compiled = compile_if_asked("compiled", model, hardware="cpu-loopback", memory_budget=memory_budget)
+    compiled(torch.ones(2, 4)).square().sum().backward()
+
+
+def needs_of_a_step() -> list[int]:
+    """What each refusal names, from one byte on, until a step runs within the last; less is refused again."""
+    needs = [1]
+    while len(needs) < 5:
+        try:
+            step_within(needs[-1])
+        except (ValueError, torch._dynamo.exc.BackendCompilerFailed) as error:
+            inner = getattr(error, "inner_exception", error)
+            assert isinstance(inner, InfeasibleBudgetError), inner
+            needs.append(inner.smallest_bytes)
+        else:
+            break
+    with pytest.raises((InfeasibleBudgetError, torch._dynamo.exc.BackendCompilerFailed), match=f"{needs[-1]} bytes"):
+        step_within(needs[-1] - 1)
+    return needs[1:]
 
 
 def compile_unsharded() -> None:
@@ -106,6 +131,13 @@ def test_bad_value_of_an_option_is_named(run_on_gloo_ranks, options):
     ((name, value),) = options.items()
     (message,) = run_on_gloo_ranks(1, compile_with_options, options)
     assert name in message and value in message
+
+
+def test_a_budget_holds_on_one_rank_too(run_on_gloo_ranks):
+    """Nothing is planned there: the halves need what they need, the parameters and the input included."""
+    (needs,) = run_on_gloo_ranks(1, needs_of_a_step)
+    assert 1 <= len(needs) <= 2
+    assert 4 * (6 * 5 + 3 * 7 + 2 * 4) < needs[-1] < 1000
 
 
 def test_model_that_was_never_sharded_warns_and_runs(run_on_gloo_ranks):

@@ -131,6 +131,18 @@ def test_the_budget_is_kept_or_refused(captured, half):
         assert _peak(tight) == report.planned.plan.peak_bytes <= budget
 
 
+def test_a_budget_holds_where_nothing_is_to_be_planned():
+    build = GraphBuilder()
+    x = build.input("primals_1", 4, 4)
+    gm = build.finish(build(aten.mm.default, x, x))
+    ctx = replace(PassContext(prices=Prices(latency=1.0)), held_bytes=100)
+    plan_collectives.check_budget(gm, ctx, 356)
+    with pytest.raises(InfeasibleBudgetError, match=r"budget of 355 bytes, in which 100 .* feasible one is 356 bytes"):
+        plan_collectives.check_budget(gm, ctx, 355)
+    with pytest.raises(InfeasibleBudgetError, match="356 bytes"):
+        PlanCollectives(memory_budget=355).run(gm, ctx)
+
+
 def test_what_is_held_outside_of_the_graph_takes_of_the_budget(captured):
     gm, ctx = _half(captured, "blocks_3", "backward")
     free, tight = copy_graph(gm), copy_graph(gm)

@@ -1,0 +1,41 @@
+"""Bytes of tensors; symbolic sizes count with the hints seen while tracing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors of a node's value: itself, or the items of a tuple that are tensors."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return (
+        [part for part in value if isinstance(part, torch.Tensor)] if isinstance(value, (tuple, list)) else []
+    )
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of a tensor or a tuple of tensors."""
+    return sum(size_hint(tensor.numel()) * tensor.element_size() for tensor in tensors_of(value))
+
+
+def stored_bytes(value: Any) -> int:
+    """As :func:`tensor_bytes`, of the elements that are in memory: an expanded dim (stride 0) is there once."""
+    return sum(_stored_elements(tensor) * tensor.element_size() for tensor in tensors_of(value))
+
+
+def _stored_elements(tensor: torch.Tensor) -> int:
+    sizes = [size_hint(size) for size in tensor.shape]
+    if not all(sizes):
+        return 0
+    return math.prod(
+        size for size, stride in zip(sizes, tensor.stride(), strict=True) if size_hint(stride) != 0
+    )
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """The size seen while tracing; 0 for one that depends on data."""
+    return size if isinstance(size, int) else int(size.node.hint or 0)
