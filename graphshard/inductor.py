@@ -77,7 +77,7 @@ _DEFAULTS: dict[str, Any] = {"allow_buffer_reuse": False}
 _SHARED_READS = "score_fusion_memory_threshold"
 
 #: With a budget, defaults a user may override: Inductor would copy what convolutions read into channels-last, and save
-#: the copies of inputs and weights for the backward. Without these, a step of a small ResNet took 3 to 8 % longer.
+#: the copies of inputs and weights for the backward. Without these, a step of a small ResNet took up to 9 % longer.
 _WITH_BUDGET: dict[str, Any] = {"layout_optimization": False}
 
 #: Set by the backend for each compilation.
