@@ -12,7 +12,7 @@ import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,10 @@ from .passes.plan_collectives import held_beside, step_bytes
 from .pipeline import PassRecord, Pipeline
 from .planning import Planning
 from .provenance import reduced_parameters, shards_behind
+from .refusals import refusing
 from .rewrite import output_values
-from .unit import unit_of
+from .shared_plan import label_models
+from .unit import Tree, unit_of
 
 #: A plan that takes more than this of its budget is compiled without fusions that could hold more than it says.
 _TIGHT = 0.8
@@ -99,11 +101,15 @@ def graphshard(
     parsed = BackendOptions.parse(options)
     patches = config_patches(parsed.inductor)
     _warn_if_never_sharded(gm, example_inputs)
+    trees = _trees_of(example_inputs)
+    is_shared = parsed.verify != "off"
     compilation = _Compilation(
         options=parsed,
+        models=label_models(trees) if is_shared and parsed.hardware is not None else {},
+        groups=tuple(dict.fromkeys(name for tree in trees for name in tree.groups())) if is_shared else (),
         index=_next_index(parsed.dump),
         patches=patches,
-        parameters=_parameters_of_models(example_inputs),
+        parameters=_parameters_of(trees),
         waiting=_waiting_units(example_inputs),
     )
     patches["joint_custom_pre_pass"] = _JointPasses(compilation)
@@ -112,7 +118,8 @@ def graphshard(
         with functorch_patch():
             return compile_fx(graph, inputs, inner_compile=compilation.compile_half, config_patches=patches)
 
-    return cross_boundary(gm, example_inputs, compile_graph, compilation.regathered)
+    with compilation.refusing("", gm):
+        return cross_boundary(gm, example_inputs, compile_graph, compilation.regathered)
 
 
 def _warn_if_never_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -126,11 +133,14 @@ def _warn_if_never_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) ->
         )
 
 
-def _parameters_of_models(inputs: Sequence[Any]) -> frozenset[str]:
-    """Names of the sharded parameters of the models that handles among the inputs belong to."""
-    trees = {id(unit.tree): unit.tree for unit in filter(None, map(unit_of, inputs))}
-    units = [unit for tree in trees.values() for unit in tree.units()]
-    return frozenset(slot.name for unit in units for slot in unit.slots)
+def _trees_of(inputs: Sequence[Any]) -> list[Tree]:
+    """The models that handles among the inputs belong to, in the order of the inputs."""
+    return list({id(unit.tree): unit.tree for unit in filter(None, map(unit_of, inputs))}.values())
+
+
+def _parameters_of(trees: Sequence[Tree]) -> frozenset[str]:
+    """Names of the sharded parameters of models."""
+    return frozenset(slot.name for tree in trees for unit in tree.units() for slot in unit.slots)
 
 
 def _waiting_units(inputs: Sequence[Any]) -> frozenset[str]:
@@ -155,6 +165,10 @@ class _Compilation:
     options: BackendOptions
     index: int
     patches: Mapping[str, Any] = field(default_factory=dict)
+    models: Mapping[str, str] = field(default_factory=dict)
+    """By process group, what tells the models that the graph is a part of from others."""
+    groups: tuple[str, ...] = ()
+    """Process groups of the models, whose ranks are told what stops this one; none where ranks do not meet."""
     parameters: frozenset[str] = frozenset()
     """Names of the sharded parameters of the models that the graph is a part of."""
     waiting: frozenset[str] = frozenset()
@@ -164,6 +178,8 @@ class _Compilation:
     """Names of the parameters whose shards the forward keeps for the backward."""
     kept_between: frozenset[str] = frozenset()
     """Units that keep their parameters between micro-batches."""
+    chosen: str = ""
+    """What was chosen for both halves, as all ranks have it."""
     variants: Counter[str] = field(default_factory=Counter)
     """How often each half was compiled: once for each state its units were in."""
 
@@ -178,10 +194,21 @@ class _Compilation:
             halves=half_pipeline(self.options),
             is_shared=is_checked,
             what=f"graph {self.index}",
+            models=self.models,
+            chosen=self.chosen,
         )
+
+    def refusing(self, half: str, gm: fx.GraphModule) -> AbstractContextManager[None]:
+        """What stops this rank in here reaches those that communicate with it in the model, or in ``gm``."""
+        own = map(group_name, filter(is_collective, gm.graph.nodes)) if self.groups else ()
+        return refusing(dict.fromkeys([*self.groups, *own]), f"compile graph {self.index}{half}")
 
     def run_joint(self, gm: fx.GraphModule) -> None:
         """The joint passes; remembers mesh and parameters for the halves."""
+        with self.refusing(" (joint)", gm):
+            self._run_joint(gm)
+
+    def _run_joint(self, gm: fx.GraphModule) -> None:
         self.context = context_from_shard_ops(gm, full_checks=self.options.verify == "full")
         self._dump("joint", "0-captured", self._text(gm, self.context))
         first, tag = JOINT_PIPELINE.split(-1)
@@ -203,6 +230,7 @@ class _Compilation:
             self.context, pieces=pieces_of(gm), default_peak_bytes=peak, resident_bytes=step_bytes(gm)
         )
         if choice is not None:
+            self.chosen = f"{choice} {choice.input_bytes}"
             self._dump("joint", "choice", f"{choice}\n")
 
     def _has_every_parameter(self) -> bool:
@@ -219,9 +247,10 @@ class _Compilation:
         is_backward = bool(kwargs.get("is_backward"))
         half = "backward" if is_backward else "inference" if kwargs.get("is_inference") else "forward"
         if not any(node.target in (UNSHARD, REDUCE_GRAD) for node in gm.graph.nodes):
-            return self._compile(
-                Variant(gm, list(example_inputs)), half, kwargs, is_sharded=_communicates(gm)
-            )
+            with self.refusing(f" ({half})", gm):
+                return self._compile(
+                    Variant(gm, list(example_inputs)), half, kwargs, is_sharded=_communicates(gm)
+                )
         later = compile_later(self.patches)
         result = Half(
             gm=gm,
@@ -240,7 +269,7 @@ class _Compilation:
     def _compile_variant(
         self, variant: Variant, half: str, kwargs: dict[str, Any], later: Callable[[], Any]
     ) -> Any:
-        with later():
+        with later(), self.refusing(f" ({half})", variant.gm):
             return self._compile(variant, half, dict(kwargs), is_sharded=True)
 
     def _compile(self, variant: Variant, half: str, kwargs: dict[str, Any], *, is_sharded: bool) -> Any:

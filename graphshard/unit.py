@@ -54,6 +54,7 @@ class Tree:
         is_last_backward: what is left over is reduced at the end of this backward.
         waiting: gradients of some unit wait for their reduction.
         max_reductions: the largest that any unit asks for.
+        numbers: by process group, the place of this model among those whose graphs were planned there.
     """
 
     in_forward: bool = False
@@ -61,6 +62,7 @@ class Tree:
     is_last_backward: bool = True
     waiting: bool = False
     max_reductions: int = 0
+    numbers: dict[str, int] = field(default_factory=dict)
     _end_is_queued: bool = False
     _last_run: str = ""
     _next_run: dict[str, str] = field(default_factory=dict)
@@ -100,6 +102,11 @@ class Tree:
             if UNIT in module.__dict__
         }
         return list(found.values())
+
+    def groups(self) -> list[str]:
+        """Names of the process groups of more than one rank over which parameters are sharded or copied."""
+        axes = (axis for unit in self.units() for slot in unit.slots for axis in (slot.axis, slot.replicate))
+        return list(dict.fromkeys(axis.group_name for axis in axes if axis.size > 1 and axis.group_name))
 
     def queue_end_of_backward(self) -> None:
         """Has :meth:`_end_backward` run once the backward that is running ends."""

@@ -29,6 +29,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.rows",
         "graphshard.processes",
     ),
+    # how ranks that wait learn that another has stopped
+    ("graphshard.refusals",),
     # ops, collectives, typed edits
     ("graphshard.buckets", "graphshard.user_comms", "graphshard.lockstep"),
     (
