@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import fx
 
 from . import passes
-from ._compat import group_by_name, uses_gloo
+from ._compat import breaks_off, group_by_name, uses_gloo
 from .agreement import agree_on_group
 from .boundary import cross_boundary
 from .collectives import REDUCE_SCATTER, group_name, is_collective
@@ -54,7 +54,7 @@ from .provenance import reduced_parameters, shards_behind
 from .refusals import refusing
 from .rewrite import output_values
 from .shared_plan import label_models
-from .unit import Tree, unit_of
+from .unit import ROOT, Tree, unit_of
 
 #: A plan that takes more than this of its budget is compiled without fusions that could hold more than it says.
 _TIGHT = 0.8
@@ -108,6 +108,8 @@ def graphshard(
         models=label_models(trees) if is_shared and parsed.hardware is not None else {},
         groups=tuple(dict.fromkeys(name for tree in trees for name in tree.groups())) if is_shared else (),
         index=_next_index(parsed.dump),
+    for tree in trees:
+        tree.is_broken |= breaks_off(gm)
         patches=patches,
         parameters=_parameters_of(trees),
         waiting=_waiting_units(example_inputs),
@@ -115,6 +117,7 @@ def graphshard(
     patches["joint_custom_pre_pass"] = _JointPasses(compilation)
 
     def compile_graph(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+        is_broken=any(tree.is_broken for tree in trees),
         with functorch_patch():
             return compile_fx(graph, inputs, inner_compile=compilation.compile_half, config_patches=patches)
 
@@ -138,9 +141,9 @@ def _trees_of(inputs: Sequence[Any]) -> list[Tree]:
     return list({id(unit.tree): unit.tree for unit in filter(None, map(unit_of, inputs))}.values())
 
 
-def _parameters_of(trees: Sequence[Tree]) -> frozenset[str]:
-    """Names of the sharded parameters of models."""
-    return frozenset(slot.name for tree in trees for unit in tree.units() for slot in unit.slots)
+def _parameters_of(trees: Sequence[Tree]) -> dict[str, str]:
+    """The sharded parameters of models by name, and the labels of their units."""
+    return {slot.name: unit.label for tree in trees for unit in tree.units() for slot in unit.slots}
 
 
 def _waiting_units(inputs: Sequence[Any]) -> frozenset[str]:
@@ -169,8 +172,10 @@ class _Compilation:
     """By process group, what tells the models that the graph is a part of from others."""
     groups: tuple[str, ...] = ()
     """Process groups of the models, whose ranks are told what stops this one; none where ranks do not meet."""
-    parameters: frozenset[str] = frozenset()
-    """Names of the sharded parameters of the models that the graph is a part of."""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """The sharded parameters of the models that the graph is a part of, and the units that they are of."""
+    is_broken: bool = False
+    """Dynamo has cut a forward of these models into several graphs."""
     waiting: frozenset[str] = frozenset()
     """Labels of the model's units whose gradients wait for a later micro-batch."""
     context: PassContext = field(default_factory=PassContext)
@@ -215,11 +220,14 @@ class _Compilation:
         records = first.run(gm, self.context)
         choice = None
         # Of a part of a model's step nobody knows what the rest holds; ranks that do not meet must not differ.
-        is_whole = self.options.verify != "off" and self._has_every_parameter()
-        is_chosen = self.options.memory_budget is not None or is_whole
+        meets = self.options.verify != "off"
+        budget, is_whole = self.options.memory_budget, meets and self._is_whole_step()
+        is_chosen = budget is not None or is_whole
         if self.options.hardware is not None and self.context.first_gradient is not None and is_chosen:
-            budget, waiting = self.options.memory_budget, self.waiting if is_whole else frozenset()
-            kept, choice = self.planning.choose(gm, self.context, tag, budget, waiting)
+            waiting = self.waiting if meets else frozenset()
+            kept, choice = self.planning.choose(
+                gm, self.context, tag, budget, waiting, keeps_between=is_whole
+            )
             records += kept
             tag = choice.extended(tag) if choice is not None else tag
             self.context = context_from_shard_ops(gm, full_checks=self.context.full_checks)
@@ -233,9 +241,19 @@ class _Compilation:
             self.chosen = f"{choice} {choice.input_bytes}"
             self._dump("joint", "choice", f"{choice}\n")
 
-    def _has_every_parameter(self) -> bool:
-        """True unless the model's step is in several graphs, or leaves out some parameters."""
-        return self.parameters <= {binding.name for binding in self.context.parameters}
+    def _is_whole_step(self) -> bool:
+        """Whether nothing of the model's step is in another graph, as far as can be told.
+
+        Parameters that this graph does not read may be unused, or another graph's. They are unused where Dynamo has
+        not cut the forward, and units of the graph have them, or the root: who compiles blocks one by one leaves out
+        whole units.
+        """
+        read = {binding.name for binding in self.context.parameters}
+        units = {binding.unit for binding in self.context.parameters}
+        missing = {unit for name, unit in self.parameters.items() if name not in read}
+        if not missing:
+            return True
+        return not self.is_broken and bool(units - {ROOT}) and missing <= units | {ROOT}
 
     def compile_half(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Inductor's inner compiler; a half with shard ops becomes a :class:`Half`.

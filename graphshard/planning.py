@@ -91,6 +91,8 @@ class Planning:
         tag: Pipeline,
         memory_budget: int | str | None,
         waiting: Collection[str] = (),
+        *,
+        keeps_between: bool = True,
     ) -> tuple[list[PassRecord], StepChoice | None]:
         """Chooses which units keep gathered parameters for the backward, where the user left it open, and tags them.
 
@@ -106,6 +108,8 @@ class Planning:
                 gradients, and those are chosen that keep their parameters until then, for the caller to see to.
                 Without one no unit beside the default ones is kept: where the peak lies beside such gradients is not
                 known. Who decides first decides for all, in whatever state a rank compiles later.
+            keeps_between: units may keep their parameters until then; not where other graphs run beside them, of
+                which nothing is known.
 
         Returns:
             What was done, and the choice, if there was one. Its ``peak_bytes`` are None where they are not known.
@@ -152,6 +156,8 @@ class Planning:
                 return trials.choose(lambda *_: memory_budget)
             budget = parse_bytes(memory_budget)
             choice = trials.choose_by(lambda choice: accumulation_cost(trials, choice, waiting, budget))
+            if not keeps_between:
+                return choice
             return replace(choice, kept_between=choose_kept_between(trials, choice, waiting, budget))
 
         def run(plan: Mapping[str, Any] | None) -> Mapping[str, Any]:
