@@ -27,7 +27,8 @@ from .agreement import agree_on_group
 from .boundary import cross_boundary
 from .collectives import REDUCE_SCATTER, group_name, is_collective
 from .context import PassContext, context_from_shard_ops, pieces_of
-from .errors import ScheduleOrderError
+from .cost import HardwareCard
+from .errors import OptionError, ScheduleOrderError
 from .graph_text import collective_text, graph_text, group_labels, node_names, text_fingerprint
 from .halves import Half, Variant
 from .inductor import (
@@ -98,11 +99,14 @@ def graphshard(
         OptionError: an unknown option or value.
         AgreementError: the ranks would issue different collectives.
     """
+        RefusedError: another rank has stopped with an error.
+        InfeasibleBudgetError: no plan keeps the user's memory budget.
     parsed = BackendOptions.parse(options)
     patches = config_patches(parsed.inductor)
     _warn_if_never_sharded(gm, example_inputs)
     trees = _trees_of(example_inputs)
     is_shared = parsed.verify != "off"
+    _warn_of_another_device(parsed.hardware, trees)
     compilation = _Compilation(
         options=parsed,
         models=label_models(trees) if is_shared and parsed.hardware is not None else {},
@@ -137,6 +141,18 @@ def _warn_if_never_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) ->
 
 
 def _trees_of(inputs: Sequence[Any]) -> list[Tree]:
+def _warn_of_another_device(card: HardwareCard | None, trees: Sequence[Tree]) -> None:
+    units = [unit for tree in trees for unit in tree.units() if unit.slots]
+    devices = {(unit.compute_device or unit.slots[0].param.device).type for unit in units}
+    if card is not None and (others := sorted(devices - {card.device_type})):
+        warnings.warn(
+            f"graphshard: option hardware={card.name!r} is the card of a {card.device_type} device, but the model "
+            f"computes on {', '.join(others)}: times and memory of its plans are not those of this machine; take one "
+            "of its cards (`graphshard cards` lists them, `graphshard calibrate` makes one)",
+            stacklevel=2,
+        )
+
+
     """The models that handles among the inputs belong to, in the order of the inputs."""
     return list({id(unit.tree): unit.tree for unit in filter(None, map(unit_of, inputs))}.values())
 
@@ -157,7 +173,13 @@ def _next_index(folder: Path | None) -> int:
     """Number of the first graph not yet dumped into ``folder``."""
     if folder is None:
         return 0
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(
+            f"graphshard backend: option dump={str(folder)!r} cannot be made ({error.strerror}); "
+            "give the path of a folder, or of one that may be made"
+        ) from error
     return next(index for index in itertools.count() if not any(folder.glob(f"graph{index}.*")))
 
 
