@@ -53,7 +53,8 @@ from .pipeline import PassRecord, Pipeline
 from .planning import Planning
 from .provenance import reduced_parameters, shards_behind
 from .refusals import refusing
-from .rewrite import output_values
+from .rewrite import copy_graph, output_values
+from .running_sizes import RunningSizes, has_symbolic_sizes
 from .shared_plan import label_models
 from .unit import ROOT, Tree, unit_of
 
@@ -98,30 +99,30 @@ def graphshard(
     Raises:
         OptionError: an unknown option or value.
         AgreementError: the ranks would issue different collectives.
-    """
         RefusedError: another rank has stopped with an error.
         InfeasibleBudgetError: no plan keeps the user's memory budget.
+    """
     parsed = BackendOptions.parse(options)
     patches = config_patches(parsed.inductor)
     _warn_if_never_sharded(gm, example_inputs)
     trees = _trees_of(example_inputs)
-    is_shared = parsed.verify != "off"
     _warn_of_another_device(parsed.hardware, trees)
+    is_shared = parsed.verify != "off"
+    for tree in trees:
+        tree.is_broken |= breaks_off(gm)
     compilation = _Compilation(
         options=parsed,
         models=label_models(trees) if is_shared and parsed.hardware is not None else {},
         groups=tuple(dict.fromkeys(name for tree in trees for name in tree.groups())) if is_shared else (),
         index=_next_index(parsed.dump),
-    for tree in trees:
-        tree.is_broken |= breaks_off(gm)
         patches=patches,
         parameters=_parameters_of(trees),
+        is_broken=any(tree.is_broken for tree in trees),
         waiting=_waiting_units(example_inputs),
     )
     patches["joint_custom_pre_pass"] = _JointPasses(compilation)
 
     def compile_graph(graph: fx.GraphModule, inputs: list[Any]) -> Any:
-        is_broken=any(tree.is_broken for tree in trees),
         with functorch_patch():
             return compile_fx(graph, inputs, inner_compile=compilation.compile_half, config_patches=patches)
 
@@ -140,7 +141,6 @@ def _warn_if_never_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) ->
         )
 
 
-def _trees_of(inputs: Sequence[Any]) -> list[Tree]:
 def _warn_of_another_device(card: HardwareCard | None, trees: Sequence[Tree]) -> None:
     units = [unit for tree in trees for unit in tree.units() if unit.slots]
     devices = {(unit.compute_device or unit.slots[0].param.device).type for unit in units}
@@ -153,6 +153,7 @@ def _warn_of_another_device(card: HardwareCard | None, trees: Sequence[Tree]) ->
         )
 
 
+def _trees_of(inputs: Sequence[Any]) -> list[Tree]:
     """The models that handles among the inputs belong to, in the order of the inputs."""
     return list({id(unit.tree): unit.tree for unit in filter(None, map(unit_of, inputs))}.values())
 
@@ -203,6 +204,8 @@ class _Compilation:
     context: PassContext = field(default_factory=PassContext)
     regathered: set[str] = field(default_factory=set)
     """Names of the parameters whose shards the forward keeps for the backward."""
+    resident: list[Any] = field(default_factory=list)
+    """Values of the inputs that live through the whole step."""
     kept_between: frozenset[str] = frozenset()
     """Units that keep their parameters between micro-batches."""
     chosen: str = ""
@@ -225,10 +228,10 @@ class _Compilation:
             chosen=self.chosen,
         )
 
-    def refusing(self, half: str, gm: fx.GraphModule) -> AbstractContextManager[None]:
+    def refusing(self, half: str, gm: fx.GraphModule, verb: str = "compile") -> AbstractContextManager[None]:
         """What stops this rank in here reaches those that communicate with it in the model, or in ``gm``."""
         own = map(group_name, filter(is_collective, gm.graph.nodes)) if self.groups else ()
-        return refusing(dict.fromkeys([*self.groups, *own]), f"compile graph {self.index}{half}")
+        return refusing(dict.fromkeys([*self.groups, *own]), f"{verb} graph {self.index}{half}")
 
     def run_joint(self, gm: fx.GraphModule) -> None:
         """The joint passes; remembers mesh and parameters for the halves."""
@@ -255,6 +258,8 @@ class _Compilation:
             self.context = context_from_shard_ops(gm, full_checks=self.context.full_checks)
         self._dump_records("joint", records + tag.run(gm, self.context))
         self.kept_between = frozenset(choice.kept_between if choice is not None else ())
+        inputs = gm.graph.find_nodes(op="placeholder")
+        self.resident = [node.meta.get("val") for node in inputs if node.name.startswith("primals_")]
         peak = choice.peak_bytes if choice is not None else None
         self.context = replace(
             self.context, pieces=pieces_of(gm), default_peak_bytes=peak, resident_bytes=step_bytes(gm)
@@ -324,6 +329,7 @@ class _Compilation:
             lower, place = half_pipeline(self.options).split(-1)
             records = lower.run(gm, context)
             records += self._place(place, gm, context, half)
+            variant.check = self._check_of(gm, context, half)
             self._dump_records(dumped_as, records)
             self._dump_memory(gm, dumped_as)
             self._dump_plan(records[-1], dumped_as, group_labels(gm, context.mesh))
@@ -353,6 +359,22 @@ class _Compilation:
             return pipeline.run(gm, context)
         unplanned = self._agree(gm, context, half) if self.options.verify != "off" else ""
         return self.planning.place(pipeline, gm, context, unplanned, half)
+
+    def _check_of(
+        self, gm: fx.GraphModule, context: PassContext, half: str
+    ) -> Callable[[Sequence[Any]], None] | None:
+        """What a planned half with symbolic sizes does in front of each run; None where nothing can be exceeded."""
+        if self.options.memory_budget is None or not has_symbolic_sizes(gm):
+            return None
+        planned = copy_graph(gm)
+        return RunningSizes(
+            gm=planned,
+            context=context,
+            resident=self.resident,
+            budget_bytes=self.options.memory_budget,
+            what=f"graph {self.index} ({half})",
+            refusing=lambda: self.refusing(f" ({half})", planned, "run"),
+        ).check
 
     def _agree(self, gm: fx.GraphModule, context: PassContext, half: str) -> str:
         """Agrees on the collectives of each group; returns a fingerprint of all of them, "" for none."""

@@ -111,6 +111,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.boundary",
         "graphshard.inductor",
         "graphshard.halves",
+        "graphshard.running_sizes",
     ),
     ("graphshard.joint_trials",),
     ("graphshard.micro_batches",),
