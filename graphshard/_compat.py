@@ -50,6 +50,7 @@ __all__ = [
     "TorchDispatchMode",
     "TorchDynamoException",
     "below_autograd",
+    "breaks_off",
     "capture_with_dynamo",
     "collective_op",
     "detect_fake_mode",
@@ -175,6 +176,12 @@ def capture_with_dynamo(
     that nothing reads, once for each of their names, and lets numbers become symbols.
     """
     return _dynamo_graph_capture_for_export(module)(*args, **kwargs)
+
+
+def breaks_off(gm: fx.GraphModule) -> bool:
+    """Whether a graph that Dynamo hands to a backend ends in front of a graph break (checked: 2.13)."""
+    reason = gm.__dict__.get("compile_subgraph_reason")
+    return reason is not None and reason.graph_break
 
 
 def returns_tuple_of(traced: fx.GraphModule, named: type) -> bool:

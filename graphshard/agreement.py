@@ -15,13 +15,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from ._compat import group_by_name, group_store, group_timeout_seconds
 from .errors import AgreementError
 from .graph_text import text_fingerprint
+from .refusals import Refusals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +33,14 @@ class Agreement:
         rank: this rank's place in the group, from 0.
         num_ranks: ranks in the group.
         timeout_seconds: how long to wait for the slowest rank before reporting it.
+        refusals: where ranks that stop say so.
     """
 
     store: dist.Store
     rank: int
     num_ranks: int
     timeout_seconds: float
+    refusals: Refusals
 
     def require(self, sequence: Sequence[str], *, what: str) -> None:
         """Returns when all ranks hold the same ``sequence``; ``what`` names the graph in errors.
@@ -46,29 +48,30 @@ class Agreement:
         Raises:
             AgreementError: on every rank, if the sequences differ (names the first differing
                 collective and both ranks) or if ranks are missing at the time limit (names them).
+            RefusedError: a rank has stopped with an error of its own, and does not come.
         """
         digest = text_fingerprint("\n".join(sequence))
         if self.num_ranks == 1 or self.store.check([f"agreed/{digest}"]):
             return
-        exchange = self.store.add(f"count/{self.rank}", 1)
+        number = self.refusals.round()
+        self.refusals.check(number)
+        exchange = f"{number}/{self.store.add(f'{number}/count/{self.rank}', 1)}"
         self.store.set(f"{exchange}/sequence/{self.rank}", "\n".join([digest, what, *sequence]))
         if self.rank == 0:
-            verdict = self._judge(exchange, digest)
+            verdict = self._judge(exchange, number, digest)
             if not verdict:
                 self.store.set(f"agreed/{digest}", "1")
             self.store.set(f"{exchange}/verdict", json.dumps(verdict))
         else:
             # The judge itself may wait for the full time limit before it can name a missing rank.
-            verdict = self._read_verdict(exchange, limit=self.timeout_seconds + 10.0)
+            verdict = self._read_verdict(exchange, number, limit=self.timeout_seconds + 10.0)
         if verdict:
             raise AgreementError(f"before the first collective of {what}: {verdict}")
 
-    def _judge(self, exchange: int, digest: str) -> str:
+    def _judge(self, exchange: str, number: int, digest: str) -> str:
         """The first disagreement in words, or "" if there is none."""
         keys = [f"{exchange}/sequence/{rank}" for rank in range(self.num_ranks)]
-        try:
-            self.store.wait(keys, timedelta(seconds=self.timeout_seconds))
-        except (dist.DistStoreError, RuntimeError):
+        if not self.refusals.wait(self.store, keys, number, self.timeout_seconds):
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
             return (
                 f"rank(s) {missing} did not compile a graph with new collectives within "
@@ -86,11 +89,9 @@ class Agreement:
     def _published(self, key: str) -> list[str]:
         return self.store.get(key).decode().split("\n")
 
-    def _read_verdict(self, exchange: int, *, limit: float) -> str:
+    def _read_verdict(self, exchange: str, number: int, *, limit: float) -> str:
         key = f"{exchange}/verdict"
-        try:
-            self.store.wait([key], timedelta(seconds=limit))
-        except (dist.DistStoreError, RuntimeError):
+        if not self.refusals.wait(self.store, [key], number, limit):
             return (
                 f"rank 0 published no verdict within {limit:.0f} s: it compiled no graph with new "
                 "collectives, or has stopped with an error of its own. Every rank must take the same "
@@ -109,6 +110,7 @@ def agree_on_group(name: str, sequence: Sequence[str], *, what: str) -> None:
         rank=group.rank(),
         num_ranks=group.size(),
         timeout_seconds=group_timeout_seconds(group),
+        refusals=Refusals.of_group(name),
     )
     agreement.require(sequence, what=what)
 

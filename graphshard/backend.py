@@ -12,7 +12,7 @@ import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,13 @@ import torch.distributed as dist
 from torch import fx
 
 from . import passes
-from ._compat import group_by_name, uses_gloo
+from ._compat import breaks_off, group_by_name, uses_gloo
 from .agreement import agree_on_group
 from .boundary import cross_boundary
 from .collectives import REDUCE_SCATTER, group_name, is_collective
 from .context import PassContext, context_from_shard_ops, pieces_of, read_shards_as_they_are
-from .errors import ScheduleOrderError
+from .cost import HardwareCard
+from .errors import OptionError, ScheduleOrderError
 from .graph_text import collective_text, graph_text, group_labels, node_names, text_fingerprint
 from .halves import Half, Variant
 from .inductor import (
@@ -51,8 +52,11 @@ from .passes.plan_collectives import check_budget, step_bytes
 from .pipeline import PassRecord, Pipeline
 from .planning import Planning
 from .provenance import reduced_parameters, shards_behind
-from .rewrite import output_values
-from .unit import unit_of
+from .refusals import refusing
+from .rewrite import copy_graph, output_values
+from .running_sizes import RunningSizes, has_symbolic_sizes
+from .shared_plan import label_models
+from .unit import ROOT, Tree, unit_of
 
 JOINT_PIPELINE = Pipeline(passes.MergeUnshards(), passes.SpreadParameters(), passes.TagRecompute())
 
@@ -92,15 +96,25 @@ def graphshard(
     Raises:
         OptionError: an unknown option or value.
         AgreementError: the ranks would issue different collectives.
+        RefusedError: another rank has stopped with an error.
+        InfeasibleBudgetError: no plan keeps the user's memory budget.
     """
     parsed = BackendOptions.parse(options)
     patches = config_patches(parsed.inductor, has_budget=parsed.memory_budget is not None)
     _warn_if_never_sharded(gm, example_inputs)
+    trees = _trees_of(example_inputs)
+    _warn_of_another_device(parsed.hardware, trees)
+    is_shared = parsed.verify != "off"
+    for tree in trees:
+        tree.is_broken |= breaks_off(gm)
     compilation = _Compilation(
         options=parsed,
+        models=label_models(trees) if is_shared and parsed.hardware is not None else {},
+        groups=tuple(dict.fromkeys(name for tree in trees for name in tree.groups())) if is_shared else (),
         index=_next_index(parsed.dump),
         patches=patches,
-        parameters=_parameters_of_models(example_inputs),
+        parameters=_parameters_of(trees),
+        is_broken=any(tree.is_broken for tree in trees),
         waiting=_waiting_units(example_inputs),
     )
     patches["joint_custom_pre_pass"] = _JointPasses(compilation)
@@ -109,7 +123,8 @@ def graphshard(
         with functorch_patch():
             return compile_fx(graph, inputs, inner_compile=compilation.compile_half, config_patches=patches)
 
-    return cross_boundary(gm, example_inputs, compile_graph, compilation.regathered)
+    with compilation.refusing("", gm):
+        return cross_boundary(gm, example_inputs, compile_graph, compilation.regathered)
 
 
 def _warn_if_never_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -123,11 +138,26 @@ def _warn_if_never_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) ->
         )
 
 
-def _parameters_of_models(inputs: Sequence[Any]) -> frozenset[str]:
-    """Names of the sharded parameters of the models that handles among the inputs belong to."""
-    trees = {id(unit.tree): unit.tree for unit in filter(None, map(unit_of, inputs))}
-    units = [unit for tree in trees.values() for unit in tree.units()]
-    return frozenset(slot.name for unit in units for slot in unit.slots)
+def _warn_of_another_device(card: HardwareCard | None, trees: Sequence[Tree]) -> None:
+    units = [unit for tree in trees for unit in tree.units() if unit.slots]
+    devices = {(unit.compute_device or unit.slots[0].param.device).type for unit in units}
+    if card is not None and (others := sorted(devices - {card.device_type})):
+        warnings.warn(
+            f"graphshard: option hardware={card.name!r} is the card of a {card.device_type} device, but the model "
+            f"computes on {', '.join(others)}: times and memory of its plans are not those of this machine; take one "
+            "of its cards (`graphshard cards` lists them, `graphshard calibrate` makes one)",
+            stacklevel=2,
+        )
+
+
+def _trees_of(inputs: Sequence[Any]) -> list[Tree]:
+    """The models that handles among the inputs belong to, in the order of the inputs."""
+    return list({id(unit.tree): unit.tree for unit in filter(None, map(unit_of, inputs))}.values())
+
+
+def _parameters_of(trees: Sequence[Tree]) -> dict[str, str]:
+    """The sharded parameters of models by name, and the labels of their units."""
+    return {slot.name: unit.label for tree in trees for unit in tree.units() for slot in unit.slots}
 
 
 def _waiting_units(inputs: Sequence[Any]) -> frozenset[str]:
@@ -141,7 +171,13 @@ def _next_index(folder: Path | None) -> int:
     """Number of the first graph not yet dumped into ``folder``."""
     if folder is None:
         return 0
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(
+            f"graphshard backend: option dump={str(folder)!r} cannot be made ({error.strerror}); "
+            "give the path of a folder, or of one that may be made"
+        ) from error
     return next(index for index in itertools.count() if not any(folder.glob(f"graph{index}.*")))
 
 
@@ -152,15 +188,25 @@ class _Compilation:
     options: BackendOptions
     index: int
     patches: Mapping[str, Any] = field(default_factory=dict)
-    parameters: frozenset[str] = frozenset()
-    """Names of the sharded parameters of the models that the graph is a part of."""
+    models: Mapping[str, str] = field(default_factory=dict)
+    """By process group, what tells the models that the graph is a part of from others."""
+    groups: tuple[str, ...] = ()
+    """Process groups of the models, whose ranks are told what stops this one; none where ranks do not meet."""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """The sharded parameters of the models that the graph is a part of, and the units that they are of."""
+    is_broken: bool = False
+    """Dynamo has cut a forward of these models into several graphs."""
     waiting: frozenset[str] = frozenset()
     """Labels of the model's units whose gradients wait for a later micro-batch."""
     context: PassContext = field(default_factory=PassContext)
     regathered: set[str] = field(default_factory=set)
     """Names of the parameters whose shards the forward keeps for the backward."""
+    resident: list[Any] = field(default_factory=list)
+    """Values of the inputs that live through the whole step."""
     kept_between: frozenset[str] = frozenset()
     """Units that keep their parameters between micro-batches."""
+    chosen: str = ""
+    """What was chosen for both halves, as all ranks have it."""
     variants: Counter[str] = field(default_factory=Counter)
     """How often each half was compiled: once for each state its units were in."""
 
@@ -175,10 +221,21 @@ class _Compilation:
             halves=half_pipeline(self.options),
             is_shared=is_checked,
             what=f"graph {self.index}",
+            models=self.models,
+            chosen=self.chosen,
         )
+
+    def refusing(self, half: str, gm: fx.GraphModule, verb: str = "compile") -> AbstractContextManager[None]:
+        """What stops this rank in here reaches those that communicate with it in the model, or in ``gm``."""
+        own = map(group_name, filter(is_collective, gm.graph.nodes)) if self.groups else ()
+        return refusing(dict.fromkeys([*self.groups, *own]), f"{verb} graph {self.index}{half}")
 
     def run_joint(self, gm: fx.GraphModule) -> None:
         """The joint passes; remembers mesh and parameters for the halves."""
+        with self.refusing(" (joint)", gm):
+            self._run_joint(gm)
+
+    def _run_joint(self, gm: fx.GraphModule) -> None:
         read_shards_as_they_are(gm)
         self.context = context_from_shard_ops(gm, full_checks=self.options.verify == "full")
         self._dump("joint", "0-captured", self._text(gm, self.context))
@@ -186,26 +243,42 @@ class _Compilation:
         records = first.run(gm, self.context)
         choice = None
         # Of a part of a model's step nobody knows what the rest holds; ranks that do not meet must not differ.
-        is_whole = self.options.verify != "off" and self._has_every_parameter()
-        is_chosen = self.options.memory_budget is not None or is_whole
+        meets = self.options.verify != "off"
+        budget, is_whole = self.options.memory_budget, meets and self._is_whole_step()
+        is_chosen = budget is not None or is_whole
         if self.options.hardware is not None and self.context.first_gradient is not None and is_chosen:
-            budget, waiting = self.options.memory_budget, self.waiting if is_whole else frozenset()
-            kept, choice = self.planning.choose(gm, self.context, tag, budget, waiting)
+            waiting = self.waiting if meets else frozenset()
+            kept, choice = self.planning.choose(
+                gm, self.context, tag, budget, waiting, keeps_between=is_whole
+            )
             records += kept
             tag = choice.extended(tag) if choice is not None else tag
             self.context = context_from_shard_ops(gm, full_checks=self.context.full_checks)
         self._dump_records("joint", records + tag.run(gm, self.context))
         self.kept_between = frozenset(choice.kept_between if choice is not None else ())
+        inputs = gm.graph.find_nodes(op="placeholder")
+        self.resident = [node.meta.get("val") for node in inputs if node.name.startswith("primals_")]
         peak = choice.peak_bytes if choice is not None else None
         self.context = replace(
             self.context, pieces=pieces_of(gm), default_peak_bytes=peak, resident_bytes=step_bytes(gm)
         )
         if choice is not None:
+            self.chosen = f"{choice} {choice.input_bytes}"
             self._dump("joint", "choice", f"{choice}\n")
 
-    def _has_every_parameter(self) -> bool:
-        """True unless the model's step is in several graphs, or leaves out some parameters."""
-        return self.parameters <= {binding.name for binding in self.context.parameters}
+    def _is_whole_step(self) -> bool:
+        """Whether nothing of the model's step is in another graph, as far as can be told.
+
+        Parameters that this graph does not read may be unused, or another graph's. They are unused where Dynamo has
+        not cut the forward, and units of the graph have them, or the root: who compiles blocks one by one leaves out
+        whole units.
+        """
+        read = {binding.name for binding in self.context.parameters}
+        units = {binding.unit for binding in self.context.parameters}
+        missing = {unit for name, unit in self.parameters.items() if name not in read}
+        if not missing:
+            return True
+        return not self.is_broken and bool(units - {ROOT}) and missing <= units | {ROOT}
 
     def compile_half(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Inductor's inner compiler; a half with shard ops becomes a :class:`Half`.
@@ -217,9 +290,10 @@ class _Compilation:
         is_backward = bool(kwargs.get("is_backward"))
         half = "backward" if is_backward else "inference" if kwargs.get("is_inference") else "forward"
         if not any(node.target in (UNSHARD, REDUCE_GRAD) for node in gm.graph.nodes):
-            return self._compile(
-                Variant(gm, list(example_inputs)), half, kwargs, is_sharded=_communicates(gm)
-            )
+            with self.refusing(f" ({half})", gm):
+                return self._compile(
+                    Variant(gm, list(example_inputs)), half, kwargs, is_sharded=_communicates(gm)
+                )
         later = compile_later(self.patches)
         result = Half(
             gm=gm,
@@ -238,7 +312,7 @@ class _Compilation:
     def _compile_variant(
         self, variant: Variant, half: str, kwargs: dict[str, Any], later: Callable[[], Any]
     ) -> Any:
-        with later():
+        with later(), self.refusing(f" ({half})", variant.gm):
             return self._compile(variant, half, dict(kwargs), is_sharded=True)
 
     def _compile(self, variant: Variant, half: str, kwargs: dict[str, Any], *, is_sharded: bool) -> Any:
@@ -253,6 +327,7 @@ class _Compilation:
             lower, place = half_pipeline(self.options).split(-1)
             records = lower.run(gm, context)
             records += self._place(place, gm, context, half)
+            variant.check = self._check_of(gm, context, half)
             self._dump_records(dumped_as, records)
             self._dump_memory(gm, dumped_as)
             self._dump_plan(records[-1], dumped_as, group_labels(gm, context.mesh))
@@ -284,6 +359,22 @@ class _Compilation:
             return pipeline.run(gm, context)
         unplanned = self._agree(gm, context, half) if self.options.verify != "off" else ""
         return self.planning.place(pipeline, gm, context, unplanned, half)
+
+    def _check_of(
+        self, gm: fx.GraphModule, context: PassContext, half: str
+    ) -> Callable[[Sequence[Any]], None] | None:
+        """What a planned half with symbolic sizes does in front of each run; None where nothing can be exceeded."""
+        if self.options.memory_budget is None or not has_symbolic_sizes(gm):
+            return None
+        planned = copy_graph(gm)
+        return RunningSizes(
+            gm=planned,
+            context=context,
+            resident=self.resident,
+            budget_bytes=self.options.memory_budget,
+            what=f"graph {self.index} ({half})",
+            refusing=lambda: self.refusing(f" ({half})", planned, "run"),
+        ).check
 
     def _agree(self, gm: fx.GraphModule, context: PassContext, half: str) -> str:
         """Agrees on the collectives of each group; returns a fingerprint of all of them, "" for none."""

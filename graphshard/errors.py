@@ -73,6 +73,10 @@ class AgreementError(GraphShardError, RuntimeError):
     """The ranks would not issue the same collectives."""
 
 
+class RefusedError(AgreementError):
+    """Another rank has stopped with an error, which the message tells, before this one could run its graph."""
+
+
 class ScheduleOrderError(GraphShardError, RuntimeError):
     """Inductor emitted collectives in another order than the planned one."""
 

@@ -83,6 +83,7 @@ class Variant:
         held_bytes: what its units hold while it runs, besides its inputs, where that counts.
         collectives: fingerprint of the collectives, set when it is compiled; "" if there are none, or
             if the ranks do not check each other.
+        check: called with the inputs in front of each run, set when it is compiled; None if nothing is to be checked.
     """
 
     gm: fx.GraphModule
@@ -90,6 +91,7 @@ class Variant:
     unreduced_outputs: frozenset[int] = frozenset()
     held_bytes: int = 0
     collectives: str = ""
+    check: Callable[[list[Any]], None] | None = None
 
 
 @dataclass
@@ -112,6 +114,7 @@ class Half:
     counts_held: bool = False
     what: str = "a graph"
     _collectives: dict[State, str] = field(default_factory=dict)
+    _checks: dict[State, Callable[[list[Any]], None] | None] = field(default_factory=dict)
     _compiled: dict[State, Callable[[list[Any]], Any]] = field(default_factory=dict)
     _boxed_call: bool = True
 
@@ -128,6 +131,7 @@ class Half:
             variant = self._specialise(*state)
             self._compiled[state] = self.compile_variant(variant)
             self._collectives[state] = variant.collectives
+            self._checks[state] = variant.check
 
     def __call__(self, args: list[Any]) -> Any:
         found = {position: unit_of(args[position]) for position in self._handles}
@@ -139,6 +143,7 @@ class Half:
             next(iter(units.values())).tree.queue_end_of_backward()
         if all(map(self._is_plain, units.values())):
             self.compile()
+            self._check(PLAIN_STATE, args)
             self._follow(PLAIN_STATE, units)
             return self._run(PLAIN_STATE, args)
         selection = self._select(units)
@@ -148,6 +153,7 @@ class Half:
         state = selection, self._held_bytes(extra, units) if self.counts_held else 0
         del extra
         self.compile(state)
+        self._check(state, values)
         self._follow(state, units)
         self._forget_gradients(selection, units)  # nothing is lost by a half that is refused
         args.clear()
@@ -157,6 +163,10 @@ class Half:
     @property
     def _has_backward(self) -> bool:
         return self.kept_between is not None
+
+    def _check(self, state: State, args: list[Any]) -> None:
+        if (check := self._checks[state]) is not None:
+            check(args)
 
     def _follow(self, state: State, units: dict[int, Unit]) -> None:
         """Makes sure, where it is not certain, that the other ranks run the same collectives."""

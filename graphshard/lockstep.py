@@ -8,12 +8,11 @@ is about to do. It costs a few round trips to the store and no collective.
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch.distributed as dist
 
 from ._compat import group_by_name, group_store, group_timeout_seconds
-from .errors import AgreementError
+from .errors import AgreementError, RefusedError
+from .refusals import Refusals
 
 _SEPARATOR = "\n"
 
@@ -30,11 +29,14 @@ def meet(group_name: str, step: str, *, what: str, remedy: str) -> None:
     Raises:
         AgreementError: on every rank that has come, if one of them is here with another step, or if
             some have not come at the group's time limit.
+        RefusedError: a rank has refused a graph and does not come.
     """
     group = group_by_name(group_name)
     if group.size() == 1 or dist.get_backend(group) == "fake":
         return
-    store = dist.PrefixStore(f"graphshard/{group_name}/meet", group_store(group))
+    refusals = Refusals.of_group(group_name)
+    number = refusals.round()
+    store = dist.PrefixStore(f"graphshard/{group_name}/meet/{number}", group_store(group))
     rank = group.rank()
     turn = store.add(f"turn/{rank}", 1)
     words = _SEPARATOR.join((str(rank), what, step))
@@ -53,9 +55,13 @@ def meet(group_name: str, step: str, *, what: str, remedy: str) -> None:
         return
     seconds = group_timeout_seconds(group)
     try:
-        store.wait([f"{turn}/verdict"], timedelta(seconds=seconds))
+        is_here = refusals.wait(store, [f"{turn}/verdict"], number, seconds)
+    except RefusedError:
+        refusals.leave(number)
+        raise
+    if is_here:
         verdict = store.get(f"{turn}/verdict").decode()
-    except (dist.DistStoreError, RuntimeError):
+    else:
         num_here = store.add(f"{turn}/count", 0)
         verdict = (
             f"rank {rank} is about to {what}, but within {seconds:.0f} s only {num_here} of {group.size()} "

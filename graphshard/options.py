@@ -99,6 +99,12 @@ class BackendOptions:
                 f"graphshard backend: option inductor={self.inductor!r} must be a dict of Inductor options"
             )
 
+        if self.inductor.get("cpp_wrapper"):
+            raise OptionError(
+                "graphshard backend: Inductor option cpp_wrapper cannot be set: the C++ wrapper cannot call "
+                "graphshard's ops, and the order of the collectives is read from the Python wrapper; leave it out"
+            )
+
     @staticmethod
     def parse(options: Mapping[str, Any] | None) -> BackendOptions:
         """From the dict a user gave.

@@ -7,7 +7,7 @@ parameters for the backward (``keep_gathered``), and how many activations are sa
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from .ops import UNSHARD
 from .params import UnshardCall
 from .passes.plan_collectives import step_bytes
 from .pipeline import PassRecord, Pipeline
+from .refusals import Refusals
 from .schedule import parse_bytes, topologies
 from .shared_plan import PlanStore, decide_together
 
@@ -40,12 +41,16 @@ class Planning:
         halves: the passes on each half; the last one plans.
         is_shared: ranks follow one plan; if not, each makes its own.
         what: names the graph in errors.
+        models: by process group, what tells the models that the graph is a part of from others.
+        chosen: what was chosen for both halves, as all ranks have it; plans of halves are for that.
     """
 
     card: HardwareCard
     halves: Pipeline
     is_shared: bool
     what: str
+    models: Mapping[str, str] = field(default_factory=dict)
+    chosen: str = ""
 
     def place(
         self, pipeline: Pipeline, gm: fx.GraphModule, context: PassContext, unplanned: str, half: str
@@ -72,7 +77,10 @@ class Planning:
         groups = dict.fromkeys(map(group_name, filter(is_collective, gm.graph.nodes)))
         held = [f"{context.held_bytes} bytes held"] if context.held_bytes else []
         decide_together(
-            self._stores(groups), self._key(half, unplanned, *held), run, what=f"{self.what} ({half})"
+            self._stores(groups),
+            self._key(half, unplanned, self.chosen, *held),
+            run,
+            what=f"{self.what} ({half})",
         )
         return records
 
@@ -83,6 +91,8 @@ class Planning:
         tag: Pipeline,
         memory_budget: int | str | None,
         waiting: Collection[str] = (),
+        *,
+        keeps_between: bool = True,
     ) -> tuple[list[PassRecord], StepChoice | None]:
         """Chooses which units keep gathered parameters for the backward, where the user left it open, and tags them.
 
@@ -98,6 +108,8 @@ class Planning:
                 gradients, and those are chosen that keep their parameters until then, for the caller to see to.
                 Without one no unit beside the default ones is kept: where the peak lies beside such gradients is not
                 known. Who decides first decides for all, in whatever state a rank compiles later.
+            keeps_between: units may keep their parameters until then; not where other graphs run beside them, of
+                which nothing is known.
 
         Returns:
             What was done, and the choice, if there was one. Its ``peak_bytes`` are None where they are not known.
@@ -131,7 +143,9 @@ class Planning:
         texts = [text for of_one in of_group.values() for text in of_one]
         if self.is_shared:
             for name, of_one in of_group.items():
-                agree_on_group(name, of_one, what=f"{self.what} (joint)")
+                # Of a model that is new, all ranks are here; one that compiles alone later has the same model.
+                of_model = [f"{text} of model {self.models.get(name, '')}" for text in of_one]
+                agree_on_group(name, of_model, what=f"{self.what} (joint)")
         records: list[PassRecord] = []
         chosen: list[StepChoice] = []
 
@@ -142,6 +156,8 @@ class Planning:
                 return trials.choose(lambda *_: memory_budget)
             budget = parse_bytes(memory_budget)
             choice = trials.choose_by(lambda choice: accumulation_cost(trials, choice, waiting, budget))
+            if not keeps_between:
+                return choice
             return replace(choice, kept_between=choose_kept_between(trials, choice, waiting, budget))
 
         def run(plan: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -169,7 +185,16 @@ class Planning:
         for name in groups if self.is_shared else ():
             group = group_by_name(name)
             if dist.get_backend(group) != "fake":
-                store = dist.PrefixStore(f"graphshard/{name}/plans", group_store(group))
+                store = dist.PrefixStore(
+                    f"graphshard/{name}/plans/{self.models.get(name, '')}", group_store(group)
+                )
                 seconds = group_timeout_seconds(group)
-                stores.append(PlanStore(store=store, rank=group.rank(), timeout_seconds=seconds))
+                stores.append(
+                    PlanStore(
+                        store=store,
+                        rank=group.rank(),
+                        timeout_seconds=seconds,
+                        refusals=Refusals.of_group(name),
+                    )
+                )
         return stores

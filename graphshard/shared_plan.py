@@ -3,7 +3,8 @@
 A plan depends on sizes of activations, and those may differ between ranks; its collectives must not.
 So the lowest rank plans and puts the plan into the stores of its groups; the others read it there. A
 plan is found again by the collectives it is for: a rank that compiles alone later (its last batch was
-smaller) follows the plan that all have. No collective is used, and waiting has a limit.
+smaller) follows the plan that all have. No collective is used, and waiting has a limit. A plan that cannot be made or
+followed leaves nothing behind: the next attempt may have another size (:mod:`graphshard.refusals`).
 """
 
 from __future__ import annotations
@@ -11,12 +12,33 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from ._compat import group_by_name, group_store
 from .errors import AgreementError
+from .refusals import Refusals
+from .unit import Tree
+
+
+def label_models(trees: Sequence[Tree]) -> dict[str, str]:
+    """By process group, what tells these models from others that are planned there; the same on all its ranks.
+
+    The ranks of a group run their models for the first time in one order, so they count them alike. Models with equal
+    parameters may differ in their compute, or be tried with other sizes: each has plans of its own.
+    """
+    labels: dict[str, list[str]] = {}
+    for tree in trees:
+        for name in tree.groups():
+            group = group_by_name(name)
+            if dist.get_backend(group) == "fake":
+                continue
+            if name not in tree.numbers:
+                key = f"graphshard/{name}/models/{group.rank()}"
+                tree.numbers[name] = int(group_store(group).add(key, 1))
+            labels.setdefault(name, []).append(str(tree.numbers[name]))
+    return {name: "+".join(numbers) for name, numbers in labels.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,38 +49,38 @@ class PlanStore:
         store: a store all ranks of the group share, used under a prefix of its own.
         rank: this rank's place in the group, from 0.
         timeout_seconds: how long to wait for rank 0.
+        refusals: where ranks that stop say so.
     """
 
     store: dist.Store
     rank: int
     timeout_seconds: float
+    refusals: Refusals
 
     def read(self, key: str, *, what: str) -> dict[str, Any] | None:
         """The plan of this key; None on rank 0 if there is none yet.
 
         Raises:
-            AgreementError: rank 0 could not plan (with its reason), or has no plan at the time limit.
+            AgreementError: rank 0 has no plan at the time limit.
+            RefusedError: a rank has stopped with an error, rank 0 because it could not plan for instance.
         """
+        number = self.refusals.round()
+        self.refusals.check(number)
         if not self.store.check([key]):
             if self.rank == 0:
                 return None
-            try:
-                self.store.wait([key], timedelta(seconds=self.timeout_seconds))
-            except (dist.DistStoreError, RuntimeError) as error:
+            if not self.refusals.wait(self.store, [key], number, self.timeout_seconds):
                 raise AgreementError(
                     f"rank 0 has no plan of {what} after {self.timeout_seconds:.0f} s; it may have stopped "
                     "with an error of its own: look at its output"
-                ) from error
+                )
         found: dict[str, Any] = json.loads(self.store.get(key))
-        if "error" in found:
-            raise AgreementError(f"rank 0 could not plan {what}: {found['error']}")
         return found
 
-    def write(self, key: str, plan: Mapping[str, Any] | Exception) -> None:
-        """Puts a plan, or why there is none, where the others of the group wait for it; rank 0's task."""
+    def write(self, key: str, plan: Mapping[str, Any]) -> None:
+        """Puts a plan where the others of the group wait for it; rank 0's task."""
         if self.rank == 0 and not self.store.check([key]):
-            value = {"error": str(plan)} if isinstance(plan, Exception) else dict(plan)
-            self.store.set(key, json.dumps(value))
+            self.store.set(key, json.dumps(dict(plan)))
 
 
 def decide_together(
@@ -80,17 +102,12 @@ def decide_together(
 
     Raises:
         AgreementError: see :meth:`PlanStore.read`.
-        Exception: what ``decide`` raises, once the others have been told.
+        Exception: what ``decide`` raises; it is for the caller to tell the others (``refusals.refusing``).
     """
     plan: Mapping[str, Any] | None = None
     for store in sorted(stores, key=lambda store: store.rank == 0):
         if (plan := store.read(key, what=what)) is not None:
             break
-    try:
-        made = decide(plan)
-    except Exception as error:
-        for store in stores:
-            store.write(key, error)
-        raise
+    made = decide(plan)
     for store in stores:
         store.write(key, plan if plan is not None else made)

@@ -34,6 +34,9 @@ from .versions import Version, version_of
 SLOTS = "_graphshard_slots"
 UNIT = "_graphshard_unit"
 
+#: The label of the outermost unit.
+ROOT = "root"
+
 _GATHER_REMEDY = (
     "Ranks that use different parts of a model must gather the same parameters: shard the module that holds "
     "all of these parts as one unit, and call set_reduce_scatter_unused_params(True) on it"
@@ -54,6 +57,8 @@ class Tree:
         is_last_backward: what is left over is reduced at the end of this backward.
         waiting: gradients of some unit wait for their reduction.
         max_reductions: the largest that any unit asks for.
+        is_broken: Dynamo has cut a forward of the model into several graphs.
+        numbers: by process group, the place of this model among those whose graphs were planned there.
     """
 
     in_forward: bool = False
@@ -61,6 +66,8 @@ class Tree:
     is_last_backward: bool = True
     waiting: bool = False
     max_reductions: int = 0
+    is_broken: bool = False
+    numbers: dict[str, int] = field(default_factory=dict)
     _end_is_queued: bool = False
     _last_run: str = ""
     _next_run: dict[str, str] = field(default_factory=dict)
@@ -100,6 +107,11 @@ class Tree:
             if UNIT in module.__dict__
         }
         return list(found.values())
+
+    def groups(self) -> list[str]:
+        """Names of the process groups of more than one rank over which parameters are sharded or copied."""
+        axes = (axis for unit in self.units() for slot in unit.slots for axis in (slot.axis, slot.replicate))
+        return list(dict.fromkeys(axis.group_name for axis in axes if axis.size > 1 and axis.group_name))
 
     def queue_end_of_backward(self) -> None:
         """Has :meth:`_end_backward` run once the backward that is running ends."""
@@ -273,7 +285,7 @@ class Unit:
     modules: list[nn.Module]
     reshard_after_forward: bool | int | None = None
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    label: str = "root"
+    label: str = ROOT
     is_root: bool = True
     divide_factor: float | None = None
     force_sum: bool = False
@@ -309,7 +321,7 @@ class Unit:
         fresh: dict[str, Any] = {"slots": [], "unreduced": {}, "partial": {}, "_gathered": {}, "in_use": None}
         fresh |= {"comms": UserComms(**vars(self.comms)), "_prefetched": None, "_has_run": False}
         fresh |= {"forward_prefetch": [], "backward_prefetch": [], "keeps_between": False}
-        return replace(self, tree=Tree(), modules=[], label="root", is_root=True, **fresh)
+        return replace(self, tree=Tree(), modules=[], label=ROOT, is_root=True, **fresh)
 
     # -- parameters -------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from graphshard.agreement import Agreement
 from graphshard.errors import AgreementError, GraphShardError
+from graphshard.refusals import Refusals
 
 GATHERS = ["all_gather(f32[2]) over shard", "all_gather(f32[4]) over shard"]
 LIMIT = timedelta(seconds=20)
@@ -35,7 +36,13 @@ def stores(request) -> Callable[[int], list[dist.Store]]:
 
 def _agreements(stores: Sequence[dist.Store], timeout_seconds: float = 10.0) -> list[Agreement]:
     return [
-        Agreement(store=store, rank=rank, num_ranks=len(stores), timeout_seconds=timeout_seconds)
+        Agreement(
+            store=store,
+            rank=rank,
+            num_ranks=len(stores),
+            timeout_seconds=timeout_seconds,
+            refusals=Refusals(store=dist.PrefixStore("refusals", store), rank=rank),
+        )
         for rank, store in enumerate(stores)
     ]
 
@@ -68,9 +75,8 @@ def test_equal_sequences_pass(stores, num_ranks):
 
 
 def test_one_rank_has_nobody_to_ask():
-    Agreement(store=dist.HashStore(), rank=0, num_ranks=1, timeout_seconds=0.01).require(
-        GATHERS, what="graph"
-    )
+    (alone,) = _agreements([dist.HashStore()], timeout_seconds=0.01)
+    alone.require(GATHERS, what="graph")
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
@@ -136,6 +142,23 @@ def test_missing_ranks_are_named_within_the_limit(stores):
     for error in (errors[0], errors[2]):
         assert "rank(s) [1, 3] did not compile a graph with new collectives within 1 s" in error
         assert "but rank(s) [0, 2] did" in error
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_a_refusal_ends_the_waiting_and_leaves_nothing_behind(stores, refusing):
+    """The rank that refuses has taken part in fewer exchanges than the others."""
+    agreements = _agreements(stores(3), timeout_seconds=30.0)
+    assert _require_all(agreements, [["first"]] * 3) == [None] * 3
+    sequences = [GATHERS if rank != refusing else None for rank in range(3)]
+    timer = threading.Timer(0.2, agreements[refusing].refusals.refuse, (0, "the budget is too small"))
+    started = time.monotonic()
+    timer.start()
+    errors = _require_all(agreements, sequences)
+    assert time.monotonic() - started < 10.0
+    assert [error for error in errors if error] == ["the budget is too small"] * 2
+    for rank in range(3):
+        agreements[rank].refusals.leave(0)
+    assert _require_all(agreements, [["a smaller batch"]] * 3) == [None] * 3
 
 
 @pytest.mark.slow

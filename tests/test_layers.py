@@ -30,6 +30,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.processes",
         "graphshard.sizes",
     ),
+    # how ranks that wait learn that another has stopped
+    ("graphshard.refusals",),
     # ops, collectives, typed edits
     ("graphshard.buckets", "graphshard.user_comms", "graphshard.lockstep"),
     (
@@ -112,6 +114,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.boundary",
         "graphshard.inductor",
         "graphshard.halves",
+        "graphshard.running_sizes",
     ),
     ("graphshard.joint_trials",),
     ("graphshard.micro_batches",),

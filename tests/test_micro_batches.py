@@ -197,6 +197,56 @@ def test_units_know_what_was_chosen_for_them(fake_group, syncs, breaks, verify, 
     assert not any(unit.is_gathered for unit in units)
 
 
+class _Unused(WithHead):
+    """A block, or a parameter of the root or of a block, that no forward reads."""
+
+    def __init__(self, owner):
+        super().__init__(num_blocks=4 if owner == "unit" else 3)
+        self.skips = owner == "unit"
+        if owner != "unit":
+            module = self if owner == "root" else self.blocks[1]
+            module.unused = torch.nn.Parameter(torch.zeros(2))
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks[:3]:
+            x = torch.relu(block(x))
+        return self.head(x).square().mean()
+
+
+@pytest.mark.parametrize(("owner", "is_whole"), [("root", True), ("block", True), ("unit", False)])
+def test_a_parameter_that_nothing_reads_is_no_other_graph(fake_group, tmp_path, owner, is_whole):
+    """A unit that nothing reads may be another graph's: nothing stays gathered beside it."""
+    torch.compiler.reset()
+    model, mesh = _Unused(owner), fake_group(2)
+    for block in model.blocks:
+        graphshard.fully_shard(block, mesh=mesh)
+    graphshard.fully_shard(model, mesh=mesh)
+    options = {"hardware": CARD, "bucket": "auto", "memory_budget": "1GB", "dump": tmp_path}
+    compiled = torch.compile(model, backend="graphshard", options=options)
+    model.set_requires_gradient_sync(False)
+    compiled(torch.zeros(64, 8)).backward()
+    assert [block.__dict__[UNIT].is_gathered for block in model.blocks[:3]] == [is_whole] * 3
+
+
+@pytest.mark.parametrize("owner", ["root", "unit"])
+def test_gradients_that_wait_count_whatever_is_not_read(fake_group, owner):
+    """A budget that a step of one micro-batch keeps, and none whose gradients wait, is refused before the first."""
+    torch.compiler.reset()
+    model, mesh = _Unused(owner), fake_group(2)
+    for block in model.blocks:
+        graphshard.fully_shard(block, mesh=mesh)
+    graphshard.fully_shard(model, mesh=mesh)
+    options = {"hardware": CARD, "bucket": "auto", "memory_budget": 160_000}
+    compiled = torch.compile(model, backend="graphshard", options=options)
+    model.set_requires_gradient_sync(False)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no schedule keeps a memory budget"):
+        compiled(torch.zeros(64, 8))
+    torch.compiler.reset()
+    model.set_requires_gradient_sync(True)
+    torch.compile(model, backend="graphshard", options=options)(torch.zeros(64, 8)).backward()
+
+
 @pytest.mark.parametrize("budget", [400_000, None])
 def test_halves_are_planned_beside_what_waits(fake_group, tmp_path, monkeypatch, budget):
     """The first micro-batch holds nothing, those behind it the gradients of all before, and the last takes them.

@@ -1,10 +1,13 @@
 """Backend options: defaults, values, and what users are told about mistakes."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.fsdp import BackwardPrefetch
 
+import graphshard
 from graphshard.backend import half_pipeline
 from graphshard.cost import load_card
 from graphshard.errors import CardError, GraphShardError, OptionError, OptionTypeError
@@ -113,8 +116,38 @@ def test_budgets_that_cannot_be_read(budget, error):
         BackendOptions.parse({"hardware": "h100-sxm", "memory_budget": budget})
 
 
+@pytest.mark.parametrize("budget", [10**5000, "9" * 400 + ".5", "8388608TiB"], ids=["int", "decimal", "unit"])
+def test_budgets_beyond_any_machine(budget):
+    with pytest.raises(OptionError, match="memory_budget"):
+        BackendOptions.parse({"hardware": "h100-sxm", "memory_budget": budget})
+
+
 def test_dump_becomes_a_path():
     assert BackendOptions.parse({"dump": "somewhere"}).dump == Path("somewhere")
+
+
+@pytest.mark.parametrize("below", ["", "/under/it"])
+def test_a_dump_that_cannot_be_made_is_refused(tmp_path, below):
+    file = tmp_path / "file"
+    file.touch()
+    folder = f"{file}{below}"
+    compiled = torch.compile(torch.nn.Linear(2, 2), backend="graphshard", options={"dump": folder})
+    with (
+        pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=f"option dump='{folder}' cannot be made") as error,
+        pytest.warns(UserWarning, match="none of the 2 parameters"),
+    ):
+        compiled(torch.ones(1, 2))
+    assert isinstance(error.value.inner_exception, OptionError)
+
+
+@pytest.mark.parametrize(("name", "warns"), [("h100-sxm", True), ("cpu-loopback", False)])
+def test_a_card_of_another_device_is_warned_of(fake_group, name, warns):
+    torch.compiler.reset()
+    model = graphshard.fully_shard(torch.nn.Linear(2, 2), mesh=fake_group(2))
+    compiled = torch.compile(model, backend="graphshard", options={"hardware": name})
+    message = "hardware='h100-sxm' is the card of a cuda device, but the model computes on cpu"
+    with pytest.warns(UserWarning, match=message) if warns else nullcontext():
+        compiled(torch.ones(1, 2))
 
 
 def test_unknown_options_list_the_known_ones():
@@ -136,6 +169,7 @@ def test_unknown_options_list_the_known_ones():
         ({"inductor": "max_autotune"}, "option inductor='max_autotune' must be a dict of Inductor options"),
         ({"inductor": None}, "option inductor=None must be a dict"),
         ({"dump": 3}, "option dump=3 must be"),
+        ({"inductor": {"cpp_wrapper": True}}, "option cpp_wrapper cannot be set: the C[+][+] wrapper cannot call"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

@@ -7,9 +7,11 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from graphshard import shared_plan
 from graphshard.context import KnownPlan
-from graphshard.errors import AgreementError, OptionError
-from graphshard.shared_plan import PlanStore, decide_together
+from graphshard.errors import AgreementError, OptionError, RefusedError
+from graphshard.refusals import Refusals
+from graphshard.shared_plan import PlanStore, decide_together, label_models
 
 PLAN, OTHER = {"steps": [1, 2]}, {"steps": [3]}
 
@@ -36,7 +38,11 @@ def test_without_others_each_rank_makes_its_own():
 
 
 def _stores(store, *ranks, seconds=5.0):
-    return [PlanStore(store=store, rank=rank, timeout_seconds=seconds) for rank in ranks]
+    board = dist.PrefixStore("refusals", store)
+    return [
+        PlanStore(store=store, rank=rank, timeout_seconds=seconds, refusals=Refusals(store=board, rank=rank))
+        for rank in ranks
+    ]
 
 
 def test_rank_0_makes_the_plan_and_the_others_read_it():
@@ -70,11 +76,27 @@ def test_only_rank_0_writes():
     assert first.read("key", what="a graph") is None
 
 
-def test_why_rank_0_has_no_plan_reaches_all():
-    first, second = _stores(dist.HashStore(), 0, 1)
-    first.write("key", OptionError("the budget is too small"))
-    with pytest.raises(AgreementError, match="rank 0 could not plan a graph: the budget is too small"):
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_refusal_reaches_who_waits_for_a_plan(is_late):
+    first, second = _stores(dist.HashStore(), 0, 1, seconds=30.0)
+    timer = threading.Timer(0.2 if is_late else 0.0, first.refusals.refuse, (0, "the budget is too small"))
+    timer.start()
+    if not is_late:
+        timer.join()
+    with pytest.raises(RefusedError, match=r"^the budget is too small$"):
         second.read("key", what="a graph")
+    timer.join()
+
+
+def test_a_refusal_comes_before_a_plan_that_was_made_after_it():
+    """Rank 0 has refused, and has planned for a smaller batch, before another rank asks for the first plan."""
+    first, second = _stores(dist.HashStore(), 0, 1)
+    first.refusals.refuse(0, "the budget is too small")
+    assert _decision([first]) == (PLAN, True)
+    with pytest.raises(RefusedError, match="the budget is too small"):
+        second.read("key", what="a graph")
+    second.refusals.leave(0)
+    assert _decision([second], OTHER) == (PLAN, False)
 
 
 def test_waiting_has_a_limit():
@@ -105,7 +127,7 @@ def test_one_plan_reaches_all_ranks_of_a_mesh():
 
 
 @pytest.mark.parametrize("kind", [OptionError, AssertionError])
-def test_a_failed_decision_is_told_to_the_others_and_raised(kind):
+def test_a_failed_decision_leaves_nothing_behind(kind):
     first, second = _stores(dist.HashStore(), 0, 1)
 
     def fail(plan):
@@ -113,5 +135,35 @@ def test_a_failed_decision_is_told_to_the_others_and_raised(kind):
 
     with pytest.raises(kind, match="the budget is too small"):
         decide_together([first], "key", fail, what="a graph")
-    with pytest.raises(AgreementError, match="rank 0 could not plan a graph: the budget is too small"):
-        _decision([second])
+    assert _decision([first]) == (PLAN, True)
+    assert _decision([second], OTHER) == (PLAN, False)
+
+
+class _Model:
+    """As a model's tree: its process groups, and its places there."""
+
+    def __init__(self, *groups):
+        self.numbers, self._groups = {}, groups
+
+    def groups(self):
+        return self._groups
+
+
+def test_models_are_counted_in_each_group_and_keep_their_place(monkeypatch):
+    stores = {"a": dist.HashStore(), "b": dist.HashStore()}
+
+    class Group:
+        def __init__(self, name):
+            self.name = name
+
+        def rank(self):
+            return 0
+
+    monkeypatch.setattr(shared_plan, "group_by_name", Group)
+    monkeypatch.setattr(shared_plan, "group_store", lambda group: stores[group.name])
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    one, other = _Model("a"), _Model("a", "b")
+    assert label_models([one]) == {"a": "1"}
+    assert label_models([other]) == {"a": "2", "b": "1"}
+    assert label_models([one]) == {"a": "1"}
+    assert label_models([one, other]) == {"a": "1+2", "b": "1"}

@@ -62,7 +62,7 @@ def _verify_off() -> int:
     model = fully_shard(nn.Linear(4, 4), mesh=mesh)
     torch.compile(model, backend="graphshard", options={"verify": "off"})(torch.ones(2, 4))
     store = dist.distributed_c10d._world.pg_map[mesh.get_group()][1]
-    return int(store.add(f"graphshard/{mesh.get_group().group_name}/count/{dist.get_rank()}", 0))
+    return int(store.add(f"graphshard/{mesh.get_group().group_name}/0/count/{dist.get_rank()}", 0))
 
 
 def test_verify_off_exchanges_nothing(run_on_gloo_ranks: Callable[..., list[Any]]) -> None:

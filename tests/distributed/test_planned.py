@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from graphshard.cost import load_card
 from graphshard.cost.cards import MeasuredCollective
+from graphshard.errors import GraphShardError
 
 from .implementations import compile_if_asked, pick_fully_shard
 from .parity import check_sharded_parity, make_adam, start_lockstep
@@ -231,4 +232,58 @@ def test_all_ranks_follow_one_plan(run_on_gloo_ranks):
 def test_a_budget_that_nothing_keeps_is_refused_on_every_rank(run_on_gloo_ranks):
     first, second = run_on_gloo_ranks(2, exceed_the_budget)
     assert first.startswith("no schedule keeps a memory budget of 100 bytes, in which 632 bytes outside ")
-    assert second == f"rank 0 could not plan graph 0 (joint): {first}"
+    assert second == f"rank 0 could not compile graph 0 (joint): {first}"
+
+
+def search_for_a_batch(batches: list[list[int]], is_fresh: bool) -> list[str]:
+    """The error of each batch; "" for one that this rank trains on. Batches of rank 0, then of rank 1, and so on."""
+    rank, errors = dist.get_rank(), []
+    options = {"hardware": SLOW_LINK, "bucket": "auto", "memory_budget": "200kB"}
+    for index, size in enumerate(batches[rank]):
+        if is_fresh or not index:
+            torch._dynamo.reset()
+            model = start_lockstep(NARROW_WIDE, "sharded").model
+            forward = torch.compile(model, backend="graphshard", dynamic=False, options=options)
+        try:
+            NARROW_WIDE.loss(forward, NARROW_WIDE.batch_of(rank, 0, size)).backward()
+        except (torch._dynamo.exc.BackendCompilerFailed, GraphShardError) as error:
+            errors.append(str(getattr(error, "inner_exception", error)))
+        else:
+            errors.append("")
+    return errors
+
+
+@pytest.mark.parametrize("is_fresh", [False, True])
+def test_after_a_batch_that_does_not_fit_a_smaller_one_is_trained(run_on_gloo_ranks, is_fresh):
+    """On the same model, and on a new one with the same parameters."""
+    first, second = run_on_gloo_ranks(2, search_for_a_batch, [[2048, 2], [2048, 2]], is_fresh)
+    assert first[0].startswith("no schedule keeps a memory budget of 200000 bytes")
+    assert second[0] == f"rank 0 could not compile graph 0 (joint): {first[0]}"
+    assert first[1] == second[1] == ""
+
+
+def test_a_rank_whose_batch_does_not_fit_stops_the_others_at_once(run_on_gloo_ranks):
+    """Rank 0 has planned for its own batch; the next batch of both fits."""
+    first, second = run_on_gloo_ranks(2, search_for_a_batch, [[2, 2], [2048, 2]], False)
+    assert second[0].startswith("no schedule keeps a memory budget of 200000 bytes")
+    assert first[0] == f"rank 1 could not compile graph 0 (forward): {second[0]}"
+    assert first[1] == second[1] == ""
+
+
+def train_models_with_equal_parameters(folder: str) -> None:
+    """A batch of 2 rows on one model, and one of 512 on another."""
+    rank = dist.get_rank()
+    options = {"hardware": SLOW_LINK, "bucket": "auto", "memory_budget": "1.06MB", "dump": f"{folder}/rank{rank}"}
+    for size in (2, 512):
+        torch._dynamo.reset()
+        model = start_lockstep(NARROW_WIDE, "sharded").model
+        forward = torch.compile(model, backend="graphshard", dynamic=False, options=options)
+        NARROW_WIDE.loss(forward, NARROW_WIDE.batch_of(rank, 0, size)).backward()
+
+
+def test_each_model_has_a_choice_of_its_own(run_on_gloo_ranks, tmp_path: Path):
+    """What is chosen for a small batch would not keep the budget of the other model."""
+    run_on_gloo_ranks(2, train_models_with_equal_parameters, str(tmp_path))
+    for rank in (0, 1):
+        files = [tmp_path / f"rank{rank}" / f"graph{index}.joint.choice.txt" for index in (0, 1)]
+        assert ["computed again" in file.read_text() for file in files] == [False, True]
