@@ -17,11 +17,11 @@ from torch import fx
 
 from .collectives import is_collective
 from .context import PassContext
-from .memory import tensor_bytes, tensors_of
 from .passes.plan_collectives import held_beside
 from .planner.plan import InfeasibleBudgetError
 from .rewrite import copy_graph
 from .schedule import measured_peak
+from .sizes import stored_bytes, tensors_of
 
 #: Values of symbols.
 Sizes = Mapping[sympy.Symbol, sympy.Integer]
@@ -108,7 +108,7 @@ class RunningSizes:
         for node in sized.graph.nodes:
             if "val" in node.meta:
                 node.meta["val"] = _sized(node.meta["val"], values)
-        resident = sum(tensor_bytes(_sized(value, values)) for value in self.resident)
+        resident = sum(stored_bytes(_sized(value, values)) for value in self.resident)
         beside = held_beside(sized, replace(self.context, resident_bytes=resident))
         return beside + measured_peak(sized, self.context.device_type or _device_type(self.gm))
 
@@ -135,7 +135,8 @@ def _sized(value: Any, values: Sizes) -> Any:
     """A value of a graph at the sizes at hand; what depends on data counts as in the memory model."""
     if isinstance(value, torch.Tensor):
         shape = [_number(size, values) for size in value.shape]
-        return torch.empty(shape, dtype=value.dtype, device="meta")
+        strides = [_number(stride, values) for stride in value.stride()]  # an expanded dim is in memory once
+        return torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
     if isinstance(value, (tuple, list)):
         return [_sized(part, values) for part in value]
     return value

@@ -94,3 +94,9 @@ def test_without_a_budget_nothing_is_looked_at(fake_group, monkeypatch):
     compiled = _compiled(fake_group(2), None, dynamic=True)
     for size in (8, 2000):
         _step(compiled, size)
+
+
+def test_an_expanded_input_counts_as_it_lies_in_memory():
+    """The gradient of a mean is one number, seen at every place of the result."""
+    value = torch.empty(1, device="meta").expand(2000, 32)
+    assert running_sizes._sized(value, {}).stride() == (0, 0)
