@@ -188,6 +188,31 @@ def test_the_bound_knows_the_budget():
     assert "the budget: 8 bytes do not fit before task 0" in str(tight)
 
 
+@pytest.mark.parametrize("merge_key", [("reduction",), None])
+def test_the_bound_knows_what_a_bucket_frees(merge_key):
+    """Two reductions of 8 bytes, each a piece of 200 bytes: a bucket frees both tensors, one alone keeps its own."""
+    tasks = [Task(seconds=each, live_bytes=300) for each in (1.0, 1.0, 100.0)]
+    ones = [
+        Collective(name=f"r{i}", kind="reduce_scatter", queue="q", in_bytes=8, out_bytes=4, earliest=2, deadline=3,
+                   ready_bytes=200, kept_bytes=4, merge_key=merge_key, limit="reduction", views_result=True)
+        for i in range(2)
+    ]  # fmt: skip
+    prices = LinePrices(latency=1.0, bandwidth=8.0, copies=1e9)
+    problem = Problem(tasks=tasks, collectives=ones, prices=prices, budget_bytes=480)
+    found = plan(problem)
+    assert found.seconds == pytest.approx(102.0 if merge_key else 106.0)
+    assert 0 <= found.gap < 0.02
+
+
+def test_empty_collectives_are_planned():
+    prices = LinePrices(latency=2.0)
+    ones = [_one(in_bytes=0, out_bytes=0, merge_key=("gather",)) for _ in range(2)]
+    for some, seconds in ((ones[:1], 2.0), (ones, 2.0), ([*ones, _one(merge_key=("gather",))], 3.0)):
+        found = plan(Problem(tasks=[Task(seconds=1.0)] * 2, collectives=some, prices=prices))
+        assert found.bounds.queue <= found.seconds
+        assert found.seconds == pytest.approx(1.0 + seconds, abs=0.1)
+
+
 def test_delays_by_another_group_are_in_the_bound_of_a_queue():
     """Two reductions behind a sum that nothing hides, or two gathers in front of it: one group alone does not tell."""
     tasks = [Task(seconds=1.0) for _ in range(3)]
