@@ -9,7 +9,8 @@ reaches a schedule that is known. Three choices are left out since they cannot h
 - waiting for what nothing reads yet, where neither a budget, a limit nor another collective asks for
   it, and no compute comes with it that could fill a pause;
 - leaving open what has ended, where its wait costs nothing;
-- without a budget, starting on a queue where it could not begin before the next gap.
+- without a budget or a limit, starting on a queue where neither it nor what may start behind it could begin before
+  the next gap.
 
 The number of states grows exponentially with the collectives: this is for about ten of them.
 """
@@ -132,6 +133,22 @@ class _Exploration:
         self._waits_may_help = machine.budget_bytes is not None or any(machine.limits.values())
         self._remaining = list(itertools.accumulate(reversed(machine.task_seconds), initial=0.0))[::-1]
         self._alone = [machine.bucket((index,)) for index in range(len(machine.collectives))]
+        #: A start may be put off until the next gap: it then takes no memory, nor a place, that another wants.
+        self._starts_may_wait = not self._waits_may_help and not machine.prefetched
+        copy_seconds = machine.problem.prices.copy_seconds
+        pairs = list(zip(machine.collectives, self._alone, strict=True))
+        #: The most that each adds to the clock in the gap where it starts, and where it is waited for.
+        self._start_costs = [
+            alone.start_seconds + alone.core_seconds + (copy_seconds(one.in_bytes) if one.merge_key else 0.0)
+            for one, alone in pairs
+        ]
+        self._ends_after = [
+            alone.seconds
+            + alone.spread_seconds
+            + alone.wait_seconds
+            + (copy_seconds(one.out_bytes) if one.merge_key and not one.views_result else 0.0)
+            for one, alone in pairs
+        ]
 
     def run(self) -> list[Step] | None:
         arrivals = [self._machine.begin()]
@@ -195,10 +212,8 @@ class _Exploration:
             yield onward
         due = machine.must_wait(state)
         for bucket in possible_buckets(machine, state):
-            if machine.budget_bytes is None and onward is not None and not machine.prefetched:
-                costs = bucket.start_seconds + bucket.copy_in_seconds + bucket.core_seconds
-                if machine.begins(bucket, 0.0, state) >= onward.seconds + costs:
-                    continue
+            if onward is not None and self._can_be_later(state, bucket):
+                continue
             if (following := machine.start(state, bucket)) is not None:
                 yield following
         for flight in state.flights:
@@ -207,6 +222,41 @@ class _Exploration:
             following = machine.wait(state, flight) if may_help else None
             if following is not None:
                 yield following
+
+    def _can_be_later(self, state: State, bucket: Bucket) -> bool:
+        """Whether a bucket that starts in the next gap begins no later, and nothing behind it either.
+
+        Its queue is then busy until the next gap, and longer than all takes that may start in this one: what is behind
+        it in its queue starts there too. What waits for a collective of its own queue that starts here
+        waits for longer than the task takes, which may run before it.
+        """
+        if not self._starts_may_wait:
+            return False
+        begins = self._machine.begins(bucket, 0.0, state)
+        task = self._machine.task_seconds[state.position]
+        return begins >= state.seconds + task and begins >= self._end_of_gap(state, bucket.queue) + task
+
+    def _end_of_gap(self, state: State, queue: int) -> float:
+        """The latest end of the steps of this gap that do not wait for another step of ``queue``.
+
+        Only what feeds another is waited for here: all other waits are no worse in the next gap. Copies, and what
+        collectives take of the core and of their queues, are taken to be no more in a bucket than one by one.
+        """
+        machine, end, work = self._machine, state.seconds, 0.0
+        ready = [
+            index
+            for index, one in enumerate(machine.collectives)
+            if one.earliest <= state.position and not state.started >> index & 1
+        ]
+        for flight in state.flights:
+            if self._feeds_another(flight):
+                end = max(end, flight.latest)
+                work += flight.bucket.wait_seconds
+        elsewhere = [index for index in ready if self._alone[index].queue != queue]
+        if any(index in machine.dependents for index in elsewhere):
+            end = max(end, *state.free)
+            work += sum(self._ends_after[index] for index in elsewhere)
+        return end + work + sum(self._start_costs[index] for index in ready)
 
     def _feeds_another(self, flight: Flight) -> bool:
         return any(index in self._machine.dependents for index in flight.bucket.members) or any(
