@@ -231,7 +231,7 @@ def _heads_and_tails(
     for index in members:
         groups.setdefault(keys[index], []).append(index)
     work = {
-        key: _Work(problem, [ones[index] for index in group])
+        key: LeastWork(problem, [ones[index] for index in group])
         for key, group in groups.items()
         if len(group) > 1
     }
@@ -256,7 +256,7 @@ def _heads_and_tails(
     return best
 
 
-class _Work:
+class LeastWork:
     """For how long collectives of one merge key keep their queue busy at least, however they are merged."""
 
     def __init__(self, problem: Problem, ones: list[Collective]) -> None:
@@ -272,6 +272,7 @@ class _Work:
             self._per_byte = self._best_rate(smallest, total)
 
     def least(self, num_bytes: int) -> float:
+        """Of so many bytes."""
         return self._price(num_bytes) if self._per_byte is None else num_bytes * self._per_byte
 
     def _is_concave(self, smallest: int, total: int) -> bool:

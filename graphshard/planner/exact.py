@@ -22,7 +22,8 @@ import operator
 from collections import deque
 from collections.abc import Iterator
 
-from .problem import Problem
+from .bound import LeastWork
+from .problem import Collective, Problem
 from .simulate import Bucket, Flight, Machine, State, Step
 
 #: Above this many states the search gives up.
@@ -124,6 +125,60 @@ def _clocks(state: State) -> tuple[float, ...]:
     return (state.seconds, *state.free, *(flight.finish for flight in flights))
 
 
+class _ToCome:
+    """What all that has not started takes at least, as in the bounds: however it is merged; remembered.
+
+    Args:
+        machine: of the problem.
+        remaining: seconds of the tasks behind each gap.
+    """
+
+    def __init__(self, machine: Machine, remaining: list[float]) -> None:
+        self._ones, self._remaining, self._prices = machine.collectives, remaining, machine.problem.prices
+        self._alone = [machine.bucket((index,)) for index in range(len(self._ones))]
+        self._keys: list[tuple] = [one.merge_key or (index,) for index, one in enumerate(self._ones)]
+        lanes: dict[tuple, list[Collective]] = {}
+        for key, one in zip(self._keys, self._ones, strict=True):
+            lanes.setdefault(key, []).append(one)
+        self._first = {key: ones[0] for key, ones in lanes.items()}
+        self._work = {key: LeastWork(machine.problem, ones) for key, ones in lanes.items()}
+        self._known: dict[int, tuple[float, list[tuple[int, float]]]] = {}
+
+    def after(self, started: int) -> tuple[float, list[tuple[int, float]]]:
+        """Seconds of the core, and of each queue from the first begin in it to the end of all."""
+        found = self._known.get(started)
+        if found is None:
+            queues: dict[int, list[int]] = {}
+            for index, alone in enumerate(self._alone):
+                if not started >> index & 1:
+                    queues.setdefault(alone.queue, []).append(index)
+            seconds = [(queue, self._queue_seconds(members)) for queue, members in queues.items()]
+            core = self._core_seconds([index for members in queues.values() for index in members])
+            found = self._known[started] = core, seconds
+        return found
+
+    def _core_seconds(self, members: list[int]) -> float:
+        num_bytes: dict[tuple, int] = {}
+        for index in members:
+            num_bytes[self._keys[index]] = num_bytes.get(self._keys[index], 0) + self._alone[index].num_bytes
+        firsts = [(self._first[key], total) for key, total in num_bytes.items()]
+        return sum(self._prices.core_seconds(one.kind, total, one.queue) for one, total in firsts)
+
+    def _queue_seconds(self, members: list[int]) -> float:
+        """The work of those that are read first, and the tasks behind; what overlaps of the smallest counts once."""
+        work: dict[tuple, float] = {}
+        num_bytes: dict[tuple, int] = {}
+        total = most = 0.0
+        for index in sorted(members, key=lambda index: self._ones[index].deadline):
+            key, alone = self._keys[index], self._alone[index]
+            num_bytes[key] = num_bytes.get(key, 0) + alone.num_bytes
+            known, moving = work.get(key, 0.0), alone.seconds - alone.overlapped_seconds
+            work[key] = max(known, moving, self._work[key].least(num_bytes[key]))
+            total += work[key] - known
+            most = max(most, total + self._remaining[self._ones[index].deadline])
+        return most + min(self._alone[index].overlapped_seconds for index in members)
+
+
 class _Exploration:
     def __init__(self, machine: Machine, below_seconds: float, max_states: int) -> None:
         self._machine = machine
@@ -133,6 +188,7 @@ class _Exploration:
         self._waits_may_help = machine.budget_bytes is not None or any(machine.limits.values())
         self._remaining = list(itertools.accumulate(reversed(machine.task_seconds), initial=0.0))[::-1]
         self._alone = [machine.bucket((index,)) for index in range(len(machine.collectives))]
+        self._to_come = _ToCome(machine, self._remaining)
         #: A start may be put off until the next gap: it then takes no memory, nor a place, that another wants.
         self._starts_may_wait = not self._waits_may_help and not machine.prefetched
         copy_seconds = machine.problem.prices.copy_seconds
@@ -188,10 +244,13 @@ class _Exploration:
 
     def _least_seconds(self, state: State) -> float:
         """No schedule that goes on from here ends sooner (collectives alone are no slower than merged)."""
-        least = state.seconds + self._remaining[state.position] + state.owed_seconds
+        core, to_do = self._to_come.after(state.started)
+        least = state.seconds + self._remaining[state.position] + state.owed_seconds + core
         for flight in state.flights:
             tail = self._remaining[flight.bucket.deadline] + flight.bucket.wait_seconds
             least = max(least, flight.finish + tail)
+        for queue, seconds in to_do:
+            least = max(least, max(state.seconds, state.opens[queue]) + seconds)
         for index, one in enumerate(self._machine.collectives):
             if not state.started >> index & 1:
                 alone = self._alone[index]

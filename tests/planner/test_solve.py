@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import LinePrices, random_problem
 
+from graphshard.planner import solve
 from graphshard.planner.bound import lower_bounds
 from graphshard.planner.condense import condense, expand
 from graphshard.planner.heuristic import Beam, block_length, good_schedule
@@ -258,6 +259,19 @@ def test_a_users_buckets_prefetches_and_limits_are_kept():
     assert all(starts[(after,)] == waits[(before,)] for before, after in pairs)
     limited = plan(replace(transformer(2, "forward", FAST), max_gathers=1))
     assert [step.is_start for step in limited.steps] == [True, False] * (len(limited.steps) // 2)
+
+
+@pytest.mark.parametrize("states", [solve.MOST_EXACT_STATES, 1000])
+def test_wishes_that_only_the_leanest_schedule_keeps_are_kept(states, monkeypatch):
+    """No search finds one that starts two gathers behind another, and what is left of the states is too little."""
+    monkeypatch.setattr(solve, "MOST_EXACT_STATES", states)
+    problem = random_problem(350, most=9, num_tasks=6, with_memory=True)
+    problem = replace(problem, max_reductions=1, prefetch=[(2, 5), (2, 4)])
+    assert not list(solve._searched(problem))
+    found = plan(problem)
+    assert found.solver == ("exact" if states > 1000 else "beam")
+    assert simulate(problem, found.steps).seconds == found.seconds
+    assert plan(replace(problem, budget_bytes=found.peak_bytes)).peak_bytes <= found.peak_bytes
 
 
 def test_a_plan_says_what_is_exposed_and_why():
