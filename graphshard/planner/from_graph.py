@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from ..collectives import (
@@ -38,7 +37,7 @@ from ..collectives import (
 from ..cost.links import collective_bytes, collective_kind
 from ..errors import GraphShardError
 from ..graph_text import dtype_text
-from ..memory import MemoryModel, copied_bytes, is_alias, is_view, kept_inputs, tensor_bytes
+from ..memory import MemoryModel, copied_bytes, is_view, kept_inputs, tensor_bytes
 from ..prices import GraphPrices, Prices
 from ..provenance import is_accumulation, is_layout
 from ..rows import RowPlace
@@ -46,6 +45,7 @@ from ..user_comms import ALL_REDUCE_HOOK
 from .problem import Collective, Problem, Task
 from .simulate import Step, simulate
 from .wishes import NO_WISHES, Wishes
+from .writes import Writes, base_of, writes_of
 
 #: Collectives that can move.
 MOVABLE = {
@@ -116,11 +116,11 @@ def problem_of_graph(
         PriceError: a price that cannot be.
         ProblemError: buckets, prefetches or limits that contradict each other, or name other nodes.
     """
-    written = {_base(source) for node in gm.graph.nodes for source in _written(node)}
-    movable, notes = _movable(gm, written)
+    writes = writes_of(gm.graph)
+    movable, notes = _movable(gm, writes)
     priced = [node for node in filter(is_collective, gm.graph.nodes) if node.target is not ALL_REDUCE_HOOK]
     _check_groups(priced, prices)
-    lazy = _lazy_nodes(gm.graph, movable, written)
+    lazy = _lazy_nodes(gm.graph, movable, writes.all)
     seconds = dict(prices.compute_seconds(gm))
     for node in priced:
         wait = next(_waits(node), None)  # of coalesced ones, the first
@@ -155,12 +155,12 @@ def problem_of_graph(
     )
 
 
-def _movable(gm: fx.GraphModule, written: Set[fx.Node]) -> tuple[list[fx.Node], list[str]]:
+def _movable(gm: fx.GraphModule, writes: Writes) -> tuple[list[fx.Node], list[str]]:
     """The collectives that can move, in graph order, and a sentence on each of the others.
 
     Args:
         gm: the graph.
-        written: the values whose memory some op writes to in place.
+        writes: the values whose memory some op writes to in place, or may.
     """
     found, notes = [], []
     for node in filter(is_collective, gm.graph.nodes):
@@ -171,41 +171,17 @@ def _movable(gm: fx.GraphModule, written: Set[fx.Node]) -> tuple[list[fx.Node], 
             why = "is of a kind that is not planned"
         elif len(users) != 1 or not is_wait(users[0]):
             why = "is not read by one wait alone"
-        elif any(_base(source) in written for source in (*operands(node), node)):
+        elif any(base_of(source) in writes.known for source in (*operands(node), node)):
             why = "reads or makes what another op writes to in place"
+        elif any(base_of(source) in writes.possible for source in (*operands(node), node)):
+            why = (
+                "reads or makes what a method, a module or a function without a schema may write to in place"
+            )
         else:
             found.append(node)
             continue
         notes.append(f"{node.name} ({short_name(node)}) stays in its place: it {why}")
     return found, notes
-
-
-def _written(node: fx.Node) -> Iterator[fx.Node]:
-    """The inputs that an op writes to."""
-    is_op = node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
-    if not is_op or is_wait(node):
-        return
-    arguments = node.target._schema.arguments
-    given = {
-        argument.name: value for argument, value in zip(arguments, node.args, strict=False)
-    } | node.kwargs
-    for argument in arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = given.get(argument.name)
-            yield from (value,) if isinstance(value, fx.Node) else filter(_is_node, value or ())
-
-
-def _is_node(value: Any) -> bool:
-    return isinstance(value, fx.Node)
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """The node whose memory ``node`` looks at."""
-    while node.op == "call_function" and node.all_input_nodes and is_alias(node):
-        if node.target is operator.getitem and not is_alias(node.all_input_nodes[0]):
-            return node  # an item of a tuple has memory of its own
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _check_groups(collectives: list[fx.Node], prices: Prices) -> None:
@@ -251,7 +227,7 @@ def _lazy_nodes(graph: fx.Graph, movable: list[fx.Node], written: Set[fx.Node]) 
     lazy = set(movable)
     fixed: set[fx.Node] = set()
     if written:
-        fixed = {node for node in graph.nodes if any(_base(one) in written for one in node.all_input_nodes)}
+        fixed = {node for node in graph.nodes if any(base_of(one) in written for one in node.all_input_nodes)}
     rooted: dict[fx.Node, bool] = {}  # layout nodes made of inputs alone
     for node in graph.nodes:
         if is_layout(node) and node.all_input_nodes:
@@ -322,8 +298,8 @@ class _Reader:
         self._earliest.append(earliest)
         deadline, results, finishing, feeds = self._ahead(node)
         owned = sum(map(self._owned_bytes(node, earliest), operands(node)))
-        is_staged = any(_base(source) in self._lazy and not after for source in operands(node))
-        kept = {_base(result) for result in results}
+        is_staged = any(base_of(source) in self._lazy and not after for source in operands(node))
+        kept = {base_of(result) for result in results}
         kept_bytes = sum(tensor_bytes(base.meta["val"]) for base in kept)
         fresh_bytes = sum(tensor_bytes(base.meta["val"]) for base in kept if base is not node)
         is_from_inputs = earliest == 0 and not after
@@ -406,7 +382,7 @@ class _Reader:
 
     def _owned_bytes(self, collective: fx.Node, earliest: int) -> Any:
         def owned(source: fx.Node) -> int:
-            base = _base(source)
+            base = base_of(source)
             if base in self._kept or base in self._lazy:
                 return 0
             others = [reader for reader in _readers(base) if reader is not collective]
