@@ -116,6 +116,7 @@ def problem_of_graph(
         PriceError: a price that cannot be.
         ProblemError: buckets, prefetches or limits that contradict each other, or name other nodes.
     """
+    wishes.check_nodes_of(gm.graph)
     writes = writes_of(gm.graph)
     movable, notes = _movable(gm, writes)
     priced = [node for node in filter(is_collective, gm.graph.nodes) if node.target is not ALL_REDUCE_HOOK]
