@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from .bound import gap, lower_bounds
 from .condense import both_ends, condense, expand
+from .constraints import constrained_schedules
 from .exact import TooLargeError, best_schedule, least_peak
 from .heuristic import Beam, good_schedule
 from .in_turn import Rule, schedule_in_turn
@@ -273,7 +274,8 @@ def leanest_schedule(problem: Problem) -> tuple[list[Step], bool]:
             assert steps is not None, "a schedule has the least peak"
             return steps, True
     small, gaps = condense(free)
-    candidates = [steps for steps in (in_place(free),) if is_possible(free, steps)]
+    made = (in_place(free), *constrained_schedules(free))
+    candidates = [steps for steps in made if is_possible(free, steps)]
     candidates += [expand(steps, gaps) for steps in [good_schedule(small, BEAMS[0])] if steps is not None]
     if not candidates:
         raise ProblemError(_TOO_MANY_WISHES)
