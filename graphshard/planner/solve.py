@@ -213,7 +213,10 @@ def _known_unless_better(problem: Problem, known: list[list[Step]], best: list[S
 
 def _is_worth_more(problem: Problem, best: Sequence[Step]) -> bool:
     """Whether a schedule is to be improved: it may be far from the best, and that does not take long."""
-    if len(problem.collectives) > MANY:
+    is_small = len(problem.collectives) <= EXACT_COLLECTIVES
+    if len(problem.collectives) > MANY or (
+        is_small and len(_searched_exactly(problem)[0].tasks) > EXACT_TASKS
+    ):
         return False
     return gap(simulate(problem, best).seconds, lower_bounds(problem)) >= CLOSE_ENOUGH
 
@@ -233,9 +236,7 @@ def _improved(problem: Problem, found: Sequence[list[Step]], best: list[Step]) -
 
 def _exactly(problem: Problem, best: list[Step], max_states: int) -> list[Step] | None:
     """The steps of a faster schedule, none if ``best`` is the fastest; None if that cannot be shown."""
-    small, gaps = (
-        condense(problem) if problem.budget_bytes is None else (problem, range(len(problem.tasks) + 1))
-    )
+    small, gaps = _searched_exactly(problem)
     if len(problem.collectives) > EXACT_COLLECTIVES or len(small.tasks) > EXACT_TASKS:
         return None
     try:
@@ -243,6 +244,11 @@ def _exactly(problem: Problem, best: list[Step], max_states: int) -> list[Step] 
     except TooLargeError:
         return None
     return [] if steps is None else expand(steps, gaps)
+
+
+def _searched_exactly(problem: Problem) -> tuple[Problem, Sequence[int]]:
+    """What the exact search is given, and the original gap of each of its gaps."""
+    return condense(problem) if problem.budget_bytes is None else (problem, range(len(problem.tasks) + 1))
 
 
 def smallest_budget(problem: Problem) -> tuple[int, bool]:
