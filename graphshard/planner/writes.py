@@ -106,8 +106,8 @@ def _is_pure(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     name, module = getattr(node.target, "__name__", "_"), getattr(node.target, "__module__", None)
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return name in _PURE_HIGHER_ORDER
+    if name in _PURE_HIGHER_ORDER:
+        return True
     if module in ("_operator", "operator"):
         return node.target not in _CHANGING
     is_torch = getattr(torch, name, None) is node.target and name not in _STATEFUL
