@@ -79,15 +79,19 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "graphshard.planner.bound",
         "graphshard.planner.condense",
-        "graphshard.planner.exact",
         "graphshard.planner.heuristic",
         "graphshard.planner.splits",
     ),
-    ("graphshard.planner.in_turn", "graphshard.planner.polish"),
+    (
+        "graphshard.planner.constraints",
+        "graphshard.planner.exact",
+        "graphshard.planner.in_turn",
+        "graphshard.planner.polish",
+    ),
     ("graphshard.planner.plan",),
     ("graphshard.planner.solve",),
     # from graphs and back
-    ("graphshard.planner.follow", "graphshard.planner.wishes"),
+    ("graphshard.planner.follow", "graphshard.planner.wishes", "graphshard.planner.writes"),
     ("graphshard.planner.from_graph",),
     ("graphshard.planner.apply", "graphshard.keeping"),
     ("graphshard.recomputing", "graphshard.schedule"),

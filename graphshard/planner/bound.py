@@ -18,8 +18,8 @@ bytes / bandwidth is), that is one bucket for each merge key. Otherwise the best
 Prices must not fall when bytes grow, and a merged collective must not take more of the core than its parts. An
 expected wait is no shorter than one for a collective that ends on time, so bounds do not look at how ends are spread.
 
-With a budget, a collective that would not fit beside a task is not yet started before it, and one
-whose input would not fit is done before it: heads and tails grow, and the bound is *memory-aware*.
+With a budget, a collective that would not fit beside a task is not yet started before it, and one of which neither the
+input nor what a bucket packs of it would fit is done before it: heads and tails grow, and the bound is *memory-aware*.
 """
 
 from __future__ import annotations
@@ -114,12 +114,21 @@ def _windows_in_budget(problem: Problem, budget_bytes: int) -> list[tuple[int, i
         if one.limit == "gather" and index >= 0:
             earliest = max(earliest, running[index] + 1)
         if not one.after and one.ready_bytes:
-            full = positions_without_room(one.ready_bytes)
+            full = positions_without_room(_unread_bytes(one))
             index = bisect_left(full, one.earliest)
             if index < len(full):
                 deadline = min(deadline, full[index])
         windows.append((min(earliest, deadline), max(deadline, one.earliest)))
     return windows
+
+
+def _unread_bytes(one: Collective) -> int:
+    """What it certainly holds between the existence of its input and its wait.
+
+    A bucket frees the input, which may be a small piece of a large tensor, and holds what it has packed.
+    """
+    packed = one.in_bytes + one.out_bytes + one.copy_bytes
+    return one.ready_bytes if one.merge_key is None else min(one.ready_bytes, packed)
 
 
 def _delays(problem: Problem, windows: Sequence[tuple[int, int]]) -> list[tuple[int, int, float]]:
@@ -222,7 +231,7 @@ def _heads_and_tails(
     for index in members:
         groups.setdefault(keys[index], []).append(index)
     work = {
-        key: _Work(problem, [ones[index] for index in group])
+        key: LeastWork(problem, [ones[index] for index in group])
         for key, group in groups.items()
         if len(group) > 1
     }
@@ -247,7 +256,7 @@ def _heads_and_tails(
     return best
 
 
-class _Work:
+class LeastWork:
     """For how long collectives of one merge key keep their queue busy at least, however they are merged."""
 
     def __init__(self, problem: Problem, ones: list[Collective]) -> None:
@@ -256,12 +265,14 @@ class _Work:
         self._price: Callable[[int], float] = lambda size: (
             prices.collective_seconds(kind, size, queue) - prices.overlapped_seconds(kind, size, queue)
         )
-        smallest, total = min(one.num_bytes for one in ones), sum(one.num_bytes for one in ones)
+        smallest = max(1, min(one.num_bytes for one in ones))
+        total = max(smallest, sum(one.num_bytes for one in ones))  # empty ones are priced, too
         self._per_byte: float | None = None
-        if not self._is_concave(max(smallest, 1), total):
-            self._per_byte = self._best_rate(max(smallest, 1), total)
+        if not self._is_concave(smallest, total):
+            self._per_byte = self._best_rate(smallest, total)
 
     def least(self, num_bytes: int) -> float:
+        """Of so many bytes."""
         return self._price(num_bytes) if self._per_byte is None else num_bytes * self._per_byte
 
     def _is_concave(self, smallest: int, total: int) -> bool:

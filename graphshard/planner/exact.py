@@ -9,7 +9,8 @@ reaches a schedule that is known. Three choices are left out since they cannot h
 - waiting for what nothing reads yet, where neither a budget, a limit nor another collective asks for
   it, and no compute comes with it that could fill a pause;
 - leaving open what has ended, where its wait costs nothing;
-- without a budget, starting on a queue where it could not begin before the next gap.
+- without a budget or a limit, starting on a queue where neither it nor what may start behind it could begin before
+  the next gap.
 
 The number of states grows exponentially with the collectives: this is for about ten of them.
 """
@@ -21,7 +22,8 @@ import operator
 from collections import deque
 from collections.abc import Iterator
 
-from .problem import Problem
+from .bound import LeastWork
+from .problem import Collective, Problem
 from .simulate import Bucket, Flight, Machine, State, Step
 
 #: Above this many states the search gives up.
@@ -123,6 +125,60 @@ def _clocks(state: State) -> tuple[float, ...]:
     return (state.seconds, *state.free, *(flight.finish for flight in flights))
 
 
+class _ToCome:
+    """What all that has not started takes at least, as in the bounds: however it is merged; remembered.
+
+    Args:
+        machine: of the problem.
+        remaining: seconds of the tasks behind each gap.
+    """
+
+    def __init__(self, machine: Machine, remaining: list[float]) -> None:
+        self._ones, self._remaining, self._prices = machine.collectives, remaining, machine.problem.prices
+        self._alone = [machine.bucket((index,)) for index in range(len(self._ones))]
+        self._keys: list[tuple] = [one.merge_key or (index,) for index, one in enumerate(self._ones)]
+        lanes: dict[tuple, list[Collective]] = {}
+        for key, one in zip(self._keys, self._ones, strict=True):
+            lanes.setdefault(key, []).append(one)
+        self._first = {key: ones[0] for key, ones in lanes.items()}
+        self._work = {key: LeastWork(machine.problem, ones) for key, ones in lanes.items()}
+        self._known: dict[int, tuple[float, list[tuple[int, float]]]] = {}
+
+    def after(self, started: int) -> tuple[float, list[tuple[int, float]]]:
+        """Seconds of the core, and of each queue from the first begin in it to the end of all."""
+        found = self._known.get(started)
+        if found is None:
+            queues: dict[int, list[int]] = {}
+            for index, alone in enumerate(self._alone):
+                if not started >> index & 1:
+                    queues.setdefault(alone.queue, []).append(index)
+            seconds = [(queue, self._queue_seconds(members)) for queue, members in queues.items()]
+            core = self._core_seconds([index for members in queues.values() for index in members])
+            found = self._known[started] = core, seconds
+        return found
+
+    def _core_seconds(self, members: list[int]) -> float:
+        num_bytes: dict[tuple, int] = {}
+        for index in members:
+            num_bytes[self._keys[index]] = num_bytes.get(self._keys[index], 0) + self._alone[index].num_bytes
+        firsts = [(self._first[key], total) for key, total in num_bytes.items()]
+        return sum(self._prices.core_seconds(one.kind, total, one.queue) for one, total in firsts)
+
+    def _queue_seconds(self, members: list[int]) -> float:
+        """The work of those that are read first, and the tasks behind; what overlaps of the smallest counts once."""
+        work: dict[tuple, float] = {}
+        num_bytes: dict[tuple, int] = {}
+        total = most = 0.0
+        for index in sorted(members, key=lambda index: self._ones[index].deadline):
+            key, alone = self._keys[index], self._alone[index]
+            num_bytes[key] = num_bytes.get(key, 0) + alone.num_bytes
+            known, moving = work.get(key, 0.0), alone.seconds - alone.overlapped_seconds
+            work[key] = max(known, moving, self._work[key].least(num_bytes[key]))
+            total += work[key] - known
+            most = max(most, total + self._remaining[self._ones[index].deadline])
+        return most + min(self._alone[index].overlapped_seconds for index in members)
+
+
 class _Exploration:
     def __init__(self, machine: Machine, below_seconds: float, max_states: int) -> None:
         self._machine = machine
@@ -132,6 +188,23 @@ class _Exploration:
         self._waits_may_help = machine.budget_bytes is not None or any(machine.limits.values())
         self._remaining = list(itertools.accumulate(reversed(machine.task_seconds), initial=0.0))[::-1]
         self._alone = [machine.bucket((index,)) for index in range(len(machine.collectives))]
+        self._to_come = _ToCome(machine, self._remaining)
+        #: A start may be put off until the next gap: it then takes no memory, nor a place, that another wants.
+        self._starts_may_wait = not self._waits_may_help and not machine.prefetched
+        copy_seconds = machine.problem.prices.copy_seconds
+        pairs = list(zip(machine.collectives, self._alone, strict=True))
+        #: The most that each adds to the clock in the gap where it starts, and where it is waited for.
+        self._start_costs = [
+            alone.start_seconds + alone.core_seconds + (copy_seconds(one.in_bytes) if one.merge_key else 0.0)
+            for one, alone in pairs
+        ]
+        self._ends_after = [
+            alone.seconds
+            + alone.spread_seconds
+            + alone.wait_seconds
+            + (copy_seconds(one.out_bytes) if one.merge_key and not one.views_result else 0.0)
+            for one, alone in pairs
+        ]
 
     def run(self) -> list[Step] | None:
         arrivals = [self._machine.begin()]
@@ -171,10 +244,13 @@ class _Exploration:
 
     def _least_seconds(self, state: State) -> float:
         """No schedule that goes on from here ends sooner (collectives alone are no slower than merged)."""
-        least = state.seconds + self._remaining[state.position] + state.owed_seconds
+        core, to_do = self._to_come.after(state.started)
+        least = state.seconds + self._remaining[state.position] + state.owed_seconds + core
         for flight in state.flights:
             tail = self._remaining[flight.bucket.deadline] + flight.bucket.wait_seconds
             least = max(least, flight.finish + tail)
+        for queue, seconds in to_do:
+            least = max(least, max(state.seconds, state.opens[queue]) + seconds)
         for index, one in enumerate(self._machine.collectives):
             if not state.started >> index & 1:
                 alone = self._alone[index]
@@ -195,10 +271,8 @@ class _Exploration:
             yield onward
         due = machine.must_wait(state)
         for bucket in possible_buckets(machine, state):
-            if machine.budget_bytes is None and onward is not None and not machine.prefetched:
-                costs = bucket.start_seconds + bucket.copy_in_seconds + bucket.core_seconds
-                if machine.begins(bucket, 0.0, state) >= onward.seconds + costs:
-                    continue
+            if onward is not None and self._can_be_later(state, bucket):
+                continue
             if (following := machine.start(state, bucket)) is not None:
                 yield following
         for flight in state.flights:
@@ -207,6 +281,41 @@ class _Exploration:
             following = machine.wait(state, flight) if may_help else None
             if following is not None:
                 yield following
+
+    def _can_be_later(self, state: State, bucket: Bucket) -> bool:
+        """Whether a bucket that starts in the next gap begins no later, and nothing behind it either.
+
+        Its queue is then busy until the next gap, and longer than all takes that may start in this one: what is behind
+        it in its queue starts there too. What waits for a collective of its own queue that starts here
+        waits for longer than the task takes, which may run before it.
+        """
+        if not self._starts_may_wait:
+            return False
+        begins = self._machine.begins(bucket, 0.0, state)
+        task = self._machine.task_seconds[state.position]
+        return begins >= state.seconds + task and begins >= self._end_of_gap(state, bucket.queue) + task
+
+    def _end_of_gap(self, state: State, queue: int) -> float:
+        """The latest end of the steps of this gap that do not wait for another step of ``queue``.
+
+        Only what feeds another is waited for here: all other waits are no worse in the next gap. Copies, and what
+        collectives take of the core and of their queues, are taken to be no more in a bucket than one by one.
+        """
+        machine, end, work = self._machine, state.seconds, 0.0
+        ready = [
+            index
+            for index, one in enumerate(machine.collectives)
+            if one.earliest <= state.position and not state.started >> index & 1
+        ]
+        for flight in state.flights:
+            if self._feeds_another(flight):
+                end = max(end, flight.latest)
+                work += flight.bucket.wait_seconds
+        elsewhere = [index for index in ready if self._alone[index].queue != queue]
+        if any(index in machine.dependents for index in elsewhere):
+            end = max(end, *state.free)
+            work += sum(self._ends_after[index] for index in elsewhere)
+        return end + work + sum(self._start_costs[index] for index in ready)
 
     def _feeds_another(self, flight: Flight) -> bool:
         return any(index in self._machine.dependents for index in flight.bucket.members) or any(

@@ -12,7 +12,6 @@ problem says that collectives hold there, is what the tasks hold.
 from __future__ import annotations
 
 import itertools
-import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -37,12 +36,11 @@ from ..collectives import (
     operands,
     short_name,
     waits_of,
-    written_operands,
 )
 from ..cost.links import collective_bytes, collective_kind
 from ..errors import GraphShardError
 from ..graph_text import dtype_text
-from ..memory import MemoryModel, aliased_inputs, copied_bytes, is_alias, is_view, kept_inputs
+from ..memory import MemoryModel, copied_bytes, is_view, kept_inputs
 from ..prices import GraphPrices, Prices
 from ..provenance import is_accumulation, is_layout
 from ..rows import RowPlace
@@ -51,6 +49,7 @@ from ..user_comms import ALL_REDUCE_HOOK
 from .problem import Collective, Problem, Task
 from .simulate import Step, simulate
 from .wishes import NO_WISHES, Wishes
+from .writes import Writes, base_of, touches, writes_of
 
 #: Collectives that can move.
 MOVABLE = {
@@ -127,17 +126,12 @@ def problem_of_graph(
         ProblemError: buckets, prefetches or limits that contradict each other, or name other nodes.
     """
     _check_typed(gm)
-    written = {
-        base
-        for node in gm.graph.nodes
-        if not is_wait(node)
-        for source in written_operands(node)
-        for base in _bases(source)
-    }
-    movable, notes = _movable(gm, written)
+    wishes.check_nodes_of(gm.graph)
+    writes = writes_of(gm.graph)
+    movable, notes = _movable(gm, writes)
     priced = [node for node in filter(is_collective, gm.graph.nodes) if node.target is not ALL_REDUCE_HOOK]
     _check_groups(priced, prices)
-    lazy = _lazy_nodes(gm.graph, movable, written)
+    lazy = _lazy_nodes(gm.graph, movable, writes.all)
     seconds = dict(prices.compute_seconds(gm))
     for node in priced:
         wait = next(iter(waits_of(node)), None)  # of coalesced ones, the first
@@ -185,12 +179,12 @@ def _check_typed(gm: fx.GraphModule) -> None:
         )
 
 
-def _movable(gm: fx.GraphModule, written: Set[fx.Node]) -> tuple[list[fx.Node], list[str]]:
+def _movable(gm: fx.GraphModule, writes: Writes) -> tuple[list[fx.Node], list[str]]:
     """The collectives that can move, in graph order, and a sentence on each of the others.
 
     Args:
         gm: the graph.
-        written: the values whose memory some op writes to in place.
+        writes: the values whose memory some op writes to in place, or may.
     """
     found = []
     messages = list(filter(is_point_to_point, gm.graph.nodes))
@@ -200,14 +194,14 @@ def _movable(gm: fx.GraphModule, written: Set[fx.Node]) -> tuple[list[fx.Node], 
         for node in messages
     ]
     for node in filter(is_collective, gm.graph.nodes):
-        if why := _obstacle(node, written, messages):
+        if why := _obstacle(node, writes, messages):
             notes.append(f"{node.name} ({short_name(node)}) stays in its place: it {why}")
         else:
             found.append(node)
     return found, notes
 
 
-def _obstacle(node: fx.Node, written: Set[fx.Node], messages: Sequence[fx.Node]) -> str:
+def _obstacle(node: fx.Node, writes: Writes, messages: Sequence[fx.Node]) -> str:
     """Why a collective cannot move; "" for one that can."""
     users = list(node.users)
     if node.target is ALL_REDUCE_HOOK:
@@ -223,40 +217,11 @@ def _obstacle(node: fx.Node, written: Set[fx.Node], messages: Sequence[fx.Node])
         return "is of a kind that is not planned"
     if len(users) != 1 or not is_wait(users[0]):
         return "is not read by one wait alone"
-    if _touches(node, written) or any(_touches(source, written) for source in operands(node)):
+    if any(touches(one, writes.known) for one in (*operands(node), node)):
         return "reads or makes what another op writes to in place"
+    if any(touches(one, writes.possible) for one in (*operands(node), node)):
+        return "reads or makes what a method, a module or a function without a schema may write to in place"
     return ""
-
-
-def _touches(node: fx.Node, written: Set[fx.Node]) -> bool:
-    return not written.isdisjoint(_bases(node))
-
-
-def _bases(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose memory ``node`` looks at: several where an op wrote to several values."""
-    found: dict[fx.Node, None] = {}
-    pending = [node]
-    while pending:
-        one = pending.pop(0)
-        looked_at = _looked_at(one)
-        found.update({} if looked_at else {one: None})
-        pending.extend(looked_at)
-    return list(found)
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """The first of :func:`_bases`."""
-    return _bases(node)[0]
-
-
-def _looked_at(node: fx.Node) -> list[fx.Node]:
-    """Whose memory a node shares; nothing for one that has its own."""
-    sources = node.all_input_nodes
-    if node.op != "call_function" or not sources or not is_alias(node):
-        return []
-    if node.target is operator.getitem and not is_alias(sources[0]):
-        return []  # an item of a tuple has memory of its own
-    return aliased_inputs(node)
 
 
 def _check_groups(collectives: list[fx.Node], prices: Prices) -> None:
@@ -293,7 +258,7 @@ def _lazy_nodes(graph: fx.Graph, movable: list[fx.Node], written: Set[fx.Node]) 
     lazy = set(movable)
     fixed: set[fx.Node] = set()
     if written:
-        fixed = {node for node in graph.nodes if any(_touches(one, written) for one in node.all_input_nodes)}
+        fixed = {node for node in graph.nodes if any(touches(one, written) for one in node.all_input_nodes)}
     rooted: dict[fx.Node, bool] = {}  # layout nodes made of inputs alone
     for node in graph.nodes:
         if is_layout(node) and node.all_input_nodes:
@@ -364,8 +329,8 @@ class _Reader:
         self._earliest.append(earliest)
         deadline, results, finishing, feeds = self._ahead(node)
         owned = sum(map(self._owned_bytes(node, earliest), operands(node)))
-        is_staged = any(_base(source) in self._lazy and not after for source in operands(node))
-        kept = {_base(result) for result in results}
+        is_staged = any(base_of(source) in self._lazy and not after for source in operands(node))
+        kept = {base_of(result) for result in results}
         kept_bytes = sum(tensor_bytes(base.meta["val"]) for base in kept)
         fresh_bytes = sum(tensor_bytes(base.meta["val"]) for base in kept if base is not node)
         is_from_inputs = earliest == 0 and not after
@@ -448,7 +413,7 @@ class _Reader:
 
     def _owned_bytes(self, collective: fx.Node, earliest: int) -> Any:
         def owned(source: fx.Node) -> int:
-            base = _base(source)
+            base = base_of(source)
             if base in self._kept or base in self._lazy:
                 return 0
             others = [reader for reader in _readers(base) if reader is not collective]

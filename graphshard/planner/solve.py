@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from .bound import gap, lower_bounds
 from .condense import both_ends, condense, expand
+from .constraints import constrained_schedules
 from .exact import TooLargeError, best_schedule, least_peak
 from .heuristic import Beam, good_schedule
 from .in_turn import Rule, schedule_in_turn
@@ -20,8 +21,9 @@ from .simulate import Machine, PlanError, Step, simulate
 #: Up to so many collectives, and tasks after condensing, a problem is solved exactly.
 EXACT_COLLECTIVES, EXACT_TASKS = 10, 40
 
-#: States the exact search looks at before it leaves the problem to the beam.
-EXACT_STATES = 30_000
+#: States that the exact search looks at, and that it does where small changes have been tried on what the beams
+#: found. It leaves the problem to these if there are more.
+EXACT_STATES, MOST_EXACT_STATES = 30_000, 400_000
 
 #: Searches for every problem, in the order in which they are tried.
 BEAMS = (
@@ -91,16 +93,15 @@ def plan(problem: Problem, *, unplanned: Sequence[Step] | None = None, notes: Se
     bearable = before if before is not None else math.inf
     found = [steps for steps in (*known, in_place(problem)) if is_possible(problem, steps)]
     found += _searched(problem)
+    if not found:
+        found.append(_leanest_in_budget(problem))
     best = _best(problem, found, bearable)
-    if best is not None and _is_worth_more(problem, best):
-        best = _best(problem, [best, *_improved(problem, found, best)], bearable)
-    solver, exact = "beam", _exactly(problem, best)
-    if exact is not None:
-        solver, best = "exact", exact or best
-    if best is None:
-        smallest, is_smallest = smallest_budget(problem)
-        assert problem.budget_bytes is not None, "smallest_budget finds what keeps the user's wishes"
-        raise InfeasibleBudgetError(problem.budget_bytes, smallest, is_smallest=is_smallest)
+    exact = _exactly(problem, best, EXACT_STATES)
+    if exact is None:
+        if _is_worth_more(problem, best):
+            best = _best(problem, [best, *_improved(problem, found, best)], bearable)
+        exact = _exactly(problem, best, MOST_EXACT_STATES)
+    solver, best = ("beam", best) if exact is None else ("exact", exact or best)
     best = _known_unless_better(problem, [steps for steps in known if steps in found], best)
     return make_plan(problem, best, solver=solver, unplanned_seconds=before, notes=notes)
 
@@ -121,6 +122,20 @@ def in_place(problem: Problem) -> list[Step]:
     return steps
 
 
+def _leanest_in_budget(problem: Problem) -> list[Step]:
+    """The schedule with the lowest peak that is found, for problems of which no search finds any.
+
+    Raises:
+        InfeasibleBudgetError: it does not keep the budget.
+        ProblemError: none is found that keeps what the user insists on.
+    """
+    steps, is_leanest = leanest_schedule(problem)
+    peak = simulate(replace(problem, budget_bytes=None), steps).peak_bytes
+    if problem.budget_bytes is not None and peak > problem.budget_bytes:
+        raise InfeasibleBudgetError(problem.budget_bytes, peak, is_smallest=is_leanest)
+    return steps
+
+
 def is_possible(problem: Problem, steps: Sequence[Step]) -> bool:
     """Whether a schedule keeps the rules, what the user insists on, and the budget."""
     try:
@@ -130,12 +145,10 @@ def is_possible(problem: Problem, steps: Sequence[Step]) -> bool:
     return problem.budget_bytes is None or peak <= problem.budget_bytes
 
 
-def _best(problem: Problem, schedules: Sequence[list[Step]], bearable: float) -> list[Step] | None:
+def _best(problem: Problem, schedules: Sequence[list[Step]], bearable: float) -> list[Step]:
     """The fastest; without a budget the leanest of those that are hardly slower and take no more than ``bearable``."""
     machine = Machine(problem, budget_bytes=None)
     costs = [_cost(problem, steps, machine) for steps in schedules]
-    if not costs:
-        return None
     fastest = most = min(costs)[0]
     if problem.budget_bytes is None:
         most = max(fastest, min(bearable, fastest * (1 + HARDLY_SLOWER)))
@@ -200,7 +213,10 @@ def _known_unless_better(problem: Problem, known: list[list[Step]], best: list[S
 
 def _is_worth_more(problem: Problem, best: Sequence[Step]) -> bool:
     """Whether a schedule is to be improved: it may be far from the best, and that does not take long."""
-    if not EXACT_COLLECTIVES < len(problem.collectives) <= MANY:
+    is_small = len(problem.collectives) <= EXACT_COLLECTIVES
+    if len(problem.collectives) > MANY or (
+        is_small and len(_searched_exactly(problem)[0].tasks) > EXACT_TASKS
+    ):
         return False
     return gap(simulate(problem, best).seconds, lower_bounds(problem)) >= CLOSE_ENOUGH
 
@@ -218,19 +234,21 @@ def _improved(problem: Problem, found: Sequence[list[Step]], best: list[Step]) -
     return [polished(problem, steps) for steps in first]
 
 
-def _exactly(problem: Problem, best: list[Step] | None) -> list[Step] | None:
+def _exactly(problem: Problem, best: list[Step], max_states: int) -> list[Step] | None:
     """The steps of a faster schedule, none if ``best`` is the fastest; None if that cannot be shown."""
-    small, gaps = (
-        condense(problem) if problem.budget_bytes is None else (problem, range(len(problem.tasks) + 1))
-    )
+    small, gaps = _searched_exactly(problem)
     if len(problem.collectives) > EXACT_COLLECTIVES or len(small.tasks) > EXACT_TASKS:
         return None
-    below = simulate(problem, best).seconds if best is not None else float("inf")
     try:
-        steps = best_schedule(small, below_seconds=below, max_states=EXACT_STATES)
+        steps = best_schedule(small, below_seconds=simulate(problem, best).seconds, max_states=max_states)
     except TooLargeError:
         return None
     return [] if steps is None else expand(steps, gaps)
+
+
+def _searched_exactly(problem: Problem) -> tuple[Problem, Sequence[int]]:
+    """What the exact search is given, and the original gap of each of its gaps."""
+    return condense(problem) if problem.budget_bytes is None else (problem, range(len(problem.tasks) + 1))
 
 
 def smallest_budget(problem: Problem) -> tuple[int, bool]:
@@ -262,7 +280,8 @@ def leanest_schedule(problem: Problem) -> tuple[list[Step], bool]:
             assert steps is not None, "a schedule has the least peak"
             return steps, True
     small, gaps = condense(free)
-    candidates = [steps for steps in (in_place(free),) if is_possible(free, steps)]
+    made = (in_place(free), *constrained_schedules(free))
+    candidates = [steps for steps in made if is_possible(free, steps)]
     candidates += [expand(steps, gaps) for steps in [good_schedule(small, BEAMS[0])] if steps is not None]
     if not candidates:
         raise ProblemError(_TOO_MANY_WISHES)

@@ -37,6 +37,21 @@ class Wishes:
         """The collectives that buckets and pairs speak of."""
         return {node for nodes in (*self.fixed_buckets, *self.prefetch, *self.behind) for node in nodes}
 
+    def check_nodes_of(self, graph: fx.Graph) -> None:
+        """Refuses what is said of other nodes than those of a graph.
+
+        Raises:
+            ProblemError: lists the nodes that are of another graph, or were erased.
+        """
+        here = set(graph.nodes)
+        nodes = (*self.fixed_buckets, *self.prefetch, *self.behind)
+        named = dict.fromkeys(node for members in nodes for node in members)
+        if strange := [str(node) for node in named if node not in here]:
+            raise ProblemError(
+                "buckets and prefetches must name nodes of the graph that is planned; these are of another one, "
+                f"or were erased: {', '.join(strange)}; look them up in gm.graph"
+            )
+
     def on(self, twin: Mapping[fx.Node, fx.Node]) -> Wishes:
         """The same of the nodes of a copy of the graph."""
         return replace(

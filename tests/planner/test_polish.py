@@ -132,6 +132,7 @@ def test_an_impossible_schedule_stays():
 MIDDLING = [
     random_problem(seed, most=16, num_tasks=12, is_long=True, with_memory=True, is_tight=True) for seed in range(40)
 ]
+SMALL = [problem for problem in MIDDLING if len(problem.collectives) <= solve.EXACT_COLLECTIVES][:8]
 MIDDLING = [problem for problem in MIDDLING if len(problem.collectives) > solve.EXACT_COLLECTIVES]
 
 
@@ -141,6 +142,19 @@ def test_plans_of_middling_problems_are_made_better(monkeypatch):
     without = [plan(problem).seconds for problem in MIDDLING]
     assert all(one <= other for one, other in zip(with_changes, without, strict=True))
     assert sum(one < other for one, other in zip(with_changes, without, strict=True)) >= 3
+
+
+def test_small_problems_that_have_too_many_states_are_made_better_too(monkeypatch):
+    monkeypatch.setattr(solve, "EXACT_STATES", 10)
+    exact = [plan(problem) for problem in SMALL]
+    assert {found.solver for found in exact} == {"exact"}  # more states, once there is a good schedule
+    monkeypatch.setattr(solve, "MOST_EXACT_STATES", 10)
+    with_changes = [plan(problem) for problem in SMALL]
+    assert {found.solver for found in with_changes} == {"beam"}
+    monkeypatch.setattr(solve, "polished", lambda problem, steps: list(steps))
+    without = [plan(problem).seconds for problem in SMALL]
+    assert all(one.seconds <= other for one, other in zip(with_changes, without, strict=True))
+    assert any(one.seconds < other for one, other in zip(with_changes, without, strict=True))
 
 
 def test_less_memory_is_tried_where_the_budget_binds(monkeypatch):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import LinePrices, random_problem
 
+from graphshard.planner import solve
 from graphshard.planner.bound import lower_bounds
 from graphshard.planner.condense import condense, expand
 from graphshard.planner.heuristic import Beam, block_length, good_schedule
@@ -188,6 +189,31 @@ def test_the_bound_knows_the_budget():
     assert "the budget: 8 bytes do not fit before task 0" in str(tight)
 
 
+@pytest.mark.parametrize("merge_key", [("reduction",), None])
+def test_the_bound_knows_what_a_bucket_frees(merge_key):
+    """Two reductions of 8 bytes, each a piece of 200 bytes: a bucket frees both tensors, one alone keeps its own."""
+    tasks = [Task(seconds=each, live_bytes=300) for each in (1.0, 1.0, 100.0)]
+    ones = [
+        Collective(name=f"r{i}", kind="reduce_scatter", queue="q", in_bytes=8, out_bytes=4, earliest=2, deadline=3,
+                   ready_bytes=200, kept_bytes=4, merge_key=merge_key, limit="reduction", views_result=True)
+        for i in range(2)
+    ]  # fmt: skip
+    prices = LinePrices(latency=1.0, bandwidth=8.0, copies=1e9)
+    problem = Problem(tasks=tasks, collectives=ones, prices=prices, budget_bytes=480)
+    found = plan(problem)
+    assert found.seconds == pytest.approx(102.0 if merge_key else 106.0)
+    assert 0 <= found.gap < 0.02
+
+
+def test_empty_collectives_are_planned():
+    prices = LinePrices(latency=2.0)
+    ones = [_one(in_bytes=0, out_bytes=0, merge_key=("gather",)) for _ in range(2)]
+    for some, seconds in ((ones[:1], 2.0), (ones, 2.0), ([*ones, _one(merge_key=("gather",))], 3.0)):
+        found = plan(Problem(tasks=[Task(seconds=1.0)] * 2, collectives=some, prices=prices))
+        assert found.bounds.queue <= found.seconds
+        assert found.seconds == pytest.approx(1.0 + seconds, abs=0.1)
+
+
 def test_delays_by_another_group_are_in_the_bound_of_a_queue():
     """Two reductions behind a sum that nothing hides, or two gathers in front of it: one group alone does not tell."""
     tasks = [Task(seconds=1.0) for _ in range(3)]
@@ -233,6 +259,19 @@ def test_a_users_buckets_prefetches_and_limits_are_kept():
     assert all(starts[(after,)] == waits[(before,)] for before, after in pairs)
     limited = plan(replace(transformer(2, "forward", FAST), max_gathers=1))
     assert [step.is_start for step in limited.steps] == [True, False] * (len(limited.steps) // 2)
+
+
+@pytest.mark.parametrize("states", [solve.MOST_EXACT_STATES, 1000])
+def test_wishes_that_only_the_leanest_schedule_keeps_are_kept(states, monkeypatch):
+    """No search finds one that starts two gathers behind another, and what is left of the states is too little."""
+    monkeypatch.setattr(solve, "MOST_EXACT_STATES", states)
+    problem = random_problem(350, most=9, num_tasks=6, with_memory=True)
+    problem = replace(problem, max_reductions=1, prefetch=[(2, 5), (2, 4)])
+    assert not list(solve._searched(problem))
+    found = plan(problem)
+    assert found.solver == ("exact" if states > 1000 else "beam")
+    assert simulate(problem, found.steps).seconds == found.seconds
+    assert plan(replace(problem, budget_bytes=found.peak_bytes)).peak_bytes <= found.peak_bytes
 
 
 def test_a_plan_says_what_is_exposed_and_why():

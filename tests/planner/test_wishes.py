@@ -155,6 +155,23 @@ def test_wishes_about_what_cannot_move_are_noted():
 
 
 @pytest.mark.parametrize(
+    "wishes",
+    [
+        lambda gathers: {"fixed_buckets": [gathers[:2]]},
+        lambda gathers: {"prefetch": [gathers[:2]]},
+        lambda gathers: {"behind": [gathers[:2]]},
+    ],
+)
+def test_nodes_of_another_graph_are_refused(wishes):
+    (gm, _), (_, gathers) = _chain(), _chain()
+    before = text_of(gm, CONTEXT)
+    message = f"are of another one, or were erased: {gathers[0].name}, {gathers[1].name}; look them up in gm.graph"
+    with pytest.raises(ProblemError, match=message):
+        schedule_with_prices(gm, PRICES, wishes=Wishes(**wishes(gathers)))
+    assert text_of(gm, CONTEXT) == before
+
+
+@pytest.mark.parametrize(
     ("wishes", "message"),
     [
         (lambda gathers: {"prefetch": [(gathers[0], gathers[1]), (gathers[1], gathers[0])]}, "ask for fewer"),
