@@ -7,6 +7,7 @@ project may import a private torch name.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -62,6 +63,7 @@ __all__ = [
     "group_timeout_seconds",
     "in_recomputation",
     "is_composite",
+    "is_to_local",
     "join_meshes",
     "lazy_graph_modules",
     "make_graph_module",
@@ -202,6 +204,18 @@ def export_joint(
     )
     joint.graph_module.graph.set_codegen(fx.graph.CodeGen())  # its own nests inputs and outputs
     return joint.graph_module
+
+
+def is_to_local(node: fx.Node) -> bool:
+    """Whether a node that Dynamo captured is ``to_local()`` of its one argument (checked: 2.11, 2.13).
+
+    Torch 2.11 captures a function made for the call, which closes over its arguments.
+    """
+    if len(node.args) != 1 or node.kwargs:
+        return False
+    if getattr(node.target, "__name__", "") != "prim_to_local":
+        return node.op == "call_method" and node.target == "to_local"
+    return not any(inspect.getclosurevars(node.target).nonlocals.values())
 
 
 def parameter_of_input(node: fx.Node, traced: fx.GraphModule) -> nn.Parameter | None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from ._compat import detect_fake_mode
+from ._compat import detect_fake_mode, is_to_local
 from .errors import ParameterStateError
 from .ops import UNSHARD
 from .params import UnshardCall, padded_shape
@@ -82,7 +82,7 @@ def _followed(placeholder: fx.Node) -> list[fx.Node] | None:
     found = [placeholder]
     for entrance in found:  # grows on the way
         for user in entrance.users:
-            if _is_plain_to_local(user):
+            if is_to_local(user):
                 continue
             inner = _entrances(user, entrance)
             if inner is None:
@@ -105,17 +105,13 @@ def _entrances(call: fx.Node, value: fx.Node) -> list[fx.Node] | None:
 
 
 def _locals_of(placeholders: list[fx.Node]) -> list[fx.Node]:
-    return [user for entrance in placeholders for user in entrance.users if _is_plain_to_local(user)]
+    return [user for entrance in placeholders for user in entrance.users if is_to_local(user)]
 
 
 def _can_cross(uses: list[fx.Node]) -> bool:
     """True when only gathers read the shard, or (at one rank) nothing gathers it."""
     readers = [reader for use in uses for reader in use.users]
     return len({reader.target is UNSHARD for reader in readers}) <= 1
-
-
-def _is_plain_to_local(node: fx.Node) -> bool:
-    return node.op == "call_method" and node.target == "to_local" and len(node.args) == 1 and not node.kwargs
 
 
 def _padded(locals_: list[fx.Node], example: DTensor) -> tuple[tuple[int, ...], int]:

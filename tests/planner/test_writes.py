@@ -14,6 +14,11 @@ from graphshard.planner.writes import base_of, writes_of
 from graphshard.schedule import schedule_with_prices
 
 
+def _name(value):
+    """The same in every process, for the names of tests."""
+    return "-".join(map(_name, value)) if isinstance(value, tuple) else getattr(value, "__name__", value)
+
+
 def _some_function(value, number):
     return value.add_(number)
 
@@ -60,7 +65,7 @@ def _is_behind(gm, node):
     return order[gather.name] > order[node.name]
 
 
-@pytest.mark.parametrize(("op", "target"), WRITERS, ids=str)
+@pytest.mark.parametrize(("op", "target"), WRITERS, ids=_name)
 def test_what_may_write_to_a_shard_keeps_its_gather_behind_it(op, target):
     gm, node = _graph(op, target)
     plan = schedule_with_prices(gm, PRICES)
@@ -78,7 +83,7 @@ def test_a_kernel_that_writes_keeps_a_gather_in_place():
 THROUGH = [("call_method", "view_as"), ("call_function", torch.t), ("call_module", "part")]
 
 
-@pytest.mark.parametrize("through", THROUGH, ids=str)
+@pytest.mark.parametrize("through", THROUGH, ids=_name)
 def test_a_write_through_what_may_be_a_view_is_one_to_what_it_looks_at(through):
     gm, node = _graph("call_function", aten.add_.Tensor, through=through)
     view, shard = node.args[0], node.args[0].args[0]
@@ -90,7 +95,7 @@ def test_a_write_through_what_may_be_a_view_is_one_to_what_it_looks_at(through):
 @pytest.mark.parametrize(
     ("op", "target"),
     [("call_method", "mul"), ("call_function", operator.mul), ("call_function", torch.mul)],
-    ids=str,
+    ids=_name,
 )
 def test_what_only_reads_a_shard_does_not(op, target):
     gm, node = _graph(op, target)
