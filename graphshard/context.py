@@ -120,7 +120,7 @@ class PassContext:
 
 
 def read_shards_as_they_are(gm: fx.GraphModule) -> None:
-    """Has ``unshard`` nodes read inputs, not views that change nothing, as torch 2.11 captures them; edits in place."""
+    """Has ``unshard`` nodes read inputs, not views that change nothing, as DTensors are captured; edits in place."""
     for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
         view = node.args[0]
         if view.target is not torch.ops.aten.view.default or view.args[0].op != "placeholder":

@@ -60,6 +60,7 @@ def test_planned_order_of_a_coalesced_collective():
     assert planned_order(gm) == ["start all_reduce_coalesced 0", *["wait all_reduce_coalesced 0"] * 2]
 
 
+@pytest.mark.skipif(not hasattr(c10d, "isend"), reason="this torch has no messages between two ranks")
 def test_planned_order_of_what_writes_to_memory_it_is_given_is_in_the_words_of_what_is_emitted():
     """Also where the wait reads that memory; messages between two ranks are ordered too."""
     build = GraphBuilder()
