@@ -338,19 +338,19 @@ def test_fusions_that_hold_more_are_left_out_under_a_budget(fake_group, monkeypa
 
 
 class _LateScale(torch.nn.Module):
-    """Its first kernel and the scale in front of its head read the same input: fused, they need the last gather."""
+    """Its first kernel and the scale in front of its tail read the same input: fused, they need the last gather."""
 
     def __init__(self):
         super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8, bias=False) for _ in range(4))
         self.scale = torch.nn.Parameter(torch.ones(8))
-        self.head = torch.nn.Linear(8, 8, bias=False)
+        self.head, self.tail = (torch.nn.Linear(8, 8, bias=False) for _ in range(2))
 
     def forward(self, x):
         hidden = x.sin()
         for block in self.blocks:
             hidden = block(hidden).relu()
-        return self.head(hidden * (x * self.scale).cos())
+        return self.head(hidden) * self.tail(x * self.scale)
 
 
 class _LateNorm(torch.nn.Module):
