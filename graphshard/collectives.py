@@ -16,6 +16,7 @@ from torch import fx
 
 from ._compat import collective_op
 from .buckets import ADD_ROWS
+from .calls import call_arguments
 from .params import ReduceGradCall, Scaling, UnshardCall, gradient_scaling, padded_rows, padded_shape
 from .user_comms import ALL_REDUCE_HOOK, CUSTOM_ALL_GATHER, CUSTOM_REDUCE_SCATTER
 
@@ -90,13 +91,6 @@ def functional_form(target: Any) -> Any:
 def short_name(node: fx.Node) -> str:
     """``all_gather_into_tensor`` of ``_c10d_functional.all_gather_into_tensor.default``."""
     return str(node.target).split(".")[-2]
-
-
-def call_arguments(node: fx.Node) -> dict[str, Any]:
-    """What an op is called with, by the names of its schema and in their order, however the call passes them."""
-    names = [argument.name for argument in node.target._schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return {name: given[name] for name in names if name in given}
 
 
 def group_name(node: fx.Node) -> str:

@@ -18,7 +18,8 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .collectives import call_arguments, group_name, is_collective, operands, setting, short_name
+from .calls import call_arguments
+from .collectives import group_name, is_collective, operands, setting, short_name
 from .mesh import MeshLayout
 from .ops import REDUCE_GRAD, UNSHARD
 from .params import ParameterBinding, ReduceGradCall, UnshardCall

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from .calls import argument
 from .context import PassContext, context_from_shard_ops, pieces_of
 from .inductor import partition_as_inductor, saved_share, type_rng_states
 from .keeping import KeepingCost, extend_kept
@@ -277,15 +278,6 @@ def draws_random_numbers(graph: fx.Graph) -> bool:
         isinstance(node.target, OpOverload)
         and torch.Tag.nondeterministic_seeded in node.target.tags
         and "recompute" not in node.meta
-        and _argument(node, "dropout_p") != 0.0
+        and argument(node, "dropout_p") != 0.0
         for node in graph.nodes
     )
-
-
-def _argument(node: fx.Node, name: str) -> object:
-    """The value of an argument; None for an op that has none of this name."""
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.name == name:
-            given = node.args[position] if position < len(node.args) else argument.default_value
-            return node.kwargs.get(name, given)
-    return None

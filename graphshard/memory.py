@@ -26,18 +26,17 @@ from typing import Any
 import torch
 from torch import fx
 
+from .calls import call_arguments
 from .collectives import (
     ALL_GATHER,
     REDUCE_SCATTER,
     aten,
-    call_arguments,
     functional_form,
     is_collective,
     is_point_to_point,
     is_wait,
     operands,
     waits_of,
-    written_operands,
 )
 from .convolutions import convolution_scratch_bytes
 from .sizes import size_hint, stored_bytes, tensor_bytes, tensors_of
@@ -333,10 +332,6 @@ class MemoryModel:
             if is_collective(source) or not is_alias(source):
                 yield from self._items(source, index)
                 return
-        if is_collective(node) and (memory := written_operands(node)):
-            for target in memory:
-                yield from self._seen[target]
-            return
         if is_alias(node):
             for source in aliased_inputs(node):
                 yield from self._seen[source]
@@ -391,7 +386,7 @@ class _Traits:
     is_view: bool
     may_copy: bool
     is_in_place: bool
-    shared: tuple[int, ...]
+    shared: tuple[str, ...]
     """The arguments whose memory its results are in, as far as its schema says."""
 
 
@@ -411,11 +406,11 @@ def _traits(target: Any) -> _Traits:
     )
 
 
-def _shared_arguments(schema: torch.FunctionSchema) -> tuple[int, ...]:
+def _shared_arguments(schema: torch.FunctionSchema) -> tuple[str, ...]:
     returned = set().union(*(result.alias_info.before_set for result in schema.returns if result.alias_info))
     return tuple(
-        index
-        for index, argument in enumerate(schema.arguments)
+        argument.name
+        for argument in schema.arguments
         if argument.alias_info is not None and argument.alias_info.before_set & returned
     )
 
@@ -441,11 +436,10 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
     """The inputs whose memory the results of a node are in, if :func:`is_alias` holds of it."""
     if not (shared := _traits(node.target).shared):
         return node.all_input_nodes
-    given: list[fx.Node] = []
-    for index in shared:
-        name = node.target._schema.arguments[index].name
-        fx.map_arg(node.args[index] if index < len(node.args) else node.kwargs.get(name), given.append)
-    return given
+    given = call_arguments(node)
+    found: list[fx.Node] = []
+    fx.map_arg([given.get(name) for name in shared], found.append)
+    return found
 
 
 def _copies(node: fx.Node) -> bool:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from torch import fx
 
 from .buckets import JOIN, PACK, UNPACK
-from .collectives import REDUCE_SCATTERS, WAIT, aten, call_arguments, is_wait, operands
+from .calls import call_arguments
+from .collectives import REDUCE_SCATTERS, WAIT, aten, is_wait, operands
 from .provenance import gathered_shard, is_layout
 from .rewrite import GraphEmitter, recompute_tags
 from .rows import RowPlace, are_neighbours

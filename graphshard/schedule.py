@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import fx
 
 from ._compat import group_by_name
-from .collectives import call_arguments, group_name, is_collective, short_name
+from .calls import call_arguments
+from .collectives import group_name, is_collective, short_name
 from .context import KnownPlan
 from .cost import CollectiveTables, CostModel, GroupTopology, HardwareCard, card_of, tables_of
 from .errors import OptionError, OptionTypeError

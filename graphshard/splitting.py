@@ -13,13 +13,13 @@ from itertools import pairwise
 from torch import fx
 
 from .buckets import JOIN_PARTS, PACK
+from .calls import call_arguments
 from .collectives import (
     ALL_GATHER,
     ALL_REDUCE,
     REDUCE_SCATTER,
     WAIT,
     aten,
-    call_arguments,
     is_wait,
     operands,
 )

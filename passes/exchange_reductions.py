@@ -30,10 +30,10 @@ from typing import ClassVar
 
 from torch import fx
 
+from graphshard.calls import call_arguments
 from graphshard.collectives import (
     REDUCE_SCATTER,
     WAIT,
-    call_arguments,
     emit_exchange,
     emit_sum_of_exchange,
     group_name,

@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphshard.buckets import PACK, UNPACK
+from graphshard.calls import schema_call
 from graphshard.collectives import ALL_GATHER, WAIT
 from graphshard.cost import compute_seconds, known_cards, load_card, total_flops
-from graphshard.cost.calls import schema_call
 from graphshard.cost.curves import Curve
 from graphshard.cost.flops import causal_share, executed_flops, kernel_class, model_flops
 from graphshard.cost.kernels import kernels_of

@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # how ranks that wait learn that another has stopped
     ("graphshard.refusals",),
     # ops, collectives, typed edits
-    ("graphshard.buckets", "graphshard.user_comms", "graphshard.lockstep"),
+    ("graphshard.buckets", "graphshard.calls", "graphshard.user_comms", "graphshard.lockstep"),
     (
         "graphshard.collectives",
         "graphshard.rewrite",
@@ -57,7 +57,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("graphshard.repeat_export",),
     # what a graph costs on a machine
-    ("graphshard.cost.calls", "graphshard.cost.curves", "graphshard.cost.products"),
+    ("graphshard.cost.curves", "graphshard.cost.products"),
     ("graphshard.cost.flops",),
     ("graphshard.cost.cards", "graphshard.cost.kernels"),
     (

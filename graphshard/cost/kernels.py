@@ -1,8 +1,9 @@
 """Which nodes become one kernel, and what each kernel reads, writes and computes.
 
 Inductor fuses neighbouring pointwise ops and reductions, so the values between them never reach
-memory. A run of fusible nodes is split by what cannot share a loop: reductions over rows and over columns, and
-domains of different sizes. Every other op is a kernel of its own; views, waits and the starts of collectives are none.
+memory. A run of fusible nodes (:func:`graphshard.memory.fusion_runs`) is split by what cannot share a loop: reductions
+over rows and over columns, and domains of different sizes. Every other op is a kernel of its own; views, waits and the
+starts of collectives are none.
 A cast, a reshape or ``contiguous`` that copies is as fusible as the ops it becomes.
 """
 
@@ -16,12 +17,12 @@ import torch
 from torch import fx
 
 from .._compat import tree_leaves
+from ..calls import argument, schema_call
 from ..collectives import is_collective, is_point_to_point, is_wait
-from ..memory import is_fusible, is_view
+from ..memory import fusion_runs, is_fusible, is_view
 from ..ops import REDUCE_GRAD, UNSHARD
 from ..sizes import tensor_bytes
 from ..user_comms import ALL_REDUCE_HOOK
-from .calls import argument, schema_call
 from .flops import hinted_numel, hinted_shape
 
 aten = torch.ops.aten
@@ -78,17 +79,13 @@ class Kernel:
 
 def kernels_of(order: Sequence[fx.Node]) -> list[Kernel]:
     """The kernels of a graph's nodes, in time linear in their number and edges."""
-    runs: list[list[fx.Node]] = []
-    is_open = False
-    for node in order:
-        if is_free(node):
-            continue
-        if is_open and is_fusible(node):
-            runs[-1].append(node)
-        else:
-            runs.append([node])
-            is_open = is_fusible(node)
-    return [kernel for run in runs for kernel in _kernels_of_run(run)]
+    busy = [node for node in order if not is_free(node) or is_view(node) or is_collective(node)]
+    first, _ = fusion_runs(busy)
+    runs: dict[int, list[fx.Node]] = {}
+    for position, node in enumerate(busy):
+        if not is_free(node):
+            runs.setdefault(first[position], []).append(node)
+    return [kernel for run in runs.values() for kernel in _kernels_of_run(run)]
 
 
 def is_free(node: fx.Node) -> bool:

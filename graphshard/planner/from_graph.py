@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import fx
 
+from ..calls import call_arguments
 from ..collectives import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -28,7 +29,6 @@ from ..collectives import (
     FUNCTIONAL_FORMS,
     REDUCE_SCATTER,
     c10d,
-    call_arguments,
     group_name,
     is_collective,
     is_point_to_point,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..calls import call_arguments
 from ..collectives import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -23,7 +24,6 @@ from ..collectives import (
     WAIT,
     EagerEmitter,
     c10d,
-    call_arguments,
     emit_reduce_grad,
     emit_unshard,
     functional_form,

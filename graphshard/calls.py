@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from .._compat import call_of
+from ._compat import call_of
 
 
 def schema_call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -29,13 +29,25 @@ def schema_call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return target, tuple(placed), kwargs
 
 
+def call_arguments(node: fx.Node) -> dict[str, Any]:
+    """What an op is called with, by the names of its schema and in their order; without defaults."""
+    target, args, kwargs = call_of(node)
+    names = _names(target)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return {name: given[name] for name in (names or given) if name in given}
+
+
 def argument(node: fx.Node, name: str) -> Any:
-    """An argument of an op by its name in the schema; None if it has none of that name, or its default."""
-    target, args, kwargs = schema_call(node)
-    if name in kwargs:
-        return kwargs[name]
+    """An argument of an op by its name in the schema, or its default; None if it has none of that name."""
+    given = call_arguments(node)
+    if name in given:
+        return given[name]
+    schema = getattr(call_of(node)[0], "_schema", None)
+    return next(
+        (each.default_value for each in (schema.arguments if schema else ()) if each.name == name), None
+    )
+
+
+def _names(target: Any) -> list[str]:
     schema = getattr(target, "_schema", None)
-    for index, expected in enumerate(schema.arguments if schema else ()):
-        if expected.name == name:
-            return args[index] if index < len(args) else None
-    return None
+    return [each.name for each in schema.arguments] if schema else []
