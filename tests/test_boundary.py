@@ -8,6 +8,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 
+from graphshard._compat import is_to_local
 from graphshard.boundary import CHECKPOINTED_REGION, Crossing, cross_boundary, padded_local
 from graphshard.ops import UNSHARD
 from graphshard.params import shard_shape
@@ -108,6 +109,33 @@ class _Recorder:
             return run
 
         return cross_boundary(gm, example_inputs, compile_graph)
+
+
+def _prim_to_local(*args, **kwargs):
+    """What torch 2.11 captures for ``to_local(*args, **kwargs)``."""
+
+    def prim_to_local(value):
+        return value.to_local(*args, **kwargs)
+
+    return prim_to_local
+
+
+@pytest.mark.parametrize(
+    ("op", "target", "arguments", "is_plain"),
+    [
+        ("call_method", "to_local", (), True),
+        ("call_method", "to_local", (None,), False),
+        ("call_method", "full_tensor", (), False),
+        ("call_function", _prim_to_local(), (), True),
+        ("call_function", _prim_to_local(grad_placements=(Shard(0),)), (), False),
+        ("call_function", torch.relu, (), False),
+    ],
+    ids=["method", "with an argument", "another", "function", "function with an argument", "another function"],
+)
+def test_what_dynamo_captures_for_to_local(op, target, arguments, is_plain):
+    graph = fx.Graph()
+    node = graph.create_node(op, target, (graph.placeholder("x"), *arguments))
+    assert is_to_local(node) is is_plain
 
 
 def _compiled(model):

@@ -160,6 +160,18 @@ def test_an_in_place_op_lets_go_of_what_it_only_reads(op):
     assert (live[written.name], live[c.name], live[d.name]) == (32, 32, 48)  # a, b; a, c; a, c, d
 
 
+def test_what_an_in_place_kernel_reads_is_computed_in_it():
+    """Who reads what it has written to does not read that."""
+    build = GraphBuilder()
+    x = build.input("primals_1", 4, 4)
+    a, read = build(MM, x, x), build(aten.relu.default, x)
+    c = build(MM, a, x)
+    written = build(aten.add_.Tensor, c, read)
+    d = build(MM, written, x)
+    live = _live(build.finish(d), kept=[x])
+    assert (live[c.name], live[written.name], live[d.name]) == (32, 16, 32)  # a, c; c; c, d
+
+
 def test_an_op_that_writes_to_an_input_may_have_results_of_its_own():
     build = GraphBuilder()
     x, weight, mean, var = (build.input(f"primals_{i}", *shape) for i, shape in enumerate([(8, 4), (4,), (4,), (4,)]))
