@@ -11,8 +11,8 @@ Three things are approximated, because the inner compiler decides them later: a 
 only generated kernels read, from at most ``MAX_INLINED_READS`` buffers, is recomputed by its readers
 and never stored; a value that only its own run of fusible nodes reads is never stored; and a run of
 fusible nodes allocates its results together. Where a generated kernel writes over an input that dies there,
-both are counted, since which ones do is not known here. Of scratch space inside other kernels only that of the
-CPU's convolutions is counted (:mod:`graphshard.convolutions`).
+both are counted, since which ones do is not known here. What kernels of libraries allocate for themselves is in
+:mod:`graphshard.scratch`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .collectives import (
     operands,
     waits_of,
 )
-from .convolutions import convolution_scratch_bytes
+from .scratch import scratch_bytes
 from .sizes import size_hint, stored_bytes, tensor_bytes, tensors_of
 
 #: Copies a collective holds while it runs, per device type: multiples of its input and of its output.
@@ -262,7 +262,7 @@ class MemoryModel:
                     buffer.readers.append(node)
             if is_collective(node) or is_point_to_point(node):
                 self._hold_until_waited(node)
-            if num_bytes := convolution_scratch_bytes(node, device_type or _device_of(node)):
+            if num_bytes := scratch_bytes(node, device_type or _device_of(node)):
                 self._made.append(Buffer(node, " (scratch)", num_bytes))
 
     def timeline(self, order: Sequence[fx.Node]) -> MemoryTimeline:

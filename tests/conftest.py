@@ -18,9 +18,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from graphshard.rewrite import copy_graph
 from graphshard.testing import CapturedGraphs, capture_graphs, check_golden
 
+# As torchrun starts ranks: what kernels allocate depends on it.
+torch.set_num_threads(1)
+
 # The same examples in every run and nothing written to disk; captures and fake tensors are slow at first.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 settings.load_profile("repeatable")
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads of torch's kernels for one test."""
+    yield torch.set_num_threads
+    torch.set_num_threads(1)
 
 
 def _stop() -> None:

@@ -39,8 +39,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.rewrite",
         "graphshard.casts",
         "graphshard.spread",
-        "graphshard.convolutions",
+        "graphshard.scratch.convolutions",
+        "graphshard.scratch.products",
     ),
+    ("graphshard.scratch.attention",),
+    ("graphshard.scratch",),
     # a unit and its state; the ops find it
     ("graphshard.together", "graphshard.extensions"),
     ("graphshard.unit",),

@@ -7,8 +7,8 @@ import torch
 from distributed.allocations import peak_bytes
 from small_graphs import GraphBuilder, aten
 
-from graphshard.convolutions import convolution_scratch_bytes
 from graphshard.memory import memory_timeline
+from graphshard.scratch import scratch_bytes
 from graphshard.sizes import tensor_bytes
 
 #: Batch, input channels, size, output channels, kernel, stride, groups.
@@ -50,14 +50,16 @@ def _node(call: Callable, args: tuple) -> torch.fx.Node:
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_no_convolution_allocates_more_than_is_counted(shape, dtype, memory_format):
+@pytest.mark.parametrize("num_threads", [1, 2, 8])
+def test_no_convolution_allocates_more_than_is_counted(shape, dtype, memory_format, num_threads, threads):
+    threads(num_threads)
     for call, args in _calls(shape, dtype, memory_format):
         node = _node(call, args)
         measured = min(peak_bytes(lambda: call(*args)) for _ in range(2))  # noqa: B023
         scratch = measured - tensor_bytes(node.meta["val"])
-        assert scratch <= convolution_scratch_bytes(node, "cpu"), (call, measured)
+        assert scratch <= scratch_bytes(node, "cpu"), (call, measured)
 
 
 def test_what_is_counted_is_near_what_large_ones_allocate():
@@ -65,7 +67,7 @@ def test_what_is_counted_is_near_what_large_ones_allocate():
     for (call, args), nearness in zip(calls, (0.75, 0.95), strict=True):
         node = _node(call, args)
         measured = min(peak_bytes(lambda: call(*args)) for _ in range(2))  # noqa: B023
-        assert measured - tensor_bytes(node.meta["val"]) >= nearness * convolution_scratch_bytes(node, "cpu")
+        assert measured - tensor_bytes(node.meta["val"]) >= nearness * scratch_bytes(node, "cpu")
 
 
 def test_the_memory_model_counts_it_while_the_convolution_runs_only():
