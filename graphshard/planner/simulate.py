@@ -315,16 +315,12 @@ class Machine:
 
     def _feeds(self, bucket: Bucket, waited: int) -> tuple[int, int]:
         """The collectives that come after these alone, and the bytes of their inputs."""
-        mask = appearing = 0
-        is_whole = len(bucket.members) > 1
-        for index in bucket.members:
-            for dependent in self.dependents.get(index, ()):
-                after = self.collectives[dependent].after
-                if all(waited >> other & 1 for other in after):
-                    appearing += self.collectives[dependent].ready_bytes
-                mask |= 1 << dependent
-                is_whole = is_whole and after == (index,) and not self.collectives[dependent].staged_bytes
-        return (mask if is_whole and mask.bit_count() == len(bucket.members) else 0), appearing
+        found = {other: None for index in bucket.members for other in self.dependents.get(index, ())}
+        behind = [self.collectives[dependent] for dependent in found]
+        appearing = sum(one.ready_bytes for one in behind if all(waited >> other & 1 for other in one.after))
+        is_each = len(bucket.members) > 1 and len(found) == len(bucket.members)
+        is_whole = is_each and not any(len(one.after) > 1 or one.staged_bytes for one in behind)
+        return (sum(1 << dependent for dependent in found) if is_whole else 0), appearing
 
     def must_wait(self, state: State) -> int:
         """The collectives that this gap's task reads and that are not waited for."""

@@ -400,3 +400,28 @@ def test_only_what_is_faster_is_wanted():
 def test_gives_up_on_large_problems():
     with pytest.raises(TooLargeError):
         best_schedule(random_problem(7, most=40, num_tasks=20), max_states=100)
+
+
+def _joined(num_second: int) -> Problem:
+    """Two reductions that may be merged, and as many after both of them."""
+    first = Collective(
+        name="a", kind="reduce_scatter", queue="q", in_bytes=8, out_bytes=2, earliest=0, deadline=2,
+        merge_key=("reduction",), ready_bytes=8, views_result=True, limit="reduction",
+    )  # fmt: skip
+    second = replace(
+        first, name="c", kind="all_reduce", in_bytes=32, out_bytes=32, after=(0, 1), ready_bytes=32, kept_bytes=32,
+        merge_key=("sum",),
+    )  # fmt: skip
+    ones = [first, replace(first, name="b"), *(replace(second, name=f"c{i}") for i in range(num_second))]
+    return Problem(tasks=[Task(seconds=1.0)] * 2, collectives=ones, prices=LinePrices())
+
+
+@pytest.mark.parametrize("num_second", [1, 2])
+def test_what_comes_after_two_of_a_bucket_is_counted_once(num_second):
+    problem = _joined(num_second)
+    _check(problem)
+    bucket, later = (0, 1), range(2, 2 + num_second)
+    steps = [Step(2, True, bucket), Step(2, False, bucket)]
+    steps += [Step(2, is_start, (one,)) for one in later for is_start in (True, False)]
+    # the input or the result of each later one, and the result of the one that runs
+    assert simulate(problem, steps).peak_bytes == 32 * (num_second + 1)
