@@ -58,7 +58,9 @@ from .running_sizes import RunningSizes, has_symbolic_sizes
 from .shared_plan import label_models
 from .unit import ROOT, Tree, unit_of
 
-JOINT_PIPELINE = Pipeline(passes.MergeUnshards(), passes.SpreadParameters(), passes.TagRecompute())
+JOINT_PIPELINE = Pipeline(
+    passes.MergeWaits(), passes.MergeUnshards(), passes.SpreadParameters(), passes.TagRecompute()
+)
 
 
 def half_pipeline(options: BackendOptions) -> Pipeline:

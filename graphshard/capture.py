@@ -40,7 +40,7 @@ from .graph_text import graph_text, value_text
 from .inductor import drop_rng_states, functorch_patch, inductor_decompositions, partition_as_inductor
 from .joint_trials import StepChoice
 from .params import PlainParameter, UnshardCall
-from .passes import InsertShards, KeepGathered, MergeUnshards, SpreadParameters, TagRecompute
+from .passes import InsertShards, KeepGathered, MergeUnshards, MergeWaits, SpreadParameters, TagRecompute
 from .pipeline import PassRecord, Pipeline
 from .repeat_export import export_joint_of_blocks
 from .rewrite import copy_graph, no_garbage_collection, output_values
@@ -54,7 +54,7 @@ _NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _REAL_TENSOR = re.compile(r"convert all Tensors to FakeTensors first.*(size=\([^)]*\))", re.DOTALL)
 
 #: The joint passes of training, behind the one that a plain graph needs.
-PLAIN_PIPELINE = Pipeline(InsertShards(), MergeUnshards(), SpreadParameters(), TagRecompute())
+PLAIN_PIPELINE = Pipeline(InsertShards(), MergeWaits(), MergeUnshards(), SpreadParameters(), TagRecompute())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

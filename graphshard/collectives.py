@@ -140,6 +140,34 @@ def waits_of(collective: fx.Node) -> list[fx.Node]:
     return found
 
 
+def repeated_waits(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Waits for what another waits for before them, and waits for its result; each with that first one.
+
+    Of results of collectives only: memory that one writes to may be written to, and waited for, again.
+    """
+    first_of: dict[fx.Node, fx.Node] = {}
+    found: dict[fx.Node, fx.Node] = {}
+    for wait in graph.find_nodes(op="call_function", target=WAIT):
+        (source,) = wait.all_input_nodes
+        started = source.args[0] if source.target is operator.getitem else source
+        if is_wait(source):
+            found[wait] = found.get(source, source)
+        elif is_collective(started) and not written_operands(started):
+            first = first_of.setdefault(source, wait)
+            if first is not wait:
+                found[wait] = first
+    return found
+
+
+def merge_waits(graph: fx.Graph) -> int:
+    """Erases :func:`repeated_waits`, which do nothing; returns how many there were."""
+    repeated = repeated_waits(graph)
+    for wait, first in repeated.items():
+        wait.replace_all_uses_with(first)
+        graph.erase_node(wait)
+    return len(repeated)
+
+
 class Emitter(Protocol):
     """What a lowering needs: apply an op, and look at the tensor a value stands for."""
 

@@ -20,7 +20,7 @@ from torch import fx
 
 from ._compat import group_by_name
 from .calls import call_arguments
-from .collectives import group_name, is_collective, short_name
+from .collectives import group_name, is_collective, merge_waits, repeated_waits, short_name
 from .context import KnownPlan
 from .cost import CollectiveTables, CostModel, GroupTopology, HardwareCard, card_of, tables_of
 from .errors import OptionError, OptionTypeError
@@ -286,9 +286,10 @@ def plan_graph(
         PlanError: ``known`` is no plan of this graph.
     """
     budget = None if memory_budget is None else parse_bytes(memory_budget)
+    gm, wishes, places = _with_one_wait_each(gm, wishes, places or {})
 
     def planned(splits: Mapping[fx.Node, int]) -> tuple[GraphProblem, PlannedGraph]:
-        parts, wanted, lying = _with_splits(gm, splits, wishes, places or {})
+        parts, wanted, lying = _with_splits(gm, splits, wishes, places)
         found = problem_of_graph(
             parts, prices, budget_bytes=budget, wishes=wanted, places=lying, device_type=device_type
         )
@@ -309,6 +310,17 @@ def plan_graph(
         if tried.plan.seconds <= WORTH * best.plan.seconds:
             return replace(tried, plan=replace(tried.plan, unplanned_seconds=best.plan.unplanned_seconds))
     return best
+
+
+def _with_one_wait_each(
+    gm: fx.GraphModule, wishes: Wishes, places: Mapping[fx.Node, RowPlace]
+) -> tuple[fx.GraphModule, Wishes, Mapping[fx.Node, RowPlace]]:
+    """A copy without second waits for one result, and what is said of its nodes; without any, as they are."""
+    if not repeated_waits(gm.graph):
+        return gm, wishes, places
+    copied, twin = split_graph(gm, {})
+    merge_waits(copied.graph)
+    return copied, wishes.on(twin), {twin[node]: place for node, place in places.items()}
 
 
 def _with_splits(

@@ -12,6 +12,7 @@ from .insert_shards import InsertShards
 from .keep_gathered import KeepGathered
 from .lower_shards import LowerShards
 from .merge_unshards import MergeUnshards
+from .merge_waits import MergeWaits
 from .plan_collectives import PlanCollectives
 from .recompute_activations import RecomputeActivations
 from .schedule_collectives import ScheduleCollectives
@@ -22,6 +23,7 @@ KNOWN = {
     step.name: step
     for step in (
         InsertShards,
+        MergeWaits,
         MergeUnshards,
         SpreadParameters,
         KeepGathered,
@@ -43,6 +45,7 @@ __all__ = [
     "KeepGathered",
     "LowerShards",
     "MergeUnshards",
+    "MergeWaits",
     "PlanCollectives",
     "RecomputeActivations",
     "ScheduleCollectives",

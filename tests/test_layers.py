@@ -106,6 +106,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.passes.keep_gathered",
         "graphshard.passes.lower_shards",
         "graphshard.passes.merge_unshards",
+        "graphshard.passes.merge_waits",
         "graphshard.passes.schedule_collectives",
         "graphshard.passes.spread_parameters",
         "graphshard.passes.tag_recompute",

@@ -53,12 +53,12 @@ class Wishes:
             )
 
     def on(self, twin: Mapping[fx.Node, fx.Node]) -> Wishes:
-        """The same of the nodes of a copy of the graph."""
+        """The same of the nodes of a copy of the graph; nodes that are not the graph's stay as they are."""
         return replace(
             self,
-            fixed_buckets=[tuple(twin[node] for node in nodes) for nodes in self.fixed_buckets],
-            prefetch=[(twin[first], twin[then]) for first, then in self.prefetch],
-            behind=[(twin[first], twin[then]) for first, then in self.behind],
+            fixed_buckets=[tuple(twin.get(node, node) for node in nodes) for nodes in self.fixed_buckets],
+            prefetch=[(twin.get(first, first), twin.get(then, then)) for first, then in self.prefetch],
+            behind=[(twin.get(first, first), twin.get(then, then)) for first, then in self.behind],
         )
 
     def buckets_by_index(self, movable: list[fx.Node], notes: list[str]) -> list[tuple[int, ...]]:

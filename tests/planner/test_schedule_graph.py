@@ -19,6 +19,7 @@ from graphshard.cost.tables import parse_tables
 from graphshard.errors import CardError, OptionError, OptionTypeError, TableError
 from graphshard.planner.from_graph import UnpricedGroupError, UntypedGraphError
 from graphshard.planner.plan import InfeasibleBudgetError
+from graphshard.planner.problem import ProblemError
 from graphshard.rewrite import copy_graph
 from graphshard.schedule import schedule_with_prices, topologies
 from graphshard.testing import run_on_all_ranks
@@ -48,6 +49,41 @@ def test_a_planned_graph_computes_the_same(seed):
         run_on_all_ranks(planned, inputs, MESH), run_on_all_ranks(gm, inputs, MESH), strict=True
     ):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def _waited_for_twice(num_waits=2):
+    """Two sums, each read behind two waits."""
+    build = GraphBuilder()
+    source = build.input("primals_0", 64, 64)
+    sums = [build(ALL_REDUCE, build(op, source), "sum", "tensor") for op in (aten.sin.default, aten.cos.default)]
+    found = []
+    for total in sums:
+        waits = [build(WAIT, total) for _ in range(num_waits)]
+        found.append(build(aten.mm.default, waits[0], source))
+        found.append(build(aten.mm.default, waits[-1], found[-1]))
+    return build.finish(*found)
+
+
+def test_what_is_waited_for_twice_is_planned_with_one_wait():
+    twice, once = _waited_for_twice(), _waited_for_twice(num_waits=1)
+    started = [node for node in twice.graph.nodes if is_collective(node)]
+    plans = [
+        graphshard.schedule_graph(gm, hardware="h100-sxm", groups={"tensor": 4}, buckets=buckets)
+        for gm, buckets in ((twice, [tuple(started)]), (once, []))
+    ]
+    assert text_of(twice, CONTEXT) == text_of(once, CONTEXT)
+    assert plans[0].seconds == plans[1].seconds and len(plans[0].buckets) == 1
+
+
+def test_of_what_is_waited_for_twice_an_error_leaves_both_waits():
+    gm = _waited_for_twice()
+    before = text_of(gm, CONTEXT)
+    with pytest.raises(InfeasibleBudgetError):
+        graphshard.schedule_graph(gm, hardware="h100-sxm", groups={"tensor": 4}, memory_budget=1)
+    foreign = [node for node in _waited_for_twice().graph.nodes if is_collective(node)]
+    with pytest.raises(ProblemError):
+        graphshard.schedule_graph(gm, hardware="h100-sxm", groups={"tensor": 4}, prefetch=[tuple(foreign)])
+    assert text_of(gm, CONTEXT) == before
 
 
 def test_groups_that_are_names_have_the_size_their_gathers_say():

@@ -1,0 +1,49 @@
+"""merge_waits: one wait for each result of a collective.
+
+A tensor of tensor parallelism that is read in several places may be traced with a wait for each of them (torch 2.14
+does so). Only the first one waits; the passes behind move a collective with the one wait that it has.
+
+Before::
+
+    %reduce_scatter_0: f32[4, 8] = reduce_scatter_tensor(%mm_0, 'sum', 2, 'tp')
+    %wait_0: f32[4, 8] = wait_tensor(%reduce_scatter_0)
+    %mm_1: f32[4, 8] = mm(%wait_0, %primals_2)
+    %wait_1: f32[4, 8] = wait_tensor(%reduce_scatter_0)
+    %mm_2: f32[4, 8] = mm(%wait_1, %primals_3)
+
+After::
+
+    %reduce_scatter_0: f32[4, 8] = reduce_scatter_tensor(%mm_0, 'sum', 2, 'tp')
+    %wait_0: f32[4, 8] = wait_tensor(%reduce_scatter_0)
+    %mm_1: f32[4, 8] = mm(%wait_0, %primals_2)
+    %mm_2: f32[4, 8] = mm(%wait_0, %primals_3)
+
+Numerics: bitwise the same. Waits for memory that a collective writes to in place stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from graphshard.collectives import merge_waits
+from graphshard.context import PassContext
+from graphshard.facts import Fact
+from graphshard.pipeline import PassReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeWaits:
+    """See the module docstring; no options."""
+
+    name: ClassVar[str] = "merge_waits"
+    requires: ClassVar[frozenset[Fact]] = frozenset({Fact.TYPED})
+    provides: ClassVar[frozenset[Fact]] = frozenset()
+    breaks: ClassVar[frozenset[Fact]] = frozenset()
+
+    def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
+        """Counts "waits merged"."""
+        merged = merge_waits(gm.graph)
+        return PassReport(changed=bool(merged), counts={"waits merged": merged})
