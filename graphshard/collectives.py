@@ -146,17 +146,14 @@ def repeated_waits(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     Of results of collectives only: memory that one writes to may be written to, and waited for, again.
     """
     first_of: dict[fx.Node, fx.Node] = {}
-    found: dict[fx.Node, fx.Node] = {}
     for wait in graph.find_nodes(op="call_function", target=WAIT):
         (source,) = wait.all_input_nodes
         started = source.args[0] if source.target is operator.getitem else source
-        if is_wait(source):
-            found[wait] = found.get(source, source)
+        if source in first_of and is_wait(source):
+            first_of[wait] = first_of[source]
         elif is_collective(started) and not written_operands(started):
-            first = first_of.setdefault(source, wait)
-            if first is not wait:
-                found[wait] = first
-    return found
+            first_of[wait] = first_of.setdefault(source, wait)
+    return {wait: first for wait, first in first_of.items() if is_wait(wait) and wait is not first}
 
 
 def merge_waits(graph: fx.Graph) -> int:

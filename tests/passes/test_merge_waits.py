@@ -74,6 +74,7 @@ def test_memory_that_a_collective_writes_to_may_be_waited_for_again():
     first = build(c10d.all_reduce_.default, memory, "sum", GROUP)
     for source in (memory, first):
         waits.append(build(WAIT, source))
+        waits.append(build(WAIT, waits[-1]))
         build(c10d.all_reduce_.default, memory, "sum", GROUP)
         waits.append(build(WAIT, source))
     gm = build.finish(*waits)
