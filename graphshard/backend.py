@@ -43,6 +43,7 @@ from .inductor import (
     order_difference,
     pinning_patch,
     planned_order,
+    take_back_donations,
     type_rng_states,
 )
 from .memory import kept_inputs, memory_timeline
@@ -51,7 +52,7 @@ from .options import BackendOptions
 from .passes.plan_collectives import check_budget, step_bytes
 from .pipeline import PassRecord, Pipeline
 from .planning import Planning
-from .provenance import reduced_parameters, shards_behind
+from .provenance import outputs_with_parameters, reduced_parameters, shards_behind
 from .refusals import refusing
 from .rewrite import copy_graph, output_values
 from .running_sizes import RunningSizes, has_symbolic_sizes
@@ -205,6 +206,8 @@ class _Compilation:
     """Names of the parameters whose shards the forward keeps for the backward."""
     resident: list[Any] = field(default_factory=list)
     """Values of the inputs that live through the whole step."""
+    saved_parameters: frozenset[str] = frozenset()
+    """Outputs of the forward, inputs of the backward, in the memory of full parameters."""
     kept_between: frozenset[str] = frozenset()
     """Units that keep their parameters between micro-batches."""
     chosen: str = ""
@@ -291,6 +294,10 @@ class _Compilation:
         type_rng_states(gm)
         is_backward = bool(kwargs.get("is_backward"))
         half = "backward" if is_backward else "inference" if kwargs.get("is_inference") else "forward"
+        if is_backward:
+            take_back_donations(gm, self.saved_parameters)
+        else:
+            self.saved_parameters = outputs_with_parameters(gm)
         if not any(node.target in (UNSHARD, REDUCE_GRAD) for node in gm.graph.nodes):
             with self.refusing(f" ({half})", gm):
                 return self._compile(

@@ -12,7 +12,7 @@ import re
 import sys
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -49,6 +49,7 @@ __all__ = [
     "drop_rng_states",
     "emitted_order",
     "order_difference",
+    "take_back_donations",
 ]
 
 #: Inductor settings that would move or merge collectives after us, checked on 2.13. A name that a
@@ -264,6 +265,26 @@ def compile_later(patches: Mapping[str, Any]) -> Callable[[], contextlib.Abstrac
             yield
 
     return enter
+
+
+def take_back_donations(backward: fx.GraphModule, names: Collection[str]) -> None:
+    """Forbids Inductor to write over inputs of a backward, which AOTAutograd donates to it.
+
+    It donates all that only the backward seems to read. Of full parameters it does not see that a unit may hold them
+    for the next micro-batch, or that on one rank they are the shards.
+
+    Args:
+        backward: before passes change it, while AOTAutograd has it compiled.
+        names: of inputs.
+    """
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is None or not metadata.bw_donated_idxs:
+        return
+    inputs = backward.graph.find_nodes(op="placeholder")
+    metadata.bw_donated_idxs = [
+        index for index in metadata.bw_donated_idxs if inputs[index].name not in names
+    ]
 
 
 def planned_order(gm: fx.GraphModule) -> list[str]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
@@ -130,3 +131,45 @@ def gather_in_backward(reshard_after_forward: bool | int) -> tuple[int, int]:
 def test_uncompiled_backward_gathers_nothing(run_on_gloo_ranks, world_size, reshard_after_forward):
     """Autograd keeps the full parameters, whatever `reshard_after_forward` says."""
     assert run_on_gloo_ranks(world_size, gather_in_backward, reshard_after_forward) == [(3, 0)] * world_size
+
+
+class Cubes(nn.Module):
+    """Its backward makes a tensor of the weight's size of the weight alone: Inductor would write it over the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight.pow(3).sum()
+
+
+def accumulate_cubes(reshard_after_forward: bool | int, dtype: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(Cubes(), Cubes())
+    model = copy.deepcopy(reference)
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    shard_units(
+        "compiled", model, [*model], reshard_after_forward=reshard_after_forward, mp_policy=policy
+    )
+    forward = compile_if_asked("compiled", model)
+    for _ in range(2):
+        for micro_batch in range(3):
+            model.set_requires_gradient_sync(micro_batch == 2)
+            model.set_reshard_after_backward(micro_batch == 2)
+            batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(micro_batch))
+            forward(batch).mean().backward()
+            reference(batch).mean().backward()
+        for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert_close(parameter.full_tensor(), expected, rtol=0, atol=0)
+            assert_close(parameter.grad.full_tensor(), expected.grad)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "reshard_after_forward", "dtype"),
+    [(2, False, None), (2, False, torch.float32), (2, True, None), (1, True, torch.float32), (4, 2, None)],
+)
+def test_a_backward_writes_over_no_parameter(run_on_gloo_ranks, num_ranks, reshard_after_forward, dtype):
+    run_on_gloo_ranks(num_ranks, accumulate_cubes, reshard_after_forward, dtype)

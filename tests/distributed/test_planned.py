@@ -172,7 +172,7 @@ def test_placed_by_cost_within_a_budget(run_on_gloo_ranks, bucket):
 def test_with_a_budget_units_keep_what_fits(run_on_gloo_ranks, tmp_path: Path, budget, kept):
     """Unit 0 is read by nothing in the backward; the others keep their parameters where there is room."""
     run_on_gloo_ranks(2, train_within, str(tmp_path), budget)
-    joint = (tmp_path / "graph0.joint.3-keep_gathered.txt").read_text()
+    joint = (tmp_path / "graph0.joint.4-keep_gathered.txt").read_text()
     calls = [line for line in joint.splitlines() if " unshard(" in line]
     assert {
         unit
@@ -195,7 +195,7 @@ def test_with_a_budget_units_keep_what_fits(run_on_gloo_ranks, tmp_path: Path, b
 def test_with_little_memory_activations_are_computed_again(run_on_gloo_ranks, tmp_path: Path, name, budget, sizes):
     """On all ranks the same ones, whatever their sizes: the gathers of the backward depend on it."""
     run_on_gloo_ranks(2, train_with_little_memory, str(tmp_path), name, budget, sizes)
-    tagged = [tmp_path / f"rank{rank}" / "graph0.joint.5-recompute_activations.txt" for rank in range(2)]
+    tagged = [tmp_path / f"rank{rank}" / "graph0.joint.6-recompute_activations.txt" for rank in range(2)]
     again = [
         [line.partition(":")[0] for line in file.read_text().splitlines() if line.endswith("!recompute")]
         for file in tagged
@@ -211,7 +211,7 @@ def test_without_a_budget_further_last_units_are_kept_where_that_takes_no_more(r
     run_on_gloo_ranks(2, train_planned, "transformer", 3, {
         "hardware": SLOW_LINK, "bucket": "auto", "dump": str(tmp_path),
     })  # fmt: skip
-    joint = (tmp_path / "graph0.joint.3-keep_gathered.txt").read_text()
+    joint = (tmp_path / "graph0.joint.4-keep_gathered.txt").read_text()
     units = {
         line.partition("unit='")[2].partition("'")[0]: "reshard=1," in line
         for line in joint.splitlines()
