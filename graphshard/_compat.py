@@ -19,7 +19,7 @@ from torch._dynamo.exc import TorchDynamoException  # checked: 2.13
 from torch._dynamo.functional_export import _dynamo_graph_capture_for_export  # checked: 2.13
 from torch._functorch._aot_autograd.descriptors import ParamAOTInput  # checked: 2.13
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # checked: 2.13
-from torch._guards import detect_fake_mode  # checked: 2.13
+from torch._guards import TracingContext, detect_fake_mode  # checked: 2.13
 from torch._prims.rng_prims import (  # checked: 2.13
     graphsafe_run_with_rng_state,
     run_and_save_rng_state,
@@ -50,6 +50,7 @@ __all__ = [
     "ShardPlacementResult",
     "TorchDispatchMode",
     "TorchDynamoException",
+    "autograd_metadata",
     "below_autograd",
     "breaks_off",
     "capture_with_dynamo",
@@ -234,6 +235,12 @@ def is_composite(target: Any) -> bool:
 #: Gathers and reduce-scatters of one tensor, by the names of torch 2.13 or the older ones (checked: 2.13).
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def autograd_metadata() -> Any:
+    """What AOTAutograd knows of the graph that is compiled now; None outside of that (checked: 2.13)."""
+    context = TracingContext.try_get()
+    return context.fw_metadata if context is not None else None
 
 
 def storage_id(value: torch.Tensor) -> int:

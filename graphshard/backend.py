@@ -28,6 +28,7 @@ from .boundary import cross_boundary
 from .collectives import REDUCE_SCATTER, group_name, is_collective
 from .context import PassContext, context_from_shard_ops, pieces_of, read_shards_as_they_are
 from .cost import HardwareCard
+from .donations import outputs_with_parameters, take_back_donations
 from .errors import OptionError, ScheduleOrderError
 from .graph_text import collective_text, graph_text, group_labels, node_names, text_fingerprint
 from .halves import Half, Variant
@@ -43,7 +44,6 @@ from .inductor import (
     order_difference,
     pinning_patch,
     planned_order,
-    take_back_donations,
     type_rng_states,
 )
 from .memory import kept_inputs, memory_timeline
@@ -52,7 +52,7 @@ from .options import BackendOptions
 from .passes.plan_collectives import check_budget, step_bytes
 from .pipeline import PassRecord, Pipeline
 from .planning import Planning
-from .provenance import outputs_with_parameters, reduced_parameters, shards_behind
+from .provenance import reduced_parameters, shards_behind
 from .refusals import refusing
 from .rewrite import copy_graph, output_values
 from .running_sizes import RunningSizes, has_symbolic_sizes

@@ -12,7 +12,7 @@ import re
 import sys
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -38,6 +38,7 @@ from ._compat import (
     run_with_rng_state,
 )
 from .collectives import is_collective, is_point_to_point, is_wait, short_name, written_operands
+from .donations import donated_inputs, mark_donated
 from .errors import OptionError
 from .rewrite import fake_result
 
@@ -49,7 +50,6 @@ __all__ = [
     "drop_rng_states",
     "emitted_order",
     "order_difference",
-    "take_back_donations",
 ]
 
 #: Inductor settings that would move or merge collectives after us, checked on 2.13. A name that a
@@ -124,14 +124,14 @@ def config_patches(user: Mapping[str, Any], *, has_budget: bool = False) -> dict
 
 
 def memory_patch(user: Mapping[str, Any]) -> contextlib.AbstractContextManager[Any]:
-    """Has Inductor leave kernels apart that only read the same values, unless the user sets what these must share.
+    """Has Inductor hold what the memory model says, but for what the user sets.
 
-    Fused, they run where the last of them stood, and what the others read is held until then: a backward whose
-    activations are computed again took up to 8 % more than the memory model says. Apart, it takes what that says.
+    Kernels that only read the same values stay apart. Fused, they run where the last of them stood, and what the others
+    read is held until then: a backward whose activations are computed again took up to 8 % more than the memory model
+    says. And kernels write over what dies in them.
     """
-    if not _has(_SHARED_READS) or _SHARED_READS in user:
-        return contextlib.nullcontext()
-    return inductor_config.patch({_SHARED_READS: sys.maxsize})
+    wanted = {_SHARED_READS: sys.maxsize, "inplace_buffers": True}
+    return inductor_config.patch({name: wanted[name] for name in wanted if _has(name) and name not in user})
 
 
 def functorch_patch() -> Any:
@@ -192,6 +192,8 @@ def partition_as_inductor(
             num_fwd_outputs=num_results,
             static_lifetime_input_indices=list(parameters),
         )
+    if functorch_config.donated_buffer:
+        mark_donated(forward, backward, num_results)
     return make_graph_module(forward, forward.graph), make_graph_module(backward, backward.graph)
 
 
@@ -267,26 +269,6 @@ def compile_later(patches: Mapping[str, Any]) -> Callable[[], contextlib.Abstrac
     return enter
 
 
-def take_back_donations(backward: fx.GraphModule, names: Collection[str]) -> None:
-    """Forbids Inductor to write over inputs of a backward, which AOTAutograd donates to it.
-
-    It donates all that only the backward seems to read. Of full parameters it does not see that a unit may hold them
-    for the next micro-batch, or that on one rank they are the shards.
-
-    Args:
-        backward: before passes change it, while AOTAutograd has it compiled.
-        names: of inputs.
-    """
-    context = TracingContext.try_get()
-    metadata = context.fw_metadata if context is not None else None
-    if metadata is None or not metadata.bw_donated_idxs:
-        return
-    inputs = backward.graph.find_nodes(op="placeholder")
-    metadata.bw_donated_idxs = [
-        index for index in metadata.bw_donated_idxs if inputs[index].name not in names
-    ]
-
-
 def planned_order(gm: fx.GraphModule) -> list[str]:
     """``start NAME``, ``wait NAME`` and ``run OP`` in graph order, NAME counting the collectives of a kind."""
     counts: dict[str, int] = {}
@@ -333,8 +315,11 @@ class _PinOrder(_SchedulerPass):
         return nodes
 
     def uuid(self) -> Any:
-        """Of this file and the user's pass; one that no cache knows if that has none."""
-        own = get_hash_for_files((__file__,))
+        """Of this file, the user's pass, and what may be written over, which caches leave out.
+
+        One that no cache knows if the user's pass has none.
+        """
+        own = get_hash_for_files((__file__,)), donated_inputs()
         if self._user_pass is None:
             return own
         users = self._user_pass.uuid() if isinstance(self._user_pass, _SchedulerPass) else None

@@ -10,9 +10,9 @@ A collective holds its input, its output, and what its backend copies (``BACKEND
 Three things are approximated, because the inner compiler decides them later: a pointwise value that
 only generated kernels read, from at most ``MAX_INLINED_READS`` buffers, is recomputed by its readers
 and never stored; a value that only its own run of fusible nodes reads is never stored; and a run of
-fusible nodes allocates its results together. Where a generated kernel writes over an input that dies there,
-both are counted, since which ones do is not known here. What kernels of libraries allocate for themselves is in
-:mod:`graphshard.scratch`.
+fusible nodes allocates its results together. A generated kernel writes over an input that dies there where that
+is certain (:meth:`MemoryModel._overwritten`); elsewhere both are counted. What kernels of libraries allocate for
+themselves is in :mod:`graphshard.scratch`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .collectives import (
     waits_of,
 )
 from .scratch import scratch_bytes
-from .sizes import size_hint, stored_bytes, tensor_bytes, tensors_of
+from .sizes import is_contiguous, size_hint, stored_bytes, tensor_bytes, tensors_of
 
 #: Copies a collective holds while it runs, per device type: multiples of its input and of its output.
 #: Gloo (cpu) gathers into a flat buffer of its own and reduces a clone of the input; an exchange, which
@@ -62,6 +62,16 @@ GATHERED_INPUT = "gathered_"
 
 #: How inputs begin that are gradients of earlier micro-batches, in full or reduced in part.
 WAITING_INPUTS = ("unreduced_", "partial_")
+
+#: Ops that compute another dtype, and views in another shape.
+_CASTS = {aten._to_copy.default, torch.ops.prims.convert_element_type.default}
+_RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+
+#: Products, whose results a generated kernel may write over.
+_PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+
+#: Marks inputs that Inductor may write over (:mod:`graphshard.donations`).
+DONATED = "donated"
 
 #: Ops that Inductor generates code for although they are tagged neither pointwise nor reduction.
 _GENERATED = {
@@ -264,6 +274,11 @@ class MemoryModel:
                 self._hold_until_waited(node)
             if num_bytes := scratch_bytes(node, device_type or _device_of(node)):
                 self._made.append(Buffer(node, " (scratch)", num_bytes))
+        self._written_over = {
+            buffer: found
+            for buffer in self._made
+            if not buffer.part and (found := self._overwritten(buffer.producer)) is not None
+        }
 
     def timeline(self, order: Sequence[fx.Node]) -> MemoryTimeline:
         """Live bytes over an order of all nodes in which inputs precede their readers."""
@@ -312,7 +327,17 @@ class MemoryModel:
                 if buffer.producer.name.startswith(TANGENT_INPUT):
                     end = len(order) - 1
             ranges.append((start, end, buffer))
-        return ranges
+        return self._without_overwritten(ranges)
+
+    def _without_overwritten(self, ranges: list[tuple[int, int, Buffer]]) -> list[tuple[int, int, Buffer]]:
+        """Ends what is written over where its successor begins."""
+        begun = {buffer: start for start, _, buffer in ranges}
+        ends = {
+            before: begun[after] - 1
+            for after, before in self._written_over.items()
+            if after in begun and before in begun and begun[before] < begun[after]
+        }
+        return [(start, ends.get(buffer, end), buffer) for start, end, buffer in ranges]
 
     def held_bytes(self, collective: fx.Node) -> int:
         """What a started collective holds until its wait besides its output: its input and copies.
@@ -365,6 +390,40 @@ class MemoryModel:
         if len(readers) > 1:
             return num_read <= MAX_INLINED_READS and node.target not in _DEAR
         return num_read <= 2 * MAX_INLINED_READS
+
+    def _overwritten(self, result: fx.Node) -> Buffer | None:
+        """A value that dies where a generated kernel stores ``result``, which is written over it.
+
+        Inductor writes over a value that is read at the place that is written and nowhere else. That is certain,
+        whatever it fuses and recomputes, where one chain of elementwise ops with one reader each leads from the
+        value to the result, all of them are contiguous and of one shape, and no generated kernel reads the result,
+        for that could compute it again, of the value.
+        """
+        if not self._seen[result] or any(map(is_fusible, _readers_through_aliases(result))):
+            return None
+        return self._end_of_chain(result, result)
+
+    def _end_of_chain(self, node: fx.Node, result: fx.Node) -> Buffer | None:
+        for source in node.all_input_nodes if _is_elementwise(node) else ():
+            if list(source.users) != [node] or not _lies_as(source, node):
+                continue
+            found = (
+                self._end_of_chain(source, result)
+                if self._is_inlined(source)
+                else self._to_write_over(_viewed(source), result)
+            )
+            if found is not None:
+                return found
+        return None
+
+    def _to_write_over(self, node: fx.Node, result: fx.Node) -> Buffer | None:
+        is_made = node.op == "call_function" and (is_fusible(node) or node.target in _PRODUCTS)
+        if not (is_made or node.meta.get(DONATED)) or is_alias(node) or self._is_inlined(node):
+            return None
+        before, after = node.meta["val"], result.meta["val"]
+        is_same = (before.dtype, before.device) == (after.dtype, after.device)
+        found = [buffer for buffer in self._seen[node] if set(buffer.readers) == {result}]
+        return found[0] if is_same and found else None
 
     def _hold_until_waited(self, collective: fx.Node) -> None:
         waits = [
@@ -499,6 +558,29 @@ def fusion_runs(order: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
 def _is_pointwise(node: fx.Node) -> bool:
     traits = _traits(node.target)
     return traits.is_fusible and not traits.is_reduction
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    """True for a node of which each element is computed from the elements at its place, or from broadcast ones."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _CASTS
+
+
+def _lies_as(source: fx.Node, node: fx.Node) -> bool:
+    """True for two tensors of one shape that are both contiguous."""
+    values = [source.meta.get("val"), node.meta.get("val")]
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return False
+    before, after = (_sizes(value.shape) for value in values)
+    return before == after and all(is_contiguous(value) for value in values)
+
+
+def _viewed(node: fx.Node) -> fx.Node:
+    """What is viewed in another shape, if the view is its only reader; or the node itself."""
+    while node.target in _RESHAPES and is_view(node) and len(node.args[0].users) == 1:
+        if not is_contiguous(node.args[0].meta["val"]):
+            break
+        node = node.args[0]
+    return node
 
 
 def _writes_over(scatter: fx.Node, node: fx.Node) -> bool:

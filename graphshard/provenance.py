@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from ._compat import storage_id
 from .buckets import JOIN_PARTS, PACK, UNPACK
 from .collectives import (
     ALL_GATHER,
@@ -32,12 +31,7 @@ from .ops import UNSHARD
 from .params import ParameterBinding
 from .rewrite import output_values
 from .rows import RowPlace
-from .sizes import tensors_of
-from .spread import KEEP_PIECE, SPREAD
 from .user_comms import ALL_REDUCE_HOOK
-
-#: Ops whose results may be memory that outlives a step: a unit's full parameters, on one rank the shards themselves.
-_HELD = (UNSHARD, KEEP_PIECE, SPREAD)
 
 #: What a collective is called in bucket keys and counts.
 KINDS: dict[Any, str] = {
@@ -187,19 +181,3 @@ def bucket_keys(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, tuple[str
             dtype = dtype_text(node.meta["val"].dtype)
             keys[node] = (KINDS[node.target], bindings[0].unit, dtype, group_name(node), setting(node))
     return keys
-
-
-def outputs_with_parameters(forward: fx.GraphModule) -> frozenset[str]:
-    """Names of a forward's outputs, at level 1, that lie in the memory of full parameters, or of pieces of them."""
-    held = {
-        storage_id(tensor)
-        for target in _HELD
-        for node in forward.graph.find_nodes(op="call_function", target=target)
-        for tensor in tensors_of(node.meta["val"])
-    }
-    return frozenset(
-        value.name
-        for value in output_values(forward.graph)
-        if isinstance(value, fx.Node)
-        and any(storage_id(tensor) in held for tensor in tensors_of(value.meta.get("val")))
-    )

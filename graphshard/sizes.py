@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,3 +40,19 @@ def _stored_elements(tensor: torch.Tensor) -> int:
 def size_hint(size: int | torch.SymInt) -> int:
     """The size seen while tracing; 0 for one that depends on data."""
     return size if isinstance(size, int) else int(size.node.hint or 0)
+
+
+def is_contiguous(tensor: torch.Tensor, order: Sequence[int] | None = None) -> bool:
+    """Whether a tensor lies in memory without gaps, the last of its dims innermost.
+
+    Args:
+        tensor: with sizes that may be symbolic; no guards are made of them.
+        order: its dims from the outermost to the innermost, if not as they come.
+    """
+    expected = 1
+    for dim in reversed(range(tensor.dim()) if order is None else order):
+        size = size_hint(tensor.shape[dim])
+        if size != 1 and size_hint(tensor.stride(dim)) != expected:
+            return False
+        expected *= size
+    return True

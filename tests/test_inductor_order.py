@@ -337,6 +337,21 @@ def test_fusions_that_hold_more_are_left_out_under_a_budget(fake_group, monkeypa
     assert getattr(inductor_config, name) == usual
 
 
+def test_kernels_write_over_what_dies_under_a_budget_unless_the_user_forbids_it(fake_group, monkeypatch):
+    seen, compile_fx_inner = [], backend.compile_fx_inner
+
+    def remember(*args, **kwargs):
+        seen.append(inductor_config.inplace_buffers)
+        return compile_fx_inner(*args, **kwargs)
+
+    monkeypatch.setattr(backend, "compile_fx_inner", remember)
+    options = {"hardware": "cpu-loopback", "bucket": "auto", "memory_budget": "1GB"}
+    with inductor_config.patch(inplace_buffers=False):
+        _step(fake_group, "cheap", **options)
+    _step(fake_group, "cheap", **options, inductor={"inplace_buffers": False})
+    assert seen == [True, True, False, False]
+
+
 class _LateScale(torch.nn.Module):
     """Its first kernel and the scale in front of its tail read the same input: fused, they need the last gather."""
 

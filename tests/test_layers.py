@@ -58,7 +58,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.memory",
         "graphshard.repeats",
     ),
-    ("graphshard.repeat_export",),
+    ("graphshard.repeat_export", "graphshard.donations"),
     # what a graph costs on a machine
     ("graphshard.cost.curves", "graphshard.cost.products"),
     ("graphshard.cost.flops",),

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from graphshard.buckets import PACK, UNPACK
 from graphshard.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, c10d
 from graphshard.graph_text import node_names
-from graphshard.memory import MemoryModel, copied_bytes, fusion_runs, kept_inputs, memory_timeline
+from graphshard.memory import DONATED, MemoryModel, copied_bytes, fusion_runs, kept_inputs, memory_timeline
 
 MM = aten.mm.default
 T = aten.t.default
@@ -310,7 +310,84 @@ def test_a_fused_chain_stores_its_end_only():
         chain = build(aten.mul.Tensor, chain, 2.0)
     b = build(MM, chain, x)
     live = _live(build.finish(b), kept=[x])
-    assert live[chain.name] == 32 and live[b.name] == 32
+    assert live[chain.name] == 16 and live[b.name] == 32  # the chain's end is written over the product
+
+
+def _over(make, *, source="mm", dtype=torch.float64, donated=True):
+    """Most live cells of a graph in which ``make(build, a, x)`` computes what two products read of a 4 x 4 value."""
+    build = GraphBuilder()
+    x = build.input("primals_1", 4, 4, dtype=dtype)
+    if source == "saved":
+        a = build.input("mm_0", 4, 4, dtype=dtype)
+        a.meta.update({DONATED: True} if donated else {})
+    else:
+        a = build(MM, x, x)
+    result = make(build, a, x)
+    flat = build(aten.view.default, result, [4, 4])
+    others = [build(MM, flat, x), build(MM, build(T, flat), x)]
+    gm = build.finish(*others)
+    live = dict(zip(gm.graph.nodes, memory_timeline(gm, kept=[x]).live_bytes, strict=True))
+    return live[result] / (16 * x.meta["val"].element_size())
+
+
+def _cast(build, value, dtype):
+    return build(torch.ops.prims.convert_element_type.default, value, dtype)
+
+
+def _read_elsewhere(build, a, x):
+    build(aten.relu.default, build(aten.sum.dim_IntList, a, [0]))
+    return build(aten.mul.Tensor, a, x)
+
+
+def _summed_too(build, a, x):
+    result = build(aten.mul.Tensor, a, x)
+    build(aten.sum.dim_IntList, result, [0])
+    return result
+
+
+def _behind_a_view(build, a, x):
+    return build(aten.mul.Tensor, build(aten.exp.default, build(aten.view.default, a, [4, 4])), x)
+
+
+def _with_a_view_inside(build, a, x):
+    return build(aten.mul.Tensor, build(aten.view.default, build(aten.relu.default, a), [2, 8]), 2.0)
+
+
+def _inner_value_read_twice(build, a, x):
+    inner = build(aten.mul.Tensor, a, x)
+    return build(aten.mul.Tensor, inner, build(aten.add.Tensor, inner, x))
+
+
+@pytest.mark.parametrize("source", ["mm", "saved"])
+@pytest.mark.parametrize(
+    ("make", "num_values"),
+    [
+        (lambda build, a, x: build(aten.mul.Tensor, a, x), 1),
+        (_behind_a_view, 1),
+        (lambda build, a, x: build(aten.mul.Tensor, x, a), 1),
+        (lambda build, a, x: _cast(build, build(aten.exp.default, _cast(build, a, torch.float32)), torch.float64), 1),
+        (lambda build, a, x: build(aten.mul.Tensor, build(T, a), x), 2),
+        (lambda build, a, x: build(aten.mul.Tensor, build(aten.slice.Tensor, a, 0, 0, 1), x), 2),
+        (lambda build, a, x: build(aten.clone.default, build(T, a), memory_format=torch.contiguous_format), 2),
+        (_with_a_view_inside, 2),
+        (lambda build, a, x: _cast(build, a, torch.float32), 1.5),
+        (_read_elsewhere, 2.25),
+        (_summed_too, 2.25),
+        (_inner_value_read_twice, 2),
+    ],
+    ids=[
+        "one op", "a chain behind a view", "second operand", "casts there and back", "transposed", "broadcast",
+        "copied", "a view inside", "another size", "another reader", "a generated reader of the result",
+        "an inner value with two readers",
+    ],
+)  # fmt: skip
+def test_what_a_generated_kernel_writes_over(make, num_values, source):
+    """What dies in the kernel and lies as its result does, where one chain leads from the one to the other."""
+    assert _over(make, source=source) == num_values
+
+
+def test_saved_values_that_are_not_donated_are_not_written_over():
+    assert _over(lambda build, a, x: build(aten.mul.Tensor, a, x), source="saved", donated=False) == 2
 
 
 def test_a_value_that_several_kernels_recompute_keeps_its_sources():

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from ..calls import argument
-from ..sizes import size_hint, tensor_bytes
+from ..sizes import is_contiguous, size_hint, tensor_bytes
 from .products import packed_bytes
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -47,15 +47,6 @@ def attention_scratch_bytes(node: fx.Node) -> int:
             packed_bytes(columns, rows, head, is_transposed=True),
         )
     gradient = argument(node, "grad_out").meta["val"]
-    return scratch + (0 if _lies_by_tokens(gradient) else tensor_bytes(gradient))
-
-
-def _lies_by_tokens(gradient: torch.Tensor) -> bool:
-    """Whether (batch, heads, tokens, head) lies in memory as (batch, tokens, heads, head), which the kernel reads."""
-    expected = 1
-    for dim in (3, 1, 2, 0):
-        size = size_hint(gradient.shape[dim])
-        if size != 1 and size_hint(gradient.stride(dim)) != expected:
-            return False
-        expected *= size
-    return True
+    # The kernel reads (batch, heads, tokens, head) as (batch, tokens, heads, head).
+    is_copied = not is_contiguous(gradient, order=(0, 2, 1, 3))
+    return scratch + (tensor_bytes(gradient) if is_copied else 0)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
 from graphshard.memory import BACKEND_COPIES
@@ -152,3 +153,51 @@ def test_a_step_holds_no_more_than_its_budget(run_on_gloo_ranks, tmp_path: Path,
     for budget, held, excess in run_on_gloo_ranks(2, _held_within, str(tmp_path), share):
         assert 0.8 * budget < held <= budget
         assert abs(excess) < 0.01 * held
+
+
+class _LanguageModel(nn.Module):
+    """Little but logits: the gradient of the loss is written over what was saved of them."""
+
+    def __init__(self, vocab: int = 2048, width: int = 32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, width)
+        self.block = _Residual(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.block(self.embedding(tokens)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def _language_step(dtype: torch.dtype, memory_budget: int) -> int:
+    torch.manual_seed(0)
+    model = _LanguageModel()
+    shards = sum(-(-parameter.shape[0] // 2) * parameter[0].numel() for parameter in model.parameters())
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    model = shard_units("compiled", model, [model.block], mp_policy=policy)
+    options = {"hardware": "cpu-loopback", "bucket": "auto", "memory_budget": memory_budget}
+    forward = compile_if_asked("compiled", model, **options)
+    tokens = torch.randint(2048, (4, 64))
+
+    def step() -> None:
+        forward(tokens).backward()
+        model.zero_grad(set_to_none=True)
+
+    for _ in range(2):
+        step()
+    return 4 * shards + tokens.nbytes + min(peak_bytes(step) for _ in range(4))
+
+
+def _language_within(dtype: torch.dtype) -> tuple[int, int]:
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as refused:
+        _language_step(dtype, 1)
+    torch.compiler.reset()
+    budget = int(re.search(r"is (\d+) bytes", str(refused.value))[1])
+    return budget, _language_step(dtype, budget)
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float32, 0.99), (torch.bfloat16, 0.7)], ids=["f32", "bf16"])
+def test_logits_are_counted_once(run_on_gloo_ranks, dtype, least):
+    """Beside the step, the loss and its gradient are held; of bfloat16's products the most they may take is counted."""
+    for budget, held in run_on_gloo_ranks(2, _language_within, dtype):
+        assert least * budget < held <= budget + 64, (budget, held)
