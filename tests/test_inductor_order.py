@@ -3,12 +3,14 @@
 import operator
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
 from small_graphs import GraphBuilder, aten
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._guards import TracingContext, tracing
 from torch._inductor.async_compile import AsyncCompile
 
 import graphshard
@@ -447,7 +449,12 @@ def test_a_pinned_order_is_cached_by_its_source_and_the_users_pass():
         def uuid(self):
             return self.name
 
-    assert isinstance(_pre_fusion_pass().uuid(), bytes)
+    source, donated = _pre_fusion_pass().uuid()
+    assert isinstance(source, bytes) and donated == ()
+    context = TracingContext(None)
+    context.fw_metadata = SimpleNamespace(bw_donated_idxs=[1])
+    with tracing(context):
+        assert _pre_fusion_pass().uuid() == (source, (1,))
     uuids = []
     for name in ("a", "b"):
         with inductor_config.patch(_pre_fusion_custom_pass=Named(name)):
