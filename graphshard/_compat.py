@@ -62,6 +62,7 @@ __all__ = [
     "group_by_name",
     "group_store",
     "group_timeout_seconds",
+    "in_onednn",
     "in_recomputation",
     "is_composite",
     "is_to_local",
@@ -241,6 +242,15 @@ def autograd_metadata() -> Any:
     """What AOTAutograd knows of the graph that is compiled now; None outside of that (checked: 2.13)."""
     context = TracingContext.try_get()
     return context.fw_metadata if context is not None else None
+
+
+def in_onednn(dtype: torch.dtype) -> bool:
+    """Whether oneDNN computes in this type here; torch may be built without it (checked: 2.13)."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype is torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return dtype is torch.float32 or (dtype is torch.float16 and torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def storage_id(value: torch.Tensor) -> int:

@@ -82,3 +82,14 @@ def test_the_memory_model_counts_it_while_the_convolution_runs_only():
     result, scratch = 4 * 2 * 32 * 64, 4 * (2 * 32 * 64 + 2 * 16 * 64 + 32 * 16 * 9)
     assert (live[node], live[gm.graph.output_node()]) == (result + scratch, result)
     assert memory_timeline(gm, kept=[source, weight], device_type="cuda").peak_bytes == result
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+def test_without_onednn_convolutions_are_unfolded(monkeypatch):
+    call, args = next(_calls((8, 64, 32, 16, 3, 1, 1), torch.float32, torch.contiguous_format))
+    node = _node(call, args)
+    blocked = scratch_bytes(node, "cpu")
+    with torch.backends.mkldnn.flags(enabled=False):
+        measured = peak_bytes(lambda: call(*args)) - tensor_bytes(node.meta["val"])
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert blocked < measured <= scratch_bytes(node, "cpu")

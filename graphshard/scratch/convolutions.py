@@ -10,11 +10,12 @@ Compared with the allocator by tests/test_scratch_convolutions.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
 from torch import fx
 
+from .._compat import in_onednn
 from ..sizes import size_hint, tensor_bytes
 
 CONVOLUTION = torch.ops.aten.convolution.default
@@ -25,13 +26,6 @@ _BLOCK = 16
 
 #: What it sums in, whatever it is given.
 _SUM_BYTES = 4
-
-#: The types it computes in, each with whether it does here.
-_ONEDNN_DTYPES: dict[torch.dtype, Callable[[], bool]] = {
-    torch.float32: lambda: True,
-    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-}
 
 #: The input of one sample that it leaves to the unfolding ones, in elements.
 _SMALL_INPUT = 20480
@@ -61,8 +55,7 @@ def convolution_scratch_bytes(node: fx.Node) -> int:
 
 def _is_unfolded(source: torch.Tensor, weight: torch.Tensor) -> bool:
     is_small = size_hint(source.shape[0]) == 1 and size_hint(source.numel()) <= _SMALL_INPUT
-    is_taken = source.dtype in _ONEDNN_DTYPES and _ONEDNN_DTYPES[source.dtype]()
-    return not is_taken or (is_small and min(map(size_hint, weight.shape[2:])) <= 3)
+    return not in_onednn(source.dtype) or (is_small and min(map(size_hint, weight.shape[2:])) <= 3)
 
 
 def _column_bytes(windows: torch.Tensor, weight: torch.Tensor) -> int:
