@@ -83,7 +83,10 @@ def test_what_is_taken_back_is_not_donated_and_the_rest_is_marked():
         assert donated_inputs() == tuple(given)
         take_back_donations(backward, outputs_with_parameters(forward))
         assert donated_inputs() == (inputs.index(names["own"]),)
-    assert _marked(backward) == [names["own"]]
+        assert _marked(backward) == [names["own"]]
+        again = _backward(forward, names)
+        take_back_donations(again, {names["own"]})
+        assert donated_inputs() == () and _marked(again) == []
 
 
 @pytest.mark.parametrize("metadata", [None, SimpleNamespace(bw_donated_idxs=None)])

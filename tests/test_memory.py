@@ -386,6 +386,15 @@ def test_what_a_generated_kernel_writes_over(make, num_values, source):
     assert _over(make, source=source) == num_values
 
 
+def test_a_larger_result_is_not_written_over_what_is_broadcast():
+    build = GraphBuilder()
+    x, z = build.input("primals_1", 4, 4), build.input("primals_2", 2, 4, 4)
+    product = build(MM, x, x)
+    result = build(aten.mul.Tensor, product, z)
+    live = _live(build.finish(build(aten.bmm.default, result, z)), kept=[x, z])
+    assert live[result.name] == 16 + 32
+
+
 def test_saved_values_that_are_not_donated_are_not_written_over():
     assert _over(lambda build, a, x: build(aten.mul.Tensor, a, x), source="saved", donated=False) == 2
 
