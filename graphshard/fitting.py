@@ -15,9 +15,10 @@ from torch import fx
 
 from .buckets import UNPACK
 from .collectives import is_collective, is_wait, short_name
-from .memory import MemoryModel, fusion_runs, is_view, kept_inputs
+from .memory import MemoryModel, kept_inputs
 from .placement import Decisions, Movable, Placement
 from .sizes import tensor_bytes
+from .traits import fusion_runs, is_view
 
 
 def fit(

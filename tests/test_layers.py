@@ -42,7 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.scratch.convolutions",
         "graphshard.scratch.products",
     ),
-    ("graphshard.scratch.attention",),
+    ("graphshard.scratch.attention", "graphshard.traits"),
     ("graphshard.scratch",),
     # a unit and its state; the ops find it
     ("graphshard.together", "graphshard.extensions"),
@@ -200,8 +200,8 @@ TOLERATED_PRIVATE = {
 
 #: Memoised functions, with the reason why their memory is harmless.
 TOLERATED_CACHES = {
-    "graphshard.memory._can_be_viewed": "a function of numbers; asked of every reshape many times",
-    "graphshard.memory._traits": "what an op is never changes; asked of every node many times",
+    "graphshard.traits._can_be_viewed": "a function of numbers; asked of every reshape many times",
+    "graphshard.traits._traits": "what an op is never changes; asked of every node many times",
     "graphshard._compat.is_composite": "how torch implements an op; asked of every node",
     "graphshard.cost.flops._count": "a formula of shapes; the blocks of a model are alike",
     "graphshard.cost.flops._count_parts": "a function of shapes; the blocks of a model are alike",

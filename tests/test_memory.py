@@ -12,7 +12,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from graphshard.buckets import PACK, UNPACK
 from graphshard.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, c10d
 from graphshard.graph_text import node_names
-from graphshard.memory import DONATED, MemoryModel, copied_bytes, fusion_runs, kept_inputs, memory_timeline
+from graphshard.memory import DONATED, MemoryModel, copied_bytes, kept_inputs, memory_timeline
+from graphshard.traits import fusion_runs
 
 MM = aten.mm.default
 T = aten.t.default

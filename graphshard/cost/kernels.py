@@ -1,7 +1,7 @@
 """Which nodes become one kernel, and what each kernel reads, writes and computes.
 
 Inductor fuses neighbouring pointwise ops and reductions, so the values between them never reach
-memory. A run of fusible nodes (:func:`graphshard.memory.fusion_runs`) is split by what cannot share a loop: reductions
+memory. A run of fusible nodes (:func:`graphshard.traits.fusion_runs`) is split by what cannot share a loop: reductions
 over rows and over columns, and domains of different sizes. Every other op is a kernel of its own; views, waits and the
 starts of collectives are none.
 A cast, a reshape or ``contiguous`` that copies is as fusible as the ops it becomes.
@@ -19,9 +19,9 @@ from torch import fx
 from .._compat import tree_leaves
 from ..calls import argument, schema_call
 from ..collectives import is_collective, is_point_to_point, is_wait
-from ..memory import fusion_runs, is_fusible, is_view
 from ..ops import REDUCE_GRAD, UNSHARD
 from ..sizes import tensor_bytes
+from ..traits import fusion_runs, is_fusible, is_view
 from ..user_comms import ALL_REDUCE_HOOK
 from .flops import hinted_numel, hinted_shape
 

@@ -40,11 +40,12 @@ from ..collectives import (
 from ..cost.links import collective_bytes, collective_kind
 from ..errors import GraphShardError
 from ..graph_text import dtype_text
-from ..memory import MemoryModel, copied_bytes, is_view, kept_inputs
+from ..memory import MemoryModel, copied_bytes, kept_inputs
 from ..prices import GraphPrices, Prices
 from ..provenance import is_accumulation, is_layout
 from ..rows import RowPlace
 from ..sizes import tensor_bytes, tensors_of
+from ..traits import is_view
 from ..user_comms import ALL_REDUCE_HOOK
 from .problem import Collective, Problem, Task
 from .simulate import Step, simulate

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ..collectives import is_wait, written_operands
-from ..memory import aliased_inputs, is_alias
+from ..traits import aliased_inputs, is_alias
 
 #: Higher-order ops that write to none of their inputs.
 _PURE_HIGHER_ORDER = {

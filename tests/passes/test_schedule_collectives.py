@@ -34,11 +34,12 @@ from graphshard.context import PassContext, context_from_shard_ops
 from graphshard.errors import OptionError
 from graphshard.facts import Fact
 from graphshard.fitting import fit
-from graphshard.memory import is_view, kept_inputs, memory_timeline
+from graphshard.memory import kept_inputs, memory_timeline
 from graphshard.passes import BucketCollectives, ScheduleCollectives
 from graphshard.placement import Decisions, Movable, Placement
 from graphshard.provenance import is_layout
 from graphshard.rewrite import copy_graph
+from graphshard.traits import is_view
 
 HELD = (Fact.TYPED, Fact.WAITED, Fact.GATHERED, Fact.REDUCED, Fact.LOWERED)
 
