@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import (  # checked: 2.13
 )
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # checked: 2.13
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module  # checked: 2.13
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # checked: 2.13
@@ -58,6 +58,7 @@ __all__ = [
     "detect_fake_mode",
     "export_joint",
     "flatten_mesh",
+    "from_local_takes_grad_placements",
     "gather_single",
     "group_by_name",
     "group_store",
@@ -85,6 +86,11 @@ def collective_op(name: str) -> Any:
     """The op ``_c10d_functional.NAME``; None where this torch has none of that name."""
     packet = getattr(torch.ops._c10d_functional, name, None)
     return None if packet is None else packet.default
+
+
+#: False on torch 2.11, where a gradient has the placements of what it is the gradient of, and where FSDP has no
+#: ``dp_mesh_dims``, which needs others.
+from_local_takes_grad_placements = "grad_placements" in inspect.signature(DTensor.from_local).parameters
 
 
 def lazy_graph_modules() -> AbstractContextManager[None]:

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from . import _compat
 from ._compat import ShardPlacementResult, flatten_mesh, join_meshes, strided_shard
 from .errors import ShardDimError, ShardingError, UnnamedMeshError, UnsupportedShardingError
 from .mesh import NO_AXIS, MeshAxis, axis_of
@@ -264,6 +266,12 @@ def _layout_on_named(
         raise ShardingError(
             f"fully_shard: with dp_mesh_dims, parameter {name} must be a DTensor on {named.mesh}, "
             f"not on {param.device_mesh}"
+        )
+    if not _compat.from_local_takes_grad_placements:
+        raise UnsupportedShardingError(
+            f"fully_shard: parameter {name}: dp_mesh_dims needs torch 2.13, where DTensor.from_local takes "
+            f"grad_placements, and this is {torch.__version__}; make the parameter a DTensor on the other axes alone, "
+            "and pass the mesh of the data-parallel axes without dp_mesh_dims"
         )
     shard_dims, replicate_dims = named.indices(named.shard), named.indices(named.replicate)
     placements = list(param.placements)

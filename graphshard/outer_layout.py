@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
+from . import _compat
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterLayout:
@@ -46,6 +48,9 @@ class OuterLayout:
 
     def wrap(self, piece: Tensor) -> Tensor:
         """The DTensor whose piece on this rank is ``piece``; gradients flow back to the piece."""
+        of_gradient = (
+            {"grad_placements": self.grad_placements} if _compat.from_local_takes_grad_placements else {}
+        )
         return DTensor.from_local(
             piece,
             self.mesh,
@@ -53,5 +58,5 @@ class OuterLayout:
             run_check=False,
             shape=self.shape,
             stride=self.stride,
-            grad_placements=self.grad_placements,
+            **of_gradient,
         )

@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 def allocations(step: Callable[[], object]) -> list[tuple[int, int]]:
     """Address and bytes (negative: freed) of the allocator's events, in time order."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         result = step()
     del result  # lives until nothing is recorded any more
     pending, events = list(profiler.profiler.kineto_results.experimental_event_tree()), []

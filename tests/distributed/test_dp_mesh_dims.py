@@ -1,6 +1,7 @@
 """`dp_mesh_dims`: one mesh for all parallelisms, every parameter and activation a DTensor on it."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
+
+import graphshard
+from graphshard import _compat
+from graphshard.errors import UnsupportedShardingError
 
 from .implementations import UNCOMPILED, pick_fully_shard
 from .meshes_parity import Arrangement, FullyShard, named_mesh, train_on_mesh
@@ -127,6 +132,17 @@ def refuse(implementation: str, name: str) -> None:
         pick_fully_shard(implementation)(model, mesh=mesh, dp_mesh_dims=dims)
 
 
+def refuse_as_on_torch_2_11() -> None:
+    mesh = named_mesh((2, 2), ("dp", "tp"))
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate()] * 2))
+    with (
+        mock.patch.object(_compat, "from_local_takes_grad_placements", False),
+        pytest.raises(UnsupportedShardingError, match=r"parameter weight: dp_mesh_dims needs torch 2\.13"),
+    ):
+        graphshard.fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+
+
 def refuse_number_of_ranks(implementation: str) -> None:
     mesh = named_mesh((dist.get_world_size(), 1), ("dp", "tp"))
     model = nn.Linear(4, 4, bias=False)
@@ -161,6 +177,10 @@ def test_compiled_training_on_named_axes(run_on_gloo_ranks, name):
 @pytest.mark.parametrize("implementation", UNCOMPILED)
 def test_misuse_is_refused(run_on_gloo_ranks, implementation, name):
     run_on_gloo_ranks(4, refuse, implementation, name)
+
+
+def test_refused_as_on_torch_2_11(run_on_gloo_ranks):
+    run_on_gloo_ranks(4, refuse_as_on_torch_2_11)
 
 
 @pytest.mark.parametrize("implementation", UNCOMPILED)

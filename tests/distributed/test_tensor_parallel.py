@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
+
+from graphshard import _compat
 
 from .implementations import GRAPHSHARD, UNCOMPILED, compile_if_asked, pick_fully_shard
 from .meshes_parity import Arrangement, FullyShard, check_like_unsharded, named_mesh, train_on_mesh
@@ -136,6 +139,21 @@ def train_two_dim(
     expand = model.layers[0].expand.weight
     assert expand.placements[0].is_shard() is False and expand.placements[0].split_factor == 2
     assert expand.placements[1] == Shard(0)
+
+
+def train_as_on_torch_2_11() -> None:
+    """There ``DTensor.from_local`` takes no placements of gradients."""
+    of_torch = DTensor.from_local
+
+    def from_local(*args: object, **options: object) -> DTensor:
+        assert "shape" not in options or "grad_placements" not in options  # torch's own calls give no shape
+        return of_torch(*args, **options)
+
+    with (
+        mock.patch.object(DTensor, "from_local", from_local),
+        mock.patch.object(_compat, "from_local_takes_grad_placements", False),
+    ):
+        train_two_dim("sharded", "layers", EVEN)
 
 
 def train_three_dim(implementation: str, shape: tuple[int, int, int], plan: str) -> None:
@@ -361,10 +379,26 @@ def refuse_number_of_ranks() -> None:
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-@pytest.mark.parametrize("sizes", [EVEN, UNEVEN])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        EVEN,
+        pytest.param(
+            UNEVEN,
+            marks=pytest.mark.skipif(
+                not _compat.from_local_takes_grad_placements,
+                reason="DTensor's autograd replicates uneven gradients on torch 2.11",
+            ),
+        ),
+    ],
+)
 @pytest.mark.parametrize("plan", PLANS)
 def test_two_dim_training(run_on_gloo_ranks, plan, sizes, reshard_after_forward):
     run_on_gloo_ranks(4, train_two_dim, "sharded", plan, sizes, reshard_after_forward)
+
+
+def test_training_as_on_torch_2_11(run_on_gloo_ranks):
+    run_on_gloo_ranks(4, train_as_on_torch_2_11)
 
 
 @pytest.mark.parametrize(
