@@ -149,7 +149,8 @@ def run_inside_tree(
         args, kwargs = cast_tensors((args, kwargs), policy.param_dtype)
     is_compiling = torch.compiler.is_compiling()
     was_in_forward = tree.in_forward
-    tree.in_forward = True
+    if not was_in_forward:  # Dynamo of torch 2.11 traces no write inside of a checkpointed region
+        tree.in_forward = True
     outer = None if is_compiling else unit.begin_forward()
     try:
         if not is_compiling and unit.reduces_unused:
@@ -158,7 +159,8 @@ def run_inside_tree(
         if not is_compiling and not was_in_forward:
             watch_outputs(tree, outputs)
     finally:
-        tree.in_forward = was_in_forward
+        if not was_in_forward:
+            tree.in_forward = False
         if not is_compiling:
             unit.end_forward(outer)
             if not was_in_forward:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import graphshard
 from graphshard.errors import GraphShardError, UnsupportedShardingError
 from graphshard.params import UnshardCall
-from graphshard.unit import slots_of
+from graphshard.unit import Tree, slots_of
 
 Mesh = Callable[..., DeviceMesh]
 
@@ -159,6 +159,19 @@ def test_register_forward_method_checks_its_arguments(fake_group: Mesh) -> None:
     assert isinstance(caught.value, GraphShardError)
     graphshard.register_fsdp_forward_method(model, "encode")
     assert model.encode.__doc__ == "Doc of encode." and model.encode.__self__ is model
+
+
+def test_only_the_outermost_forward_marks_the_tree(fake_group: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _sharded(fake_group(1))
+    marks = []
+
+    def mark(tree: Tree, name: str, value: Any) -> None:
+        marks.append(value) if name == "in_forward" else None
+        object.__setattr__(tree, name, value)
+
+    monkeypatch.setattr(Tree, "__setattr__", mark)
+    model(torch.ones(4))
+    assert marks == [True, False]
 
 
 def test_reset_is_for_the_root(fake_group: Mesh) -> None:
