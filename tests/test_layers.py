@@ -22,7 +22,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.errors",
         "graphshard.params",
         "graphshard.mesh",
-        "graphshard.outer_layout",
         "graphshard._compat",
         "graphshard.versions",
         "graphshard.prices",
@@ -30,8 +29,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.processes",
         "graphshard.sizes",
     ),
-    # how ranks that wait learn that another has stopped
-    ("graphshard.refusals",),
+    # how ranks that wait learn that another has stopped; where a DTensor has its pieces
+    ("graphshard.refusals", "graphshard.outer_layout"),
     # ops, collectives, typed edits
     ("graphshard.buckets", "graphshard.calls", "graphshard.user_comms", "graphshard.lockstep"),
     (
