@@ -17,8 +17,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from . import _compat
-from ._compat import ShardPlacementResult, flatten_mesh, join_meshes, strided_shard
+from ._compat import (
+    ShardPlacementResult,
+    flatten_mesh,
+    from_local_takes_grad_placements,
+    join_meshes,
+    strided_shard,
+)
 from .errors import ShardDimError, ShardingError, UnnamedMeshError, UnsupportedShardingError
 from .mesh import NO_AXIS, MeshAxis, axis_of
 from .outer_layout import OuterLayout
@@ -267,7 +272,7 @@ def _layout_on_named(
             f"fully_shard: with dp_mesh_dims, parameter {name} must be a DTensor on {named.mesh}, "
             f"not on {param.device_mesh}"
         )
-    if not _compat.from_local_takes_grad_placements:
+    if not from_local_takes_grad_placements:
         raise UnsupportedShardingError(
             f"fully_shard: parameter {name}: dp_mesh_dims needs torch 2.13, where DTensor.from_local takes "
             f"grad_placements, and this is {torch.__version__}; make the parameter a DTensor on the other axes alone, "

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 
-from . import _compat
+from ._compat import from_local_takes_grad_placements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +48,7 @@ class OuterLayout:
 
     def wrap(self, piece: Tensor) -> Tensor:
         """The DTensor whose piece on this rank is ``piece``; gradients flow back to the piece."""
-        of_gradient = (
-            {"grad_placements": self.grad_placements} if _compat.from_local_takes_grad_placements else {}
-        )
+        of_gradient = {"grad_placements": self.grad_placements} if from_local_takes_grad_placements else {}
         return DTensor.from_local(
             piece,
             self.mesh,

@@ -166,7 +166,8 @@ def test_only_the_outermost_forward_marks_the_tree(fake_group: Mesh, monkeypatch
     marks = []
 
     def mark(tree: Tree, name: str, value: Any) -> None:
-        marks.append(value) if name == "in_forward" else None
+        if name == "in_forward":
+            marks.append(value)
         object.__setattr__(tree, name, value)
 
     monkeypatch.setattr(Tree, "__setattr__", mark)

@@ -29,8 +29,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.processes",
         "graphshard.sizes",
     ),
-    # how ranks that wait learn that another has stopped; where a DTensor has its pieces
-    ("graphshard.refusals", "graphshard.outer_layout"),
+    # how ranks that wait learn that another has stopped
+    ("graphshard.refusals",),
+    # where another parallelism has the pieces of a parameter
+    ("graphshard.outer_layout",),
     # ops, collectives, typed edits
     ("graphshard.buckets", "graphshard.calls", "graphshard.user_comms", "graphshard.lockstep"),
     (

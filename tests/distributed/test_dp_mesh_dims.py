@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import functional as F
 
 import graphshard
-from graphshard import _compat
+from graphshard import layouts
 from graphshard.errors import UnsupportedShardingError
 
 from .implementations import UNCOMPILED, pick_fully_shard
@@ -137,7 +137,7 @@ def refuse_as_on_torch_2_11() -> None:
     model = nn.Linear(4, 4, bias=False)
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate()] * 2))
     with (
-        mock.patch.object(_compat, "from_local_takes_grad_placements", False),
+        mock.patch.object(layouts, "from_local_takes_grad_placements", False),
         pytest.raises(UnsupportedShardingError, match=r"parameter weight: dp_mesh_dims needs torch 2\.13"),
     ):
         graphshard.fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))

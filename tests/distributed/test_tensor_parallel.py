@@ -21,7 +21,8 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from graphshard import _compat
+from graphshard import outer_layout
+from graphshard._compat import from_local_takes_grad_placements
 
 from .implementations import GRAPHSHARD, UNCOMPILED, compile_if_asked, pick_fully_shard
 from .meshes_parity import Arrangement, FullyShard, check_like_unsharded, named_mesh, train_on_mesh
@@ -151,7 +152,7 @@ def train_as_on_torch_2_11() -> None:
 
     with (
         mock.patch.object(DTensor, "from_local", from_local),
-        mock.patch.object(_compat, "from_local_takes_grad_placements", False),
+        mock.patch.object(outer_layout, "from_local_takes_grad_placements", False),
     ):
         train_two_dim("sharded", "layers", EVEN)
 
@@ -386,7 +387,7 @@ def refuse_number_of_ranks() -> None:
         pytest.param(
             UNEVEN,
             marks=pytest.mark.skipif(
-                not _compat.from_local_takes_grad_placements,
+                not from_local_takes_grad_placements,
                 reason="DTensor's autograd replicates uneven gradients on torch 2.11",
             ),
         ),
