@@ -209,13 +209,14 @@ def test_a_conditional_view_is_a_copy_where_it_must_be(conditional_view, num_cop
     assert live[seen.name] == 16 + num_copied
 
 
-def test_a_gather_holds_input_output_and_copy_until_its_wait():
+@pytest.mark.parametrize("is_viewed", [False, True])
+def test_a_gather_holds_input_output_and_copy_until_its_wait(is_viewed):
     build = GraphBuilder()
     shard = build.input("primals_1", 4)
     packed = build(PACK, [shard], 1)
     started = build(ALL_GATHER, packed, 2, GROUP)
     a = build(MM, build.input("primals_2", 2, 2), build.input("primals_3", 2, 2))
-    full = build(WAIT, started)
+    full = build(WAIT, build(aten.view.default, started, [2, 4]) if is_viewed else started)
     b = build(PACK, [full], 1)
     gm = build.finish(a, b)
     live = _live(gm, kept=kept_inputs(gm))
