@@ -73,12 +73,18 @@ def _count_step(step: Callable[[], object]) -> StepMemory:
     return StepMemory(peak_bytes=counting.take_peak_bytes() - before, left_bytes=left)
 
 
-def measure_step_memory(step: Callable[[], object]) -> StepMemory:
-    """Run `step` a few times, count what it allocates and frees, and return the lowest peak.
+def count_steps(step: Callable[[], object], num_steps: int = NUM_COUNTED_STEPS) -> list[StepMemory]:
+    """Run `step` a few times and count what each run allocates and frees.
 
-    Gloo's threads sometimes let go of a collective's buffer after compute did: hence the lowest of several
-    steps. Frees of memory allocated before the first step that is counted are not seen, so a step has to start
+    Frees of memory allocated before the first step that is counted are not seen, so a step has to start
     without gradients (the one before ends with `zero_grad(set_to_none=True)`).
     """
-    counted = [_count_step(step) for _ in range(NUM_COUNTED_STEPS)]
-    return min(counted, key=lambda memory: (memory.peak_bytes, memory.left_bytes))
+    return [_count_step(step) for _ in range(num_steps)]
+
+
+def measure_step_memory(step: Callable[[], object]) -> StepMemory:
+    """The lowest of a few steps' peaks, counted by :func:`count_steps`.
+
+    Gloo's threads sometimes let go of a collective's buffer after compute did: hence the lowest.
+    """
+    return min(count_steps(step), key=lambda memory: (memory.peak_bytes, memory.left_bytes))

@@ -29,6 +29,7 @@ from .collectives import REDUCE_SCATTER, group_name, is_collective
 from .context import PassContext, context_from_shard_ops, pieces_of, read_shards_as_they_are
 from .cost import HardwareCard
 from .donations import outputs_with_parameters, take_back_donations
+from .emitted import emitted_order, order_difference, planned_order
 from .errors import OptionError, ScheduleOrderError
 from .graph_text import collective_text, graph_text, group_labels, node_names, text_fingerprint
 from .halves import Half, Variant
@@ -38,12 +39,9 @@ from .inductor import (
     compile_fx_inner,
     compile_later,
     config_patches,
-    emitted_order,
     functorch_patch,
     memory_patch,
-    order_difference,
     pinning_patch,
-    planned_order,
     type_rng_states,
 )
 from .memory import kept_inputs, memory_timeline
@@ -353,8 +351,9 @@ class _Compilation:
             self.regathered.update(binding.name for binding in bindings if binding is not None)
         planned = planned_order(gm)
         # A kernel fused of parts that only read the same values may hold results much longer than planned.
-        fusions = nullcontext() if self.options.memory_budget is None else memory_patch(self.options.inductor)
-        with fusions, pinning_patch():
+        has_budget = self.options.memory_budget is not None
+        fusions = memory_patch(self.options.inductor) if has_budget else nullcontext()
+        with fusions, pinning_patch(has_budget=has_budget):
             compiled = compile_fx_inner(gm, variant.example_inputs, **kwargs)
         if planned and self.options.verify != "off":
             self._check_order(planned, getattr(compiled, "source_code", None), half)

@@ -1,19 +1,15 @@
-"""The hand-over to Inductor: what is switched off, and proof that the planned order survived.
+"""The hand-over to Inductor: what is switched off, and what is asked of its kernels.
 
 Inductor may move, merge or drop collectives after us; everything that does is switched off in a
-scoped patch. What it finally emits is compared with the plan: the generated source names each
-collective, each wait and each kernel of a library, in order.
+scoped patch. :mod:`graphshard.emitted` proves that the planned order survived.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import torch._functorch.config as functorch_config
@@ -25,6 +21,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner, partition_f
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.dependencies import WeakDep
+from torch._inductor.ir import MultiOutput, _CollectiveKernel, _WaitKernel
 from torch._inductor.scheduler import BaseSchedulerNode
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
@@ -37,9 +34,9 @@ from ._compat import (
     run_and_save_rng_state,
     run_with_rng_state,
 )
-from .collectives import is_collective, is_point_to_point, is_wait, short_name, written_operands
 from .donations import donated_inputs, mark_donated
 from .errors import OptionError
+from .released import wait_until_released
 from .rewrite import fake_result
 
 __all__ = [
@@ -48,8 +45,6 @@ __all__ = [
     "compile_fx_inner",
     "compile_later",
     "drop_rng_states",
-    "emitted_order",
-    "order_difference",
 ]
 
 #: Inductor settings that would move or merge collectives after us, checked on 2.13. A name that a
@@ -269,35 +264,18 @@ def compile_later(patches: Mapping[str, Any]) -> Callable[[], contextlib.Abstrac
     return enter
 
 
-def planned_order(gm: fx.GraphModule) -> list[str]:
-    """``start NAME``, ``wait NAME`` and ``run OP`` in graph order, NAME counting the collectives of a kind."""
-    counts: dict[str, int] = {}
-    names: dict[fx.Node, str] = {}
-    order = []
-    for node in gm.graph.nodes:
-        if is_collective(node) or is_point_to_point(node):
-            kind = short_name(node).rstrip("_").removesuffix("_out")
-            name = f"{kind} {counts.setdefault(kind, 0)}"
-            names |= dict.fromkeys((node, *written_operands(node)), name)
-            counts[kind] += 1
-            order.append(f"start {name}")
-        elif is_wait(node):
-            source = node.all_input_nodes[0]
-            known = [names[one] for one in (source, *source.all_input_nodes) if one in names]
-            order.append(f"wait {known[0] if known else source.name}")
-        elif node.op == "call_function" and getattr(node.target, "namespace", "") == "aten":
-            order.append(f"run {node.target._opname}")
-    return order
-
-
-def pinning_patch() -> contextlib.AbstractContextManager[Any]:
+def pinning_patch(*, has_budget: bool = False) -> contextlib.AbstractContextManager[Any]:
     """Has Inductor run a graph's collectives, waits and kernels that it does not generate in the graph's order.
 
     What it generates (pointwise kernels, reductions) is fused and moves as data allow, but no fusion may need
     another order of the rest. Without this, a kernel fused of an early and a late part pulls all collectives that the
     late part needs in front of the compute that they were to run beside.
+
+    Args:
+        has_budget: whether waits last until the backend holds nothing any more.
     """
-    return inductor_config.patch({_BEFORE_FUSION: _PinOrder(getattr(inductor_config, _BEFORE_FUSION))})
+    user_pass = getattr(inductor_config, _BEFORE_FUSION)
+    return inductor_config.patch({_BEFORE_FUSION: _PinOrder(user_pass, releases=has_budget)})
 
 
 #: Inductor's passes over the kernels it is about to fuse; torch before 2.13 has one class for all passes.
@@ -305,13 +283,15 @@ _SchedulerPass: Any = getattr(inductor_passes, "CustomSchedulerPass", CustomGrap
 
 
 class _PinOrder(_SchedulerPass):
-    def __init__(self, user_pass: Callable[[list[Any]], list[Any]] | None) -> None:
-        self._user_pass = user_pass
+    def __init__(self, user_pass: Callable[[list[Any]], list[Any]] | None, *, releases: bool) -> None:
+        self._user_pass, self._releases = user_pass, releases
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         if self._user_pass is not None:
             nodes = self._user_pass(nodes)
         pin_order(nodes)
+        if self._releases:
+            wait_for_releases(nodes)
         return nodes
 
     def uuid(self) -> Any:
@@ -319,7 +299,7 @@ class _PinOrder(_SchedulerPass):
 
         One that no cache knows if the user's pass has none.
         """
-        own = get_hash_for_files((__file__,)), donated_inputs()
+        own = get_hash_for_files((__file__,)), donated_inputs(), self._releases
         if self._user_pass is None:
             return own
         users = self._user_pass.uuid() if isinstance(self._user_pass, _SchedulerPass) else None
@@ -347,76 +327,35 @@ def pin_order(nodes: Sequence[BaseSchedulerNode]) -> None:
         above.update(dict.fromkeys(node.get_operation_names(), node.ancestors))
 
 
-_COLLECTIVE = re.compile(
-    r"^\s*(?:(?P<result>\w+) = )?torch\.ops\."
-    r"(?:_c10d_functional|graphshard(?=\.(?:custom_|all_reduce_hook)))\.(?P<op>\w+?)_?\.default\((?P<first>\[?\w+)"
-)
-_KERNEL = re.compile(r"^\s*(?:\w+ = )?(?:extern_kernels|torch\.ops\.aten)\.(?:bias_)?(?P<op>\w+)[.(]")
-_ALIAS = re.compile(r"^\s*(?P<new>\w+) = (?P<old>\w+)(?:\[\d+\])?(?:;|\s*#|\s*$)")
+def wait_for_releases(nodes: Sequence[BaseSchedulerNode]) -> None:
+    """Has the last wait for each collective on the CPU call :func:`graphshard.released.wait_until_released`.
 
+    Not where the collective writes to an input of the graph: others may hold that for longer.
 
-def emitted_order(source: str) -> list[str]:
-    """The same words read from the Python wrapper that Inductor generated; ``run OP`` of kernels it calls by name."""
-    counts: dict[str, int] = {}
-    buffers: dict[str, str] = {}
-    order = []
-    for line in source.splitlines():
-        if call := _COLLECTIVE.match(line):
-            if call["op"] == "wait_tensor":
-                order.append(f"wait {buffers.get(call['first'], call['first'])}")
-                continue
-            kind = call["op"].removesuffix("_out")
-            name = f"{kind} {counts.setdefault(kind, 0)}"
-            counts[kind] += 1
-            buffers[call["result"] or call["first"].lstrip("[")] = name
-            order.append(f"start {name}")
-        elif kernel := _KERNEL.match(line):
-            order.append(f"run {kernel['op']}")
-        elif (alias := _ALIAS.match(line)) and alias["old"] in buffers:
-            buffers[alias["new"]] = buffers[alias["old"]]
-    return order
-
-
-#: Ops that Inductor makes of others: of a product and the sum behind it, where the sum stands.
-_MADE_OF = {"run addmm": "run mm", "run baddbmm": "run bmm"}
-
-
-def order_difference(planned: Sequence[str], emitted: Sequence[str]) -> str:
-    """The first place where Inductor left the plan, in words; "" if nowhere.
-
-    Compute is compared by how much of each op has run in front of each start and wait. Ops that do not all come out as
-    kernels of their own (generated, decomposed, replaced) are not compared; a product may run as late as the sum that
-    it was merged with.
+    Args:
+        nodes: Inductor's kernels before they are fused, in the order of the graph.
     """
-    steps, emitted_steps = ([step for step in order if not _is_run(step)] for order in (planned, emitted))
-    for index, (want, have) in enumerate(zip_longest(steps, emitted_steps, fillvalue="nothing")):
-        if want != have:
-            return f"step {index}: planned {want!r}, emitted {have!r}"
-    late = Counter(filter(_MADE_OF.get, emitted)) - Counter(filter(_MADE_OF.get, planned))
-    planned, emitted = ([_MADE_OF.get(step, step) for step in order] for order in (planned, emitted))
-    for op in dict.fromkeys(filter(_is_run, planned)):
-        if planned.count(op) != emitted.count(op):
-            continue
-        may_be_late = sum(number for merged, number in late.items() if _MADE_OF[merged] == op)
-        for step, most, run in zip(steps, _runs_before(planned, op), _runs_before(emitted, op), strict=True):
-            if not most - may_be_late <= run <= most:
-                return f"in front of {step!r}: planned {most} times {op!r}, emitted {run}"
-    return ""
-
-
-def _is_run(step: str) -> bool:
-    return step.startswith("run ")
-
-
-def _runs_before(order: Sequence[str], op: str) -> list[int]:
-    """How often ``op`` has run in front of each start and wait."""
-    counts, number = [], 0
-    for step in order:
-        if step == op:
-            number += 1
-        elif not _is_run(step):
-            counts.append(number)
-    return counts
+    started_by: dict[str, str] = {}
+    last_waits: dict[str, _WaitKernel] = {}
+    for node in nodes:
+        kernel: Any = node.node
+        if isinstance(kernel, _WaitKernel):
+            name = kernel.inputs[0].get_name()
+            if name in started_by and kernel.inputs[0].get_device().type == "cpu":
+                last_waits[started_by[name]] = kernel
+        elif isinstance(kernel, _CollectiveKernel):
+            written = {name for output in kernel.get_outputs() for name in output.get_mutation_names()}
+            own = {kernel.get_name(), *written} - V.graph.graph_inputs.keys()
+            started_by |= dict.fromkeys(own, kernel.get_name())
+        elif isinstance(kernel, MultiOutput) and (source := kernel.inputs[0].get_name()) in started_by:
+            started_by[kernel.get_name()] = source
+    function = wait_until_released.__name__
+    for wait in last_waits.values():
+        V.graph.wrapper_code.add_import_once(f"from {wait_until_released.__module__} import {function}")
+        wait.python_kernel_name = function
+        wait.inputs[0] = V.graph.get_buffer(
+            wait.inputs[0].get_name()
+        )  # all of it, where a view of it was waited for
 
 
 def _has(name: str) -> bool:

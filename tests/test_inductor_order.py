@@ -16,15 +16,9 @@ from torch._inductor.async_compile import AsyncCompile
 import graphshard
 from graphshard import backend
 from graphshard.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT, c10d
+from graphshard.emitted import emitted_order, order_difference, planned_order
 from graphshard.errors import OptionError
-from graphshard.inductor import (
-    config_patches,
-    emitted_order,
-    functorch_patch,
-    order_difference,
-    pinning_patch,
-    planned_order,
-)
+from graphshard.inductor import config_patches, functorch_patch, pinning_patch
 
 GROUP = "g"
 
@@ -122,6 +116,22 @@ COALESCED = """
         torch.ops._c10d_functional.wait_tensor.default(buf2)
 """
 
+COALESCED_IN_PLACE = """
+        torch.ops._c10d_functional.all_reduce_coalesced_.default([reinterpret_tensor(buf0, (4, ), (1, ), 0), buf1], 'sum', '0')
+        torch.ops._c10d_functional.wait_tensor.default(buf0)
+        torch.ops._c10d_functional.wait_tensor.default(buf1)
+"""  # noqa: E501
+
+VIEWED = """
+        buf1 = torch.ops._c10d_functional.all_gather_into_tensor.default(buf0, 2, '0')
+        torch.ops._c10d_functional.wait_tensor.default(reinterpret_tensor(buf1, (2, 8), (8, 1), 0))
+"""
+
+RELEASED = """
+        buf1 = torch.ops._c10d_functional.all_gather_into_tensor.default(buf0, 2, '0')
+        wait_until_released(buf1)
+"""
+
 OUT_VARIANT = """
         buf1 = torch.ops._c10d_functional.all_gather_into_tensor_out.default(buf0, 2, '0', out=buf5)
         torch.ops._c10d_functional.wait_tensor.default(buf1)
@@ -143,13 +153,19 @@ def test_emitted_order_is_the_order_of_the_calls():
             COALESCED,
             ["start all_gather_into_tensor_coalesced 0", *["wait all_gather_into_tensor_coalesced 0"] * 2],
         ),
+        (COALESCED_IN_PLACE, ["start all_reduce_coalesced 0", *["wait all_reduce_coalesced 0"] * 2]),
+        (VIEWED, ["start all_gather_into_tensor 0", "wait all_gather_into_tensor 0"]),
+        (RELEASED, ["start all_gather_into_tensor 0", "wait all_gather_into_tensor 0"]),
         (OUT_VARIANT, ["start all_gather_into_tensor 0", "wait all_gather_into_tensor 0"]),
         ("buf0 = empty_strided_cpu((2, ), (1, ), torch.float32)", []),
         ("        extern_kernels.bias_addmm(buf1, buf2, buf3, alpha=1, beta=1, out=buf4)", ["run addmm"]),
         ("        buf5 = torch.ops.aten._flash_attention_forward.default(buf1)", ["run _flash_attention_forward"]),
         ("# buf0 = torch.ops._c10d_functional.all_gather_into_tensor.default(primals_1, 2, '0')", []),
     ],
-    ids=["in place", "coalesced", "out", "no collective", "library", "aten", "comment"],
+    ids=[
+        "in place", "coalesced", "coalesced in place", "view", "released", "out", "no collective", "library", "aten",
+        "comment",
+    ],  # fmt: skip
 )
 def test_emitted_order_of_other_forms(source, expected):
     assert emitted_order(source) == expected
@@ -449,12 +465,12 @@ def test_a_pinned_order_is_cached_by_its_source_and_the_users_pass():
         def uuid(self):
             return self.name
 
-    source, donated = _pre_fusion_pass().uuid()
-    assert isinstance(source, bytes) and donated == ()
+    source, donated, releases = _pre_fusion_pass().uuid()
+    assert isinstance(source, bytes) and donated == () and releases is False
     context = TracingContext(None)
     context.fw_metadata = SimpleNamespace(bw_donated_idxs=[1])
     with tracing(context):
-        assert _pre_fusion_pass().uuid() == (source, (1,))
+        assert _pre_fusion_pass().uuid() == (source, (1,), False)
     uuids = []
     for name in ("a", "b"):
         with inductor_config.patch(_pre_fusion_custom_pass=Named(name)):

@@ -29,6 +29,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.processes",
         "graphshard.sizes",
     ),
+    # how compiled code waits
+    ("graphshard.released",),
     # how ranks that wait learn that another has stopped
     ("graphshard.refusals",),
     # where another parallelism has the pieces of a parameter
@@ -55,6 +57,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.graph_text",
         "graphshard.context",
         "graphshard.provenance",
+        "graphshard.emitted",
         "graphshard.facts",
         "graphshard.memory",
         "graphshard.repeats",

@@ -60,7 +60,7 @@ class _Residual(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
-def _peak_of_a_step(folder: str, num_results: int, **options: object) -> int:
+def _peaks_of_steps(folder: str, num_results: int, **options: object) -> list[int]:
     torch.manual_seed(0)
     head = nn.Linear(64, num_results) if num_results else nn.Identity()
     model = nn.Sequential(*(_Residual(64) for _ in range(3)), head)
@@ -76,7 +76,12 @@ def _peak_of_a_step(folder: str, num_results: int, **options: object) -> int:
 
     for _ in range(2):
         step()
-    return min(peak_bytes(step) for _ in range(6))
+    return [peak_bytes(step) for _ in range(20)]
+
+
+def _lowest_peak(folder: str, num_results: int) -> int:
+    """Without a budget, gloo's threads may let go of what a collective has read after compute did."""
+    return min(_peaks_of_steps(folder, num_results))
 
 
 @pytest.mark.parametrize("num_results", [0, 1024])
@@ -84,7 +89,7 @@ def test_the_predicted_peak_is_what_a_compiled_step_allocates(
     run_on_gloo_ranks, tmp_path: Path, num_results: int
 ):
     """The backward holds all that is left of the forward, the gradients of its results too; the test holds these."""
-    measured = min(run_on_gloo_ranks(2, _peak_of_a_step, str(tmp_path), num_results))
+    measured = min(run_on_gloo_ranks(2, _lowest_peak, str(tmp_path), num_results))
     measured -= 4 * 512 * (num_results or 64)
     words = (tmp_path / "0" / "graph0.backward.memory.txt").read_text().split()
     assert words[0] == "peak" and words[2] == "bytes"
@@ -112,7 +117,7 @@ def _convolution_step(folder: str, memory_budget: int) -> tuple[int, int]:
     held = []
     for run in (step, infer):
         run()
-        held.append(4 * (shards + inputs.numel()) + min(peak_bytes(run) for _ in range(4)))
+        held.append(4 * (shards + inputs.numel()) + max(peak_bytes(run) for _ in range(20)))
     return held[0], held[1]
 
 
@@ -138,10 +143,11 @@ def _held_within(folder: str, share: float) -> tuple[int, int, int]:
     """
     options = {"hardware": "cpu-loopback", "bucket": "auto"}
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as refused:
-        _peak_of_a_step(folder, 0, memory_budget=1, **options)
+        _peaks_of_steps(folder, 0, memory_budget=1, **options)
     torch.compiler.reset()
     budget = int(share * int(re.search(r"is (\d+) bytes", str(refused.value))[1]))
-    peak = _peak_of_a_step(folder, 0, memory_budget=budget, **options) - 4 * 512 * 64  # the caller holds the result
+    peaks = _peaks_of_steps(folder, 0, memory_budget=budget, **options)
+    peak = max(peaks) - 4 * 512 * 64  # the caller holds the result
     shards = 3 * sum(parameter.numel() for parameter in _Residual(64).parameters()) // dist.get_world_size()
     (path,) = (Path(folder) / str(dist.get_rank())).glob("graph*.backward.memory.txt")
     return budget, 4 * (shards + 512 * 64) + peak, peak - int(re.match(r"peak (\d+) bytes", path.read_text())[1])
@@ -185,7 +191,7 @@ def _language_step(dtype: torch.dtype, memory_budget: int) -> int:
 
     for _ in range(2):
         step()
-    return 4 * shards + tokens.nbytes + min(peak_bytes(step) for _ in range(4))
+    return 4 * shards + tokens.nbytes + max(peak_bytes(step) for _ in range(20))
 
 
 def _language_within(dtype: torch.dtype) -> tuple[int, int]:
