@@ -141,7 +141,8 @@ def run(options: argparse.Namespace, folder: Path) -> bool:
         budget = "none" if subject is free else f"{subject.budget_bytes / MIB:.2f}"
         lines.append(
             f"{budget:>10} {planned / MIB:>12.2f} {low / MIB:>8.2f} {held / MIB:>9.2f} "
-            f"{held / subject.budget_bytes:>10.3f} {1e3 * statistics.median(subject.seconds):>8.1f} {ratio:>8.2f} {subject.num_recomputed():>10}"
+            f"{held / subject.budget_bytes:>10.3f} {1e3 * statistics.median(subject.seconds):>8.1f} {ratio:>8.2f} "
+            f"{subject.num_recomputed():>10}"
         )
     if dist.get_rank() == 0:
         print(f"{options.layers} layers of width {options.width}, {dist.get_world_size()} ranks, card {CARD}")
