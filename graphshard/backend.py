@@ -65,6 +65,8 @@ JOINT_PIPELINE = Pipeline(
 def half_pipeline(options: BackendOptions) -> Pipeline:
     """The passes that run on the forward and on the backward; the last one places the collectives."""
     steps: list[Any] = [passes.LowerShards()]
+    if options.hardware is not None:
+        steps.append(passes.MergeSums())
     if options.bucket == "unit":
         steps.append(passes.BucketCollectives())
     if options.hardware is not None:

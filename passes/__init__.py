@@ -11,6 +11,7 @@ from .exchange_reductions import ExchangeReductions
 from .insert_shards import InsertShards
 from .keep_gathered import KeepGathered
 from .lower_shards import LowerShards
+from .merge_sums import MergeSums
 from .merge_unshards import MergeUnshards
 from .merge_waits import MergeWaits
 from .plan_collectives import PlanCollectives
@@ -30,6 +31,7 @@ KNOWN = {
         TagRecompute,
         RecomputeActivations,
         LowerShards,
+        MergeSums,
         BucketCollectives,
         ScheduleCollectives,
         PlanCollectives,
@@ -44,6 +46,7 @@ __all__ = [
     "InsertShards",
     "KeepGathered",
     "LowerShards",
+    "MergeSums",
     "MergeUnshards",
     "MergeWaits",
     "PlanCollectives",

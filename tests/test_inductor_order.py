@@ -162,7 +162,10 @@ def test_emitted_order_is_the_order_of_the_calls():
         ("        buf5 = torch.ops.aten._flash_attention_forward.default(buf1)", ["run _flash_attention_forward"]),
         ("# buf0 = torch.ops._c10d_functional.all_gather_into_tensor.default(primals_1, 2, '0')", []),
     ],
-    ids="in place,coalesced,coalesced in place,view,released,out,no collective,library,aten,comment".split(","),
+    ids=[
+        *("in place", "coalesced", "coalesced in place", "view", "released", "out", "no collective", "library"),
+        *("aten", "comment"),
+    ],
 )
 def test_emitted_order_of_other_forms(source, expected):
     assert emitted_order(source) == expected

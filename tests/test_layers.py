@@ -110,6 +110,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.passes.keep_gathered",
         "graphshard.passes.lower_shards",
         "graphshard.passes.merge_unshards",
+        "graphshard.passes.merge_sums",
         "graphshard.passes.merge_waits",
         "graphshard.passes.schedule_collectives",
         "graphshard.passes.spread_parameters",

@@ -1,0 +1,168 @@
+"""merge_sums: a product and the sum behind it are one product, as Inductor makes them."""
+
+import pytest
+import torch
+from small_graphs import GraphBuilder, aten, one_axis, run_pass, run_twice, text_of
+from torch._inductor.async_compile import AsyncCompile
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from graphshard.context import PassContext
+from graphshard.emitted import emitted_order
+from graphshard.inductor import compile_fx_inner
+from graphshard.passes import MergeSums
+from graphshard.rewrite import copy_graph
+
+CONTEXT = PassContext(mesh=one_axis(2))
+
+
+class _Products(GraphBuilder):
+    """Two products, of which the second does not need the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = self.input("primals_1", 6, 4)
+        self.a, self.b = self.input("primals_2", 6, 5), self.input("primals_3", 5, 4)
+        c = self.input("primals_4", 4, 6)
+        self.first = self(aten.mm.default, self.a, self.b)
+        self.second = self(aten.mm.default, self.b, c)
+
+    def sum(self, *summands, **factor):
+        return self(aten.add.Tensor, *summands, **factor)
+
+
+def _late_sum():
+    build = _Products()
+    return build.finish(build.sum(build.other, build.first), build.second)
+
+
+def _ops(gm):
+    return [node.target._opname for node in gm.graph.nodes if node.op == "call_function"]
+
+
+def _check(gm, ops):
+    """The pass makes these ops of a graph, and nothing else of its results."""
+    before = copy_graph(gm)
+    record = run_pass(MergeSums(), gm, CONTEXT)
+    assert _ops(gm) == ops
+    assert record.report.counts["sums merged"] == ops.count("addmm")
+    values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    inputs = [torch.randn(value.shape, dtype=value.dtype) for value in values]
+    torch.testing.assert_close(gm(*inputs), before(*inputs))
+
+
+def test_golden(golden):
+    gm = _late_sum()
+    golden(text_of(gm, CONTEXT), "merge_sums.before")
+    record = run_pass(MergeSums(), gm, CONTEXT)
+    golden(text_of(gm, CONTEXT), "merge_sums.after")
+    assert record.report.counts == {"sums merged": 1}
+
+
+def test_a_graph_without_such_sums_is_left_alone(captured):
+    graphs = captured("two_linears", 2)
+    record = run_pass(MergeSums(), graphs.forward, graphs.context.for_forward())
+    assert not record.report.changed and record.report.counts == {"sums merged": 0}
+
+
+def test_second_run_changes_nothing():
+    first, second = run_twice(MergeSums(), _late_sum(), CONTEXT)
+    assert first.report.changed and not second.report.changed
+
+
+def test_the_product_stands_where_it_stood():
+    _check(_late_sum(), ["addmm", "mm"])
+
+
+def test_the_product_follows_a_summand_that_comes_later():
+    build = _Products()
+    late = build(aten.mm.default, build.a, build(aten.sin.default, build.b))
+    double = build.sum(late, late)
+    gm = build.finish(build.sum(build.first, double), build.second, late)
+    _check(gm, ["mm", "sin", "mm", "add", "addmm"])
+
+
+def test_of_two_products_the_later_one_takes_the_sum():
+    build = _Products()
+    third = build(aten.mm.default, build.a, build(aten.cos.default, build.b))
+    _check(build.finish(build.sum(third, build.first), build.second), ["mm", "mm", "cos", "addmm"])
+
+
+def test_sums_of_sums():
+    build = _Products()
+    third = build(aten.mm.default, build.a, build(aten.cos.default, build.b))
+    total = build.sum(build.sum(build.first, build.other), third)
+    _check(build.finish(total, build.second), ["addmm", "mm", "cos", "addmm"])
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 4), (6, 1), (1,), ()], ids=str)
+def test_a_summand_may_broadcast(shape):
+    build = _Products()
+    with build.graph.inserting_before(build.first):
+        small = build.input("primals_5", *shape)
+    _check(build.finish(build.sum(build.first, small), build.second), ["addmm", "mm"])
+
+
+def _read_twice(build):
+    return build.sum(build.first, build.other), build.first
+
+
+def _twice_itself(build):
+    return (build.sum(build.first, build.first),)
+
+
+def _with_a_factor(build):
+    return (build.sum(build.other, build.first, alpha=2),)
+
+
+def _a_number(build):
+    return (build.sum(build.first, 2.0),)
+
+
+def _of_another_dtype(build):
+    return (build.sum(build.first, build.input("primals_5", 6, 4, dtype=torch.float32)),)
+
+
+def _that_broadcasts_the_product(build):
+    return (build.sum(build.first, build.input("primals_5", 3, 6, 4)),)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [_read_twice, _twice_itself, _with_a_factor, _a_number, _of_another_dtype, _that_broadcasts_the_product],
+)
+def test_other_sums_stay(made):
+    build = _Products()
+    _check(build.finish(*made(build), build.second), ["mm", "mm", "add"])
+
+
+def test_symbolic_sizes_stay():
+    gm = make_fx(lambda a, b, c: c + a @ b, tracing_mode="symbolic")(*(torch.randn(4, 4) for _ in range(3)))
+    record = run_pass(MergeSums(), gm, CONTEXT)
+    assert not record.report.changed
+
+
+def _emitted(gm):
+    values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        return emitted_order(compile_fx_inner(gm, values).source_code)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        _read_twice, _with_a_factor, _a_number, _of_another_dtype, _that_broadcasts_the_product,
+        lambda build: (build.sum(build.other, build.first),),
+        lambda build: (build.sum(build.first, build.input("primals_5", 4)),),
+        lambda build: (build.sum(build.first, build.input("primals_5")),),
+    ],
+)  # fmt: skip
+def test_inductor_makes_the_same_products(made, monkeypatch):
+    """Of the graph as it was and of the merged one; of this one in the order that it has."""
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_, **__: lambda *_: None)
+    build = _Products()
+    gm = build.finish(*made(build), build.second)
+    left_to_inductor = _emitted(copy_graph(gm))
+    run_pass(MergeSums(), gm, CONTEXT)
+    merged = _emitted(gm)
+    assert sorted(merged) == sorted(left_to_inductor)
+    assert merged == [f"run {op}" for op in _ops(gm) if op != "add"]
