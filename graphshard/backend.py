@@ -61,12 +61,13 @@ JOINT_PIPELINE = Pipeline(
     passes.MergeWaits(), passes.MergeUnshards(), passes.SpreadParameters(), passes.TagRecompute()
 )
 
+#: What each half goes through before its collectives are merged and placed.
+LOWERING = Pipeline(passes.LowerShards(), passes.MergeSums(), given=JOINT_PIPELINE.facts_at_end)
+
 
 def half_pipeline(options: BackendOptions) -> Pipeline:
     """The passes that run on the forward and on the backward; the last one places the collectives."""
-    steps: list[Any] = [passes.LowerShards()]
-    if options.hardware is not None:
-        steps.append(passes.MergeSums())
+    steps: list[Any] = []
     if options.bucket == "unit":
         steps.append(passes.BucketCollectives())
     if options.hardware is not None:
@@ -83,7 +84,7 @@ def half_pipeline(options: BackendOptions) -> Pipeline:
         steps.append(passes.ScheduleCollectives(prefetch=0, reductions_in_flight=1))
     else:
         steps.append(passes.ScheduleCollectives(memory="any" if options.overlap == "always" else "free"))
-    return Pipeline(*steps, given=JOINT_PIPELINE.facts_at_end)
+    return Pipeline(*LOWERING.passes, *steps, given=LOWERING.given)
 
 
 def graphshard(

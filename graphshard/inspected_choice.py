@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from torch import fx, nn
 
-from .backend import half_pipeline
+from .backend import LOWERING
 from .context import PassContext
 from .errors import BudgetError
 from .inspection_settings import Settings
 from .joint_trials import JointTrials, StepChoice
-from .options import BackendOptions
 from .passes import PlanCollectives
 from .persistent_bytes import always_bytes, persistent_bytes_of_joint
 from .pipeline import Pipeline
@@ -34,12 +33,11 @@ def choose_inspected(
     """
     if settings.plan != "auto":
         return None
-    steps = half_pipeline(BackendOptions())
     trials = JointTrials(
         gm=gm,
         context=context,
         tag=tag,
-        lower=Pipeline(*steps.passes[:1], given=steps.given),
+        lower=LOWERING,
         place=PlanCollectives(),
         prices=lambda _: settings.prices(context.mesh),
     )

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ._compat import lazy_graph_modules
-from .backend import half_pipeline
+from .backend import LOWERING, half_pipeline
 from .capture import CapturedStep, capture_step
 from .context import PassContext
 from .cost import CollectiveTables, CostModel, HardwareCard
@@ -278,17 +278,16 @@ class Inspection:
         ctx = replace(ctx, device_type=settings.card.device_type)
         self.stages.begin(f"{name}: passes")
         before = "" if self.is_brief else graph_text(gm, mesh=ctx.mesh, parameters=ctx.parameters)
-        steps = half_pipeline(BackendOptions())
-        lower = Pipeline(*steps.passes[:1], given=steps.given)
-        records = self._run(lower, gm, ctx, before)
+        steps = half_pipeline(BackendOptions()).passes[len(LOWERING.passes) :]
+        records = self._run(LOWERING, gm, ctx, before)
         kept = kept_bytes_by_category(gm, ctx)
         outside = [total - inside for total, inside in zip(_row(always), kept, strict=True)]
         bounds: Bounds | None
         notes: Sequence[str] = ()
         if settings.plan == "unit" and self.is_brief:
             bounds, solver = None, "none"
-            rest = steps.passes[1:-1] if name in self.orders else steps.passes[1:]
-            self._run(Pipeline(*rest, given=lower.facts_at_end), gm, ctx, "")
+            rest = steps[:-1] if name in self.orders else steps
+            self._run(Pipeline(*rest, given=LOWERING.facts_at_end), gm, ctx, "")
             if name in self.orders:
                 by_name = {node.name: node for node in gm.graph.nodes}
                 apply_order(gm.graph, [by_name[node] for node in self.orders[name]])
@@ -298,11 +297,11 @@ class Inspection:
             bounds, solver = lower_bounds(found.problem), "none"
             notes = found.notes
             self.stages.begin(f"{name}: schedule")
-            rest_of_passes = Pipeline(*steps.passes[1:], given=lower.facts_at_end)
+            rest_of_passes = Pipeline(*steps, given=LOWERING.facts_at_end)
             records += rest_of_passes.run(gm, ctx, before=records[-1].text)
         else:
             self.stages.begin(f"{name}: plan")
-            bounds, solver, record = self._planned(name, gm, ctx, prices, sum(outside), lower.facts_at_end)
+            bounds, solver, record = self._planned(name, gm, ctx, prices, sum(outside), LOWERING.facts_at_end)
             records.append(record)
         self._record(name, records, before, ctx, "partitioned")
         self.notes.extend(f"{name}: {note}" for note in notes)

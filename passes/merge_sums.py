@@ -1,24 +1,31 @@
-"""merge_sums: a product and the sum behind it are one product, as Inductor makes them.
+"""merge_sums: a product and the sum behind it are one product where that delays nothing.
 
 Inductor merges them after the plan is made, and where the sum stands: the product runs later than planned, and what it
-reads is held until then. Here they are merged before anything is planned, where the later of the product and the
-other summand stands.
+reads is held until then. The gradient of a head whose weight is the embedding's, too, would be computed at the end of
+the backward, and the gradient of the logits held so long. Here a sum whose other summand is there first becomes one
+product in its place, before anything is planned; the others are kept apart, by a view that Inductor's pattern does not
+have.
 
 Before::
 
     %mm_0: f32[32, 16] = mm(%grad, %unshard_0)
     %mm_1: f32[64, 16] = mm(%t_0, %saved)
-    %add_0: f32[32, 16] = add.Tensor(%other, %mm_0)
+    %add_0: f32[32, 16] = add(%other, %mm_0)
+    %sin_0: f32[64, 16] = sin(%third)
+    %add_1: f32[64, 16] = add(%mm_1, %sin_0)
 
 After::
 
     %addmm_0: f32[32, 16] = addmm(%other, %grad, %unshard_0)
-    %mm_1: f32[64, 16] = mm(%t_0, %saved)
+    %mm_0: f32[64, 16] = mm(%t_0, %saved)
+    %sin_0: f32[64, 16] = sin(%third)
+    %view_0: f32[64, 16] = view(%mm_0, [64, 16])
+    %add_0: f32[64, 16] = add(%view_0, %sin_0)
 
-Merged is what Inductor merges (its pattern ``addmm``, torch 2.11 to 2.15): a product of matrices that only the sum
-reads, another summand of its dtype that broadcasts to it, no factor. Not where sizes are symbolic.
+Looked at is what Inductor merges (its pattern ``addmm``, torch 2.11 to 2.15): a product of matrices that only the sum
+reads, another summand of its dtype that broadcasts to it, no factor. Where sizes are symbolic, Inductor decides.
 
-Numerics: those of Inductor's own merging: the sum is made inside of the product.
+Numerics: merged, those of Inductor's own merging: the sum is made inside of the product. Apart, the same.
 """
 
 from __future__ import annotations
@@ -46,27 +53,39 @@ class MergeSums:
     breaks: ClassVar[frozenset[Fact]] = frozenset()
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
-        """Counts "sums merged"."""
+        """Counts sums "merged" and "kept apart"."""
+        counts = {"merged": 0, "kept apart": 0}
         position = {node: index for index, node in enumerate(gm.graph.nodes)}
-        merged = 0
-        for node in gm.graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        for total in gm.graph.find_nodes(op="call_function", target=aten.add.Tensor):
             products = [
-                (position[one], one)
-                for one in node.args
-                if isinstance(one, fx.Node) and _is_merged(one, node)
+                one for one in total.args if isinstance(one, fx.Node) and _would_be_merged(one, total)
             ]
-            if products:
-                _, product = max(products)  # of two, the one that has the other in front of it
-                _merge(gm.graph, product, node, position)
-                merged += 1
-        return PassReport(changed=merged > 0, counts={"sums merged": merged})
+            if not products:
+                continue
+            product = max(
+                products, key=position.__getitem__
+            )  # of two, the one that has the other in front of it
+            summand = _other(total, product)
+            if position[summand] < position[product]:
+                position[_merge(gm.graph, summand, product, total)] = position[product]
+                counts["merged"] += 1
+            else:
+                _keep_apart(gm.graph, product, total)
+                counts["kept apart"] += 1
+        return PassReport(changed=any(counts.values()), counts=counts)
 
 
-def _is_merged(product: fx.Node, total: fx.Node) -> bool:
+def _other(total: fx.Node, product: fx.Node) -> fx.Node | None:
+    """The other summand, if it is a value of the graph."""
+    others = [one for one in total.args if isinstance(one, fx.Node) and one is not product]
+    return others[0] if others else None
+
+
+def _would_be_merged(product: fx.Node, total: fx.Node) -> bool:
     if product.target is not aten.mm.default or list(product.users) != [total] or total.kwargs:
         return False
-    (summand,) = [one for one in total.args if one is not product] or [None]
-    value = summand.meta["val"] if isinstance(summand, fx.Node) else None
+    summand = _other(total, product)
+    value = summand.meta["val"] if summand is not None else None
     result = product.meta["val"]
     if not isinstance(value, torch.Tensor) or value.dtype != result.dtype:
         return False
@@ -80,13 +99,18 @@ def _broadcasts_to(shape: torch.Size, wanted: torch.Size) -> bool:
     return all(size in (1, want) for size, want in zip(reversed(shape), reversed(wanted), strict=False))
 
 
-def _merge(graph: fx.Graph, product: fx.Node, total: fx.Node, position: dict[fx.Node, int]) -> None:
-    (summand,) = [one for one in total.args if one is not product]
-    last = max(product, summand, key=position.__getitem__)
+def _merge(graph: fx.Graph, summand: fx.Node, product: fx.Node, total: fx.Node) -> fx.Node:
     emit = GraphEmitter(graph, origin=product, extra_meta=recompute_tags(product))
-    with graph.inserting_after(last):
+    with graph.inserting_before(product):
         merged = emit(aten.addmm.default, summand, *product.args)
-    position[merged] = position[last]
     total.replace_all_uses_with(merged)
     graph.erase_node(total)
     graph.erase_node(product)
+    return merged
+
+
+def _keep_apart(graph: fx.Graph, product: fx.Node, total: fx.Node) -> None:
+    emit = GraphEmitter(graph, origin=product, extra_meta=recompute_tags(product))
+    with graph.inserting_before(total):
+        viewed = emit(aten.view.default, product, list(product.meta["val"].shape))
+    total.replace_input_with(product, viewed)

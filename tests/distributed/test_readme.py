@@ -46,7 +46,7 @@ def test_captured_graph_is_the_one_shown(folder: Path, blocks: dict[str, list[st
 
 
 def test_scheduled_forward_is_the_one_shown(folder: Path, blocks: dict[str, list[str]]) -> None:
-    assert blocks["text"][1] == (folder / "graph0.forward.3-schedule_collectives.txt").read_text()
+    assert blocks["text"][1] == (folder / "graph0.forward.4-schedule_collectives.txt").read_text()
 
 
 def test_text_is_equal_on_both_ranks(folder: Path) -> None:
@@ -54,5 +54,5 @@ def test_text_is_equal_on_both_ranks(folder: Path) -> None:
         {file.name: file.read_text() for file in (folder.parent / rank).iterdir()}
         for rank in ("rank0", "rank1")
     ]
-    assert len(texts[0]) == 16
+    assert len(texts[0]) == 18
     assert texts[0] == texts[1]
