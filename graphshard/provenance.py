@@ -128,10 +128,11 @@ def ungathered_readers(placeholder: fx.Node) -> list[fx.Node]:
 def reductions_of(gradient: fx.Node, binding: ParameterBinding) -> list[fx.Node]:
     """The reductions a gradient output comes out of, last first: layout ops and sums with inputs between.
 
-    An all-reduce of a reduce-scattered gradient gives two, one that is split gives its parts; no reduction over the
-    parameter's groups gives none.
+    An all-reduce of a reduce-scattered gradient gives two, one that is split gives its parts, of a bucket only what
+    the gradient is made of; no reduction over the parameter's groups gives none.
     """
     found: dict[fx.Node, None] = {}
+    parts: dict[fx.Node, tuple[int, int] | None] = {gradient: None}
     pending = [gradient]
     for node in pending:
         if is_collective(node):
@@ -141,9 +142,37 @@ def reductions_of(gradient: fx.Node, binding: ParameterBinding) -> list[fx.Node]
         elif not (is_wait(node) or is_layout(node) or is_accumulation(node) or node.target is JOIN_PARTS):
             continue
         sources = [source for source in node.all_input_nodes if source.op != "placeholder"]
-        if len(sources) == 1 or node.target is JOIN_PARTS:
-            pending += [source for source in sources if source not in pending]
+        if len(sources) > 1 and node.target is not JOIN_PARTS:
+            sources = _packed_in(node, parts[node])
+        for source in sources:
+            if source not in parts:
+                parts[source] = _part_of(node, source, parts[node])
+                pending.append(source)
     return list(found)
+
+
+def _part_of(node: fx.Node, source: fx.Node, part: tuple[int, int] | None) -> tuple[int, int] | None:
+    """The elements of ``source`` that a part of ``node`` is made of: the first and the end; None for all or unknown."""
+    value, behind = node.meta["val"], source.meta["val"]
+    if not isinstance(value, torch.Tensor) or not isinstance(behind, torch.Tensor):
+        return None
+    if node.target is aten.slice.Tensor and behind.dim() == 1 and len(node.args) in (3, 4):
+        start, stop = part or (0, int(value.shape[0]))
+        return node.args[2] + start, node.args[2] + stop
+    return part if value.numel() == behind.numel() else None
+
+
+def _packed_in(node: fx.Node, part: tuple[int, int] | None) -> list[fx.Node]:
+    """The members of a bucket of one row that a part of it lies in; none for other nodes, or if the part is unknown."""
+    if node.target is not PACK or node.args[1] != 1 or part is None:
+        return []
+    found, begin = [], 0
+    for member in node.args[0]:
+        end = begin + member.meta["val"].numel()
+        if member.op != "placeholder" and begin < part[1] and part[0] < end:
+            found.append(member)
+        begin = end
+    return found
 
 
 def is_accumulation(node: fx.Node) -> bool:

@@ -4,7 +4,7 @@ from itertools import chain
 
 import pytest
 import torch
-from all_ranks import assert_same, run_halves, run_values, step_inputs
+from all_ranks import assert_same, pieces, run_halves, run_values, step_inputs
 from small_graphs import (
     GROUP,
     LOWERING,
@@ -18,11 +18,13 @@ from small_graphs import (
     text_of,
 )
 
-from graphshard.collectives import ALL_TO_ALL, REDUCE_SCATTER, WAIT
+from graphshard.collectives import ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WAIT
 from graphshard.context import PassContext
 from graphshard.facts import Fact
+from graphshard.merging import merge_reductions
 from graphshard.params import padded_shape
 from graphshard.passes import BucketCollectives, ExchangeReductions
+from graphshard.provenance import reduced_parameters
 from graphshard.rewrite import copy_graph
 
 HELD = (Fact.TYPED, Fact.WAITED, Fact.GATHERED, Fact.REDUCED, Fact.LOWERED)
@@ -102,6 +104,27 @@ def test_the_same_sums(force_sum, num_ranks, dtype):
             torch.equal(new.view(torch.int8), old.view(torch.int8))
             for new, old in zip(chain(*after), chain(*before), strict=True)
         )
+
+
+def test_reductions_behind_one_all_reduce_are_exchanged_too():
+    """Of hybrid sharding: a bucket of what several reduce-scatters give is summed over the copies."""
+    specs = [ParameterSpec(shape, num_replicas=2) for shape in [(5, 2), (3,), (4, 4)]]
+    gm, ctx = parameter_graph(specs, 2)
+    LOWERING.run(gm, ctx)
+    before = copy_graph(gm)
+    merge_reductions(gm.graph, gm.graph.find_nodes(op="call_function", target=ALL_REDUCE))
+    gm.recompile()
+    served = [[binding.name for binding in bindings] for bindings in reduced_parameters(gm, ctx).values()]
+    assert served == [["p0", "p1", "p2"], ["p0"], ["p1"], ["p2"]]
+    assert run_pass(STEP, gm, ctx, *HELD).report.counts == {"exchanged": 3}
+    torch.manual_seed(0)
+    full = [torch.randn(spec.shape, dtype=torch.float64) for spec in specs]
+    shards = [pieces(value, 0, 2) * 2 for value in full]
+    inputs = [
+        [*(shard[rank] for shard in shards), *(torch.randn_like(value) for value in full)] for rank in range(4)
+    ]
+    wanted, found = (run_values(graph, inputs, ctx.mesh) for graph in (before, gm))
+    torch.testing.assert_close(found, wanted, rtol=0.0, atol=1e-12)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
