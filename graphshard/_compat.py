@@ -71,6 +71,7 @@ __all__ = [
     "lazy_graph_modules",
     "make_graph_module",
     "num_holders",
+    "num_memory_holders",
     "over_memory",
     "parameter_of_input",
     "queue_after_backward",
@@ -260,13 +261,23 @@ def in_onednn(dtype: torch.dtype) -> bool:
     return dtype is torch.float32 or (dtype is torch.float16 and torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
-#: Holders of a tensor that only Python code has.
-_PYTHON_HOLDERS = torch.empty(0)._use_count()  # checked: 2.11, 2.13, 2.15
+def _counts(tensor: torch.Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)
+
+
+#: The counts of a tensor that only Python code holds, and of its memory.
+_UNHELD = _counts(torch.empty(1))  # checked: 2.11, 2.13, 2.15
 
 
 def num_holders(tensor: torch.Tensor) -> int:
     """How many others than Python names hold a tensor: work in progress, autograd, its views of it (checked: 2.13)."""
-    return tensor._use_count() - _PYTHON_HOLDERS
+    return _counts(tensor)[0] - _UNHELD[0]
+
+
+def num_memory_holders(tensor: torch.Tensor) -> int:
+    """How many others than ``tensor`` hold its memory: views, in Python code or elsewhere (checked: 2.13)."""
+    return _counts(tensor)[1] - _UNHELD[1]
 
 
 def storage_id(value: torch.Tensor) -> int:

@@ -44,7 +44,7 @@ _COLLECTIVE = re.compile(
     r"(?:_c10d_functional|graphshard(?=\.(?:custom_|all_reduce_hook)))\.(?P<op>\w+?)_?\.default\((?P<arguments>.*)"
 )
 _WAIT = re.compile(
-    rf"^\s*(?:\w+ = )?(?:torch\.ops\._c10d_functional\.wait_tensor\.default|{wait_until_released.__name__})"
+    rf"^\s*(?:\w+ = )?(?:torch\.ops\._c10d_functional\.wait_tensor\.default|{wait_until_released.__name__}\w*)"
     r"\((?:reinterpret_tensor\()?(?P<waited>\w+)"
 )
 _KERNEL = re.compile(r"^\s*(?:\w+ = )?(?:extern_kernels|torch\.ops\.aten)\.(?:bias_)?(?P<op>\w+)[.(]")

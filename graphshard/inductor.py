@@ -36,7 +36,7 @@ from ._compat import (
 )
 from .donations import donated_inputs, mark_donated
 from .errors import OptionError
-from .released import wait_until_released
+from .released import wait_until_released, wait_until_released_in_place
 from .rewrite import fake_result
 
 __all__ = [
@@ -328,7 +328,7 @@ def pin_order(nodes: Sequence[BaseSchedulerNode]) -> None:
 
 
 def wait_for_releases(nodes: Sequence[BaseSchedulerNode]) -> None:
-    """Has the last wait for each collective on the CPU call :func:`graphshard.released.wait_until_released`.
+    """Has the last wait for each collective on the CPU call one of :mod:`graphshard.released`.
 
     Not where the collective writes to an input of the graph: others may hold that for longer.
 
@@ -337,6 +337,7 @@ def wait_for_releases(nodes: Sequence[BaseSchedulerNode]) -> None:
     """
     started_by: dict[str, str] = {}
     last_waits: dict[str, _WaitKernel] = {}
+    in_place: set[str] = set()
     for node in nodes:
         kernel: Any = node.node
         if isinstance(kernel, _WaitKernel):
@@ -345,17 +346,16 @@ def wait_for_releases(nodes: Sequence[BaseSchedulerNode]) -> None:
                 last_waits[started_by[name]] = kernel
         elif isinstance(kernel, _CollectiveKernel):
             written = {name for output in kernel.get_outputs() for name in output.get_mutation_names()}
+            in_place |= written
             own = {kernel.get_name(), *written} - V.graph.graph_inputs.keys()
             started_by |= dict.fromkeys(own, kernel.get_name())
         elif isinstance(kernel, MultiOutput) and (source := kernel.inputs[0].get_name()) in started_by:
             started_by[kernel.get_name()] = source
-    function = wait_until_released.__name__
     for wait in last_waits.values():
-        V.graph.wrapper_code.add_import_once(f"from {wait_until_released.__module__} import {function}")
-        wait.python_kernel_name = function
-        wait.inputs[0] = V.graph.get_buffer(
-            wait.inputs[0].get_name()
-        )  # all of it, where a view of it was waited for
+        waited = V.graph.get_buffer(wait.inputs[0].get_name())  # all of it, where a view of it was waited for
+        function = wait_until_released_in_place if waited.get_name() in in_place else wait_until_released
+        V.graph.wrapper_code.add_import_once(f"from {function.__module__} import {function.__name__}")
+        wait.python_kernel_name, wait.inputs[0] = function.__name__, waited
 
 
 def _has(name: str) -> bool:

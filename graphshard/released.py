@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ._compat import num_holders
+from ._compat import num_holders, num_memory_holders
 
 #: What is held for longer is no longer waited for.
 PATIENCE_SECONDS = 1.0
@@ -22,26 +23,36 @@ PATIENCE_SECONDS = 1.0
 _PAUSE_SECONDS = 1e-5
 
 
-def wait_until_released(tensor: Tensor) -> None:
-    """As ``_c10d_functional.wait_tensor``, and until nothing but Python code holds ``tensor``.
+def wait_until_released(result: Tensor) -> None:
+    """As ``_c10d_functional.wait_tensor``, and until nothing but Python code holds ``result`` or its memory.
 
     Args:
-        tensor: a result of a collective, the only one or the last that is waited for.
+        result: what a collective gave, alone in memory of its own; the only result, or the last that is waited for.
 
     Warns:
         UserWarning: it is held for longer than ``PATIENCE_SECONDS`` after its wait; the step goes on.
     """
-    torch.ops._c10d_functional.wait_tensor.default(tensor)
-    if num_holders(tensor) == 0:
+    # A thread that lets go of views of a tensor lets go of the tensor first.
+    _wait(result, lambda: num_holders(result) + num_memory_holders(result))
+
+
+def wait_until_released_in_place(result: Tensor) -> None:
+    """As :func:`wait_until_released` of a tensor that a collective wrote to, whose memory others may share."""
+    _wait(result, lambda: num_holders(result))
+
+
+def _wait(result: Tensor, count_holders: Callable[[], int]) -> None:
+    torch.ops._c10d_functional.wait_tensor.default(result)
+    if count_holders() == 0:
         return
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while num_holders(tensor) > 0:
+    while count_holders() > 0:
         if time.monotonic() > deadline:
             warnings.warn(
-                f"graphshard: the backend still holds a collective's result of shape {tuple(tensor.shape)} "
+                f"graphshard: the backend still holds a collective's result of shape {tuple(result.shape)} "
                 f"{PATIENCE_SECONDS:g} s after its wait, so this step may hold more than its memory_budget; "
                 "leave some room in it, or compile without one if every step says so",
-                stacklevel=2,
+                stacklevel=3,
             )
             return
         time.sleep(_PAUSE_SECONDS)

@@ -13,11 +13,11 @@ from small_graphs import GraphBuilder, aten
 from torch._inductor.async_compile import AsyncCompile
 
 from graphshard import released
-from graphshard._compat import num_holders
+from graphshard._compat import num_holders, num_memory_holders
 from graphshard.collectives import ALL_GATHER, ALL_REDUCE, WAIT, c10d
 from graphshard.emitted import emitted_order, order_difference, planned_order
 from graphshard.inductor import compile_fx_inner, pinning_patch
-from graphshard.released import wait_until_released
+from graphshard.released import wait_until_released, wait_until_released_in_place
 
 
 class _Holder:
@@ -55,6 +55,29 @@ def test_a_wait_lasts_until_the_other_thread_has_let_go():
     let_go.join()
 
 
+class _MemoryHolder:
+    """Holds the memory of a tensor, as a backend does between letting go of the tensor and of the last view of it."""
+
+    def __init__(self, tensor):
+        self._view = tensor.detach()
+
+    def let_go(self):
+        self._view = None
+
+
+def test_a_wait_lasts_until_views_are_gone_unless_others_may_share_the_memory(monkeypatch):
+    tensor = torch.zeros(4)
+    holder = _MemoryHolder(tensor)
+    assert num_holders(tensor) == 0 and num_memory_holders(tensor) == 1
+    wait_until_released_in_place(tensor)
+    let_go = threading.Timer(0.2, holder.let_go)
+    begin = time.monotonic()
+    let_go.start()
+    wait_until_released(tensor)
+    assert num_memory_holders(tensor) == 0 and time.monotonic() - begin >= 0.2
+    let_go.join()
+
+
 def test_what_nobody_holds_is_not_waited_for(monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it sleeps"))
     wait_until_released(torch.zeros(4))
@@ -88,7 +111,8 @@ def _waits(gm, monkeypatch, *, has_budget=True):
     return [(function, re.sub(r"\d+", "", argument)) for function, argument in calls]
 
 
-RELEASED, PLAIN = ("wait_until_released", "buf"), ("torch.ops._c10d_functional.wait_tensor.default", "buf")
+RELEASED, IN_PLACE = ("wait_until_released", "buf"), ("wait_until_released_in_place", "buf")
+PLAIN = ("torch.ops._c10d_functional.wait_tensor.default", "buf")
 
 
 def _gather_and_reduction(group):
@@ -100,7 +124,7 @@ def _gather_and_reduction(group):
 
 
 def test_with_a_budget_waits_last_until_all_is_released(fake_group, monkeypatch):
-    assert _waits(_gather_and_reduction(_group(fake_group)), monkeypatch) == [RELEASED, RELEASED]
+    assert _waits(_gather_and_reduction(_group(fake_group)), monkeypatch) == [RELEASED, IN_PLACE]
 
 
 def test_without_a_budget_they_do_not(fake_group, monkeypatch):
@@ -123,7 +147,7 @@ def test_of_coalesced_collectives_in_place_too(fake_group, monkeypatch):
     values = [build(aten.mm.default, value, value) for value in (build.input(f"primals_{i}", 4, 4) for i in range(2))]
     started = build(c10d.all_reduce_coalesced.default, values, "sum", group)
     parts = [build(WAIT, build(operator.getitem, started, index)) for index in range(2)]
-    assert _waits(build.finish(*parts), monkeypatch) == [PLAIN, RELEASED]
+    assert _waits(build.finish(*parts), monkeypatch) == [PLAIN, IN_PLACE]
 
 
 def test_of_a_gather_into_memory_it_is_given(fake_group, monkeypatch):
@@ -132,7 +156,7 @@ def test_of_a_gather_into_memory_it_is_given(fake_group, monkeypatch):
     part, whole = build.input("primals_1", 2, 4), build.input("primals_2", 4, 4)
     into = build(aten.mm.default, whole, whole)
     gathered = build(c10d.all_gather_into_tensor_out.default, part, 2, group, out=into)
-    assert _waits(build.finish(build(WAIT, gathered)), monkeypatch) == [RELEASED]
+    assert _waits(build.finish(build(WAIT, gathered)), monkeypatch) == [IN_PLACE]
 
 
 def test_what_the_caller_started_or_owns_may_be_held_by_others(fake_group, monkeypatch):
