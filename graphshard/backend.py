@@ -356,7 +356,7 @@ class _Compilation:
         # A kernel fused of parts that only read the same values may hold results much longer than planned.
         has_budget = self.options.memory_budget is not None
         fusions = memory_patch(self.options.inductor) if has_budget else nullcontext()
-        with fusions, pinning_patch(has_budget=has_budget):
+        with fusions, pinning_patch(releases=has_budget and _is_on_gloo(gm)):
             compiled = compile_fx_inner(gm, variant.example_inputs, **kwargs)
         if planned and self.options.verify != "off":
             self._check_order(planned, getattr(compiled, "source_code", None), half)
@@ -447,6 +447,12 @@ def _gloo_groups(gm: fx.GraphModule) -> tuple[str, ...]:
     reductions = gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER)
     names = {group_name(node) for node in reductions if node.meta["val"].device.type == "cpu"}
     return tuple(sorted(name for name in names if uses_gloo(group_by_name(name))))
+
+
+def _is_on_gloo(gm: fx.GraphModule) -> bool:
+    """Whether gloo runs all collectives of a graph."""
+    groups = {group_name(node) for node in gm.graph.nodes if is_collective(node)}
+    return all(uses_gloo(group_by_name(name)) for name in groups)
 
 
 def _communicates(gm: fx.GraphModule) -> bool:

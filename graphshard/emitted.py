@@ -14,6 +14,7 @@ from torch import fx
 
 from .collectives import is_collective, is_point_to_point, is_wait, short_name, written_operands
 from .released import wait_until_released
+from .traits import aliased_inputs, is_alias
 
 __all__ = ["emitted_order", "order_difference", "planned_order"]
 
@@ -32,8 +33,9 @@ def planned_order(gm: fx.GraphModule) -> list[str]:
             order.append(f"start {name}")
         elif is_wait(node):
             source = node.all_input_nodes[0]
-            known = [names[one] for one in (source, *source.all_input_nodes) if one in names]
-            order.append(f"wait {known[0] if known else source.name}")
+            while source not in names and is_alias(source):
+                source = aliased_inputs(source)[0]
+            order.append(f"wait {names.get(source, source.name)}")
         elif node.op == "call_function" and getattr(node.target, "namespace", "") == "aten":
             order.append(f"run {node.target._opname}")
     return order

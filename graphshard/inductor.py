@@ -21,7 +21,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner, partition_f
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.dependencies import WeakDep
-from torch._inductor.ir import MultiOutput, _CollectiveKernel, _WaitKernel
+from torch._inductor.ir import _CollectiveKernel, _WaitKernel
 from torch._inductor.scheduler import BaseSchedulerNode
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
@@ -264,7 +264,7 @@ def compile_later(patches: Mapping[str, Any]) -> Callable[[], contextlib.Abstrac
     return enter
 
 
-def pinning_patch(*, has_budget: bool = False) -> contextlib.AbstractContextManager[Any]:
+def pinning_patch(*, releases: bool = False) -> contextlib.AbstractContextManager[Any]:
     """Has Inductor run a graph's collectives, waits and kernels that it does not generate in the graph's order.
 
     What it generates (pointwise kernels, reductions) is fused and moves as data allow, but no fusion may need
@@ -272,10 +272,10 @@ def pinning_patch(*, has_budget: bool = False) -> contextlib.AbstractContextMana
     late part needs in front of the compute that they were to run beside.
 
     Args:
-        has_budget: whether waits last until the backend holds nothing any more.
+        releases: whether waits last until the backend holds nothing any more.
     """
     user_pass = getattr(inductor_config, _BEFORE_FUSION)
-    return inductor_config.patch({_BEFORE_FUSION: _PinOrder(user_pass, releases=has_budget)})
+    return inductor_config.patch({_BEFORE_FUSION: _PinOrder(user_pass, releases=releases)})
 
 
 #: Inductor's passes over the kernels it is about to fuse; torch before 2.13 has one class for all passes.
@@ -295,7 +295,7 @@ class _PinOrder(_SchedulerPass):
         return nodes
 
     def uuid(self) -> Any:
-        """Of this file, the user's pass, and what may be written over, which caches leave out.
+        """Of this file, the user's pass, what may be written over, which caches leave out, and what waits wait for.
 
         One that no cache knows if the user's pass has none.
         """
@@ -328,34 +328,44 @@ def pin_order(nodes: Sequence[BaseSchedulerNode]) -> None:
 
 
 def wait_for_releases(nodes: Sequence[BaseSchedulerNode]) -> None:
-    """Has the last wait for each collective on the CPU call one of :mod:`graphshard.released`.
+    """Has the last wait for each collective call one of :mod:`graphshard.released`.
 
-    Not where the collective writes to an input of the graph: others may hold that for longer.
+    Not where torch goes on holding the collective, because some of its results are not waited for here, nor where it
+    writes to an input of the graph: others may hold that for longer.
 
     Args:
         nodes: Inductor's kernels before they are fused, in the order of the graph.
     """
     started_by: dict[str, str] = {}
-    last_waits: dict[str, _WaitKernel] = {}
+    results: dict[str, set[str]] = {}
+    waits: dict[str, list[_WaitKernel]] = {}
     in_place: set[str] = set()
     for node in nodes:
         kernel: Any = node.node
         if isinstance(kernel, _WaitKernel):
-            name = kernel.inputs[0].get_name()
-            if name in started_by and kernel.inputs[0].get_device().type == "cpu":
-                last_waits[started_by[name]] = kernel
+            if (source := started_by.get(kernel.inputs[0].get_name())) is not None:
+                waits.setdefault(source, []).append(kernel)
         elif isinstance(kernel, _CollectiveKernel):
+            name = kernel.get_name()
             written = {name for output in kernel.get_outputs() for name in output.get_mutation_names()}
-            in_place |= written
-            own = {kernel.get_name(), *written} - V.graph.graph_inputs.keys()
-            started_by |= dict.fromkeys(own, kernel.get_name())
-        elif isinstance(kernel, MultiOutput) and (source := kernel.inputs[0].get_name()) in started_by:
-            started_by[kernel.get_name()] = source
-    for wait in last_waits.values():
-        waited = V.graph.get_buffer(wait.inputs[0].get_name())  # all of it, where a view of it was waited for
-        function = wait_until_released_in_place if waited.get_name() in in_place else wait_until_released
-        V.graph.wrapper_code.add_import_once(f"from {function.__module__} import {function.__name__}")
-        wait.python_kernel_name, wait.inputs[0] = function.__name__, waited
+            results[name] = written or {output.get_name() for output in kernel.outputs}
+            started_by |= dict.fromkeys(results[name], name)
+            if written:
+                in_place.add(name)
+    for source, found in waits.items():
+        names = {wait.inputs[0].get_name() for wait in found}
+        if names == results[source] and not names & V.graph.graph_inputs.keys():
+            _release_after(
+                found[-1], wait_until_released_in_place if source in in_place else wait_until_released
+            )
+
+
+def _release_after(wait: _WaitKernel, function: Callable[..., None]) -> None:
+    V.graph.wrapper_code.add_import_once(f"from {function.__module__} import {function.__name__}")
+    wait.python_kernel_name = function.__name__
+    wait.inputs[0] = V.graph.get_buffer(
+        wait.inputs[0].get_name()
+    )  # all of it, where a view of it was waited for
 
 
 def _has(name: str) -> bool:

@@ -65,7 +65,7 @@ class _MemoryHolder:
         self._view = None
 
 
-def test_a_wait_lasts_until_views_are_gone_unless_others_may_share_the_memory(monkeypatch):
+def test_a_wait_lasts_until_views_are_gone_unless_others_may_share_the_memory():
     tensor = torch.zeros(4)
     holder = _MemoryHolder(tensor)
     assert num_holders(tensor) == 0 and num_memory_holders(tensor) == 1
@@ -104,7 +104,7 @@ def _waits(gm, monkeypatch, *, has_budget=True):
     """The waits that Inductor emits of a graph: what is called, and on what, without its number."""
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_, **__: lambda *_: None)
     inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    with inductor_config.patch(fx_graph_cache=False), pinning_patch(has_budget=has_budget):
+    with inductor_config.patch(fx_graph_cache=False), pinning_patch(releases=has_budget):
         source = compile_fx_inner(gm, inputs).source_code
     assert order_difference(planned_order(gm), emitted_order(source)) == ""
     calls = re.findall(r"^ *(?P<function>[\w.]*wait_\w+[\w.]*)\((?P<argument>.*)\)$", source, re.MULTILINE)
@@ -150,13 +150,21 @@ def test_of_coalesced_collectives_in_place_too(fake_group, monkeypatch):
     assert _waits(build.finish(*parts), monkeypatch) == [PLAIN, IN_PLACE]
 
 
-def test_of_a_gather_into_memory_it_is_given(fake_group, monkeypatch):
+def test_torch_holds_a_collective_of_which_a_result_is_not_waited_for(fake_group, monkeypatch):
     group = _group(fake_group)
     build = GraphBuilder()
-    part, whole = build.input("primals_1", 2, 4), build.input("primals_2", 4, 4)
-    into = build(aten.mm.default, whole, whole)
-    gathered = build(c10d.all_gather_into_tensor_out.default, part, 2, group, out=into)
-    assert _waits(build.finish(build(WAIT, gathered)), monkeypatch) == [IN_PLACE]
+    inputs = [build.input(f"primals_{index}", 2, 4) for index in range(2)]
+    started = build(c10d.all_gather_into_tensor_coalesced.default, inputs, 2, group)
+    gm = build.finish(build(WAIT, build(operator.getitem, started, 1)))
+    assert _waits(gm, monkeypatch) == [PLAIN]
+
+
+def test_what_is_gathered_and_then_summed_in_place_is_waited_for_by_how_it_came(fake_group, monkeypatch):
+    group = _group(fake_group)
+    build = GraphBuilder()
+    gathered = build(WAIT, build(ALL_GATHER, build.input("primals_1", 2, 4), 2, group))
+    gm = build.finish(build(WAIT, build(ALL_REDUCE, gathered, "sum", group)))
+    assert _waits(gm, monkeypatch) == [RELEASED, IN_PLACE]
 
 
 def test_what_the_caller_started_or_owns_may_be_held_by_others(fake_group, monkeypatch):
@@ -176,9 +184,17 @@ def test_what_is_waited_for_as_a_view_is_held_as_a_whole(fake_group, monkeypatch
     assert _waits(gm, monkeypatch) == [RELEASED]
 
 
+def test_nor_does_a_view_of_a_view_hide_it(fake_group, monkeypatch):
+    group = _group(fake_group)
+    build = GraphBuilder()
+    started = build(ALL_GATHER, build.input("primals_1", 2, 4), 2, group)
+    part = build(aten.slice.Tensor, build(aten.view.default, started, [2, 8]), 0, 0, 1)
+    assert _waits(build.finish(build(WAIT, part)), monkeypatch) == [RELEASED]
+
+
 def test_a_kernel_is_not_taken_from_a_cache_of_one_without_a_budget():
     uuids = []
     for has_budget in (False, True, True):
-        with pinning_patch(has_budget=has_budget):
+        with pinning_patch(releases=has_budget):
             uuids.append(inductor_config._pre_fusion_custom_pass.uuid())
     assert uuids[0] != uuids[1] and uuids[1] == uuids[2]
