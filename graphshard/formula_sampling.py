@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from .capture import CapturedStep, capture_step
 from .collectives import is_collective
+from .context import PassContext
 from .cost import HardwareCard
 from .cost.compute import kernel_seconds, memory_seconds
 from .cost.flops import executed_flops, kernel_class
@@ -18,10 +19,11 @@ from .cost.kernels import Kernel, kernels_of
 from .cost.links import collective_bytes, collective_kind
 from .inspection import Inspection
 from .inspection_settings import Settings
+from .passes import MergeSums
 from .persistent_bytes import always_bytes, persistent_bytes
 from .report.data import CATEGORIES
 from .resharding import reshard_step
-from .rewrite import no_garbage_collection, remembered_results
+from .rewrite import copy_graph, no_garbage_collection, remembered_results
 from .stages import Stages
 
 
@@ -35,7 +37,7 @@ class Sample:
         persistent: see :func:`graphshard.persistent_bytes.persistent_bytes`.
         activations, gathered: bytes at the end of the forward.
         live: bytes at each node of the forward, then of the backward, then in the optimizer's step.
-        kernels: of each half, those around its collectives apart.
+        kernels: of each half with its sums merged, those around its collectives apart.
         copy_seconds: of each half, of the kernels around its collectives.
         traffic: bytes, and number, of the collectives of one micro-batch, by half and kind.
     """
@@ -104,7 +106,10 @@ class Sampler:
             settings=settings, captured=step, stages=Stages(None), is_brief=True, orders=orders or {}
         )
         captured = (self.captured(point).forward, self.captured(point).backward)
-        kernels = tuple(tuple(kernels_of(list(gm.graph.nodes))) for gm in captured)
+        context = replace(step.context, device_type=settings.card.device_type)
+        kernels = tuple(
+            tuple(kernels_of(list(_with_merged_sums(gm, context).graph.nodes))) for gm in captured
+        )
         with no_garbage_collection(), remembered_results():
             persistent = persistent_bytes(self.module, step, settings.optimizer)
             halves = inspection.scheduled_halves(always_bytes(persistent, settings.micro_batches))
@@ -139,6 +144,13 @@ class Sampler:
             return torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
 
         return tuple(map(fitted, self.args)), {name: fitted(value) for name, value in self.kwargs.items()}
+
+
+def _with_merged_sums(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
+    """A half as it is before its collectives are placed, but for what lowering adds."""
+    merged = copy_graph(gm)
+    MergeSums().run(merged, context)
+    return merged
 
 
 def _seconds(kernels: Sequence[Kernel], card: HardwareCard) -> float:

@@ -2,9 +2,9 @@
 
 Inductor merges them after the plan is made, and where the sum stands: the product runs later than planned, and what it
 reads is held until then. The gradient of a head whose weight is the embedding's, too, would be computed at the end of
-the backward, and the gradient of the logits held so long. Here a sum whose other summand is there first becomes one
-product in its place, before anything is planned; the others are kept apart, by a view that Inductor's pattern does not
-have.
+the backward, and the gradient of the logits held so long. Here a sum whose other summand is there first, or is a matter
+of inputs and gathers alone, becomes one product, before anything is planned; the others are kept apart, by a view that
+Inductor's pattern does not have.
 
 Before::
 
@@ -23,9 +23,10 @@ After::
     %add_0: f32[64, 16] = add(%view_0, %sin_0)
 
 Looked at is what Inductor merges (its pattern ``addmm``, torch 2.11 to 2.15): a product of matrices that only the sum
-reads, another summand of its dtype that broadcasts to it, no factor. Where sizes are symbolic, Inductor decides.
+reads, another summand of its dtype that broadcasts to it, no factor; on accelerators a sum that something other than
+pointwise ops reads. Where sizes are symbolic, Inductor decides.
 
-Numerics: merged, those of Inductor's own merging: the sum is made inside of the product. Apart, the same.
+Numerics: merged, those of Inductor's own merging: the sum is made inside of the product. Apart, those of eager code.
 """
 
 from __future__ import annotations
@@ -36,11 +37,14 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from graphshard.collectives import aten
+from graphshard.collectives import GATHERS, aten, is_wait
 from graphshard.context import PassContext
 from graphshard.facts import Fact
+from graphshard.ops import UNSHARD
 from graphshard.pipeline import PassReport
+from graphshard.provenance import is_layout
 from graphshard.rewrite import GraphEmitter, recompute_tags
+from graphshard.traits import is_pointwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +64,38 @@ class MergeSums:
             products = [
                 one for one in total.args if isinstance(one, fx.Node) and _would_be_merged(one, total)
             ]
-            if not products:
+            if not products or _stays_on_accelerator(total, ctx):
                 continue
-            product = max(
-                products, key=position.__getitem__
-            )  # of two, the one that has the other in front of it
+            # Of two products, the one that has the other in front of it.
+            product = max(products, key=position.__getitem__)
             summand = _other(total, product)
-            if position[summand] < position[product]:
-                position[_merge(gm.graph, summand, product, total)] = position[product]
+            if position[summand] < position[product] or _is_given(summand):
+                merged = _merge(gm.graph, summand, product, total, position)
+                position[merged] = max(position[summand], position[product])
                 counts["merged"] += 1
             else:
                 _keep_apart(gm.graph, product, total)
                 counts["kept apart"] += 1
         return PassReport(changed=any(counts.values()), counts=counts)
+
+
+def _stays_on_accelerator(total: fx.Node, ctx: PassContext) -> bool:
+    device = ctx.device_type or total.meta["val"].device.type
+    return device != "cpu" and all(map(is_pointwise, total.users))
+
+
+def _is_given(summand: fx.Node) -> bool:
+    """Whether inputs make up a value, through gathers and layout ops alone: nothing has to be computed first."""
+    pending, seen = [summand], {summand}
+    for node in pending:
+        if node.op == "placeholder":
+            continue
+        if not (is_layout(node) or is_wait(node) or node.target is UNSHARD or node.target in GATHERS):
+            return False
+        new = [source for source in node.all_input_nodes if source not in seen]
+        pending += new
+        seen.update(new)
+    return True
 
 
 def _other(total: fx.Node, product: fx.Node) -> fx.Node | None:
@@ -99,9 +122,11 @@ def _broadcasts_to(shape: torch.Size, wanted: torch.Size) -> bool:
     return all(size in (1, want) for size, want in zip(reversed(shape), reversed(wanted), strict=False))
 
 
-def _merge(graph: fx.Graph, summand: fx.Node, product: fx.Node, total: fx.Node) -> fx.Node:
+def _merge(
+    graph: fx.Graph, summand: fx.Node, product: fx.Node, total: fx.Node, position: dict[fx.Node, int]
+) -> fx.Node:
     emit = GraphEmitter(graph, origin=product, extra_meta=recompute_tags(product))
-    with graph.inserting_before(product):
+    with graph.inserting_after(max(summand, product, key=position.__getitem__)):
         merged = emit(aten.addmm.default, summand, *product.args)
     total.replace_all_uses_with(merged)
     graph.erase_node(total)

@@ -15,6 +15,8 @@ import graphshard
 from graphshard.cli import main
 from graphshard.cost.links import GroupTopology, formula_seconds
 from graphshard.errors import FormulaError, OptionError, UnsupportedShardingError
+from graphshard.formula_sampling import Sampler
+from graphshard.inspection_settings import read_settings
 from graphshard.report import CATEGORIES
 from graphshard.report.formulas import formulas_text, moments_of
 from graphshard.report.link_formulas import Traffic, traffic_seconds
@@ -292,3 +294,32 @@ def test_a_mistake_is_one_line_and_status_2(here, capsys, arguments, complaint):
     )
     printed = capsys.readouterr()
     assert printed.out == "" and complaint in printed.err.splitlines()[-1]
+
+
+class Residual(nn.Module):
+    """Sums behind products, which are merged with them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+
+    def forward(self, x):
+        return (x + self.second(torch.relu(x + self.first(x)))).square().mean()
+
+
+def test_merged_sums_are_no_copies_around_collectives():
+    """What is copied depends on the parameters alone; a sum would grow with the batch."""
+    with torch.device("meta"):
+        model, x = Residual(), torch.empty(64, 32)
+    left_open = dict.fromkeys(("rules", "tables", "mp_policy", "reshard_after_forward", "memory_budget"))
+    settings = read_settings(
+        hardware="cpu-loopback", mesh={"shard": 4}, units=["first", "second"], optimizer="adamw", micro_batches=1,
+        plan="unit", checkpoint=(), **left_open,
+    )  # fmt: skip
+    sampler = Sampler(
+        module=model, args=(x,), kwargs={}, dynamic={"batch": 0}, sizes={"batch": 64}, loss=None, settings=settings,
+        progress=lambda stage: None, known={},
+    )  # fmt: skip
+    small, large = (sampler.sample((batch,)) for batch in (64, 1024))
+    assert small.copy_seconds == pytest.approx(large.copy_seconds, rel=1e-6)
+    assert len(large.kernels[0]) > 0 and all(seconds >= 0 for seconds in small.copy_seconds)

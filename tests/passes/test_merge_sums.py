@@ -1,5 +1,7 @@
 """merge_sums: a product and the sum behind it are one product where that delays nothing."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from small_graphs import GraphBuilder, aten, one_axis, run_pass, run_twice, text_of
@@ -79,6 +81,26 @@ def test_a_product_does_not_wait_for_a_later_summand():
     build = _Products()
     late = build(aten.sin.default, build.other)
     _check(build.finish(build.sum(build.first, late), build.second), ["mm", "mm", "sin", "view", "add"], kept_apart=1)
+
+
+def test_a_bias_that_is_gathered_where_it_is_read_is_no_later_summand():
+    """A bucket brings it with the weight, in front of the product."""
+    build = _Products()
+    bias = build(aten.view.default, build.gather(build.input("primals_5", 2), 2), [4])
+    gm = build.finish(build.sum(build.first, bias), build.second)
+    run_pass(MergeSums(), gm, CONTEXT)
+    assert _ops(gm) == ["mm", "all_gather_into_tensor", "wait_tensor", "view", "addmm"]
+
+
+@pytest.mark.parametrize("read_by", [aten.relu.default, aten.t.default, aten.mm.default])
+def test_on_accelerators_sums_before_pointwise_kernels_are_theirs(read_by):
+    """Inductor merges there what another kernel reads."""
+    build = _Products()
+    total = build.sum(build.other, build.first)
+    result = build(read_by, total, build.c) if read_by is aten.mm.default else build(read_by, total)
+    gm = build.finish(result, build.second)
+    record = run_pass(MergeSums(), gm, replace(CONTEXT, device_type="cuda"))
+    assert record.report.counts["merged"] == (read_by is not aten.relu.default)
 
 
 def test_of_two_products_the_later_one_takes_the_sum():
