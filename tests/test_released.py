@@ -12,7 +12,8 @@ import torch._inductor.config as inductor_config
 from small_graphs import GraphBuilder, aten
 from torch._inductor.async_compile import AsyncCompile
 
-from graphshard import released
+import graphshard
+from graphshard import backend, released
 from graphshard._compat import num_holders, num_memory_holders
 from graphshard.collectives import ALL_GATHER, ALL_REDUCE, WAIT, c10d
 from graphshard.emitted import emitted_order, order_difference, planned_order
@@ -198,3 +199,16 @@ def test_a_kernel_is_not_taken_from_a_cache_of_one_without_a_budget():
         with pinning_patch(releases=has_budget):
             uuids.append(inductor_config._pre_fusion_custom_pass.uuid())
     assert uuids[0] != uuids[1] and uuids[1] == uuids[2]
+
+
+def test_other_backends_than_gloo_are_not_waited_for(fake_group, monkeypatch):
+    """The fake group is one; that halves on gloo are, the memory of their steps shows."""
+    asked = []
+    monkeypatch.setattr(
+        backend, "pinning_patch", lambda releases: asked.append(releases) or pinning_patch(releases=releases)
+    )
+    torch.compiler.reset()
+    model = graphshard.fully_shard(torch.nn.Linear(8, 8), mesh=fake_group(2))
+    options = {"hardware": "cpu-loopback", "bucket": "auto", "memory_budget": "1GB"}
+    torch.compile(model, backend="graphshard", options=options)(torch.zeros(4, 8)).sum().backward()
+    assert asked == [False, False]
