@@ -355,17 +355,15 @@ def wait_for_releases(nodes: Sequence[BaseSchedulerNode]) -> None:
     for source, found in waits.items():
         names = {wait.inputs[0].get_name() for wait in found}
         if names == results[source] and not names & V.graph.graph_inputs.keys():
-            _release_after(
-                found[-1], wait_until_released_in_place if source in in_place else wait_until_released
-            )
+            function = wait_until_released_in_place if source in in_place else wait_until_released
+            _release_after(found[-1], function)
 
 
 def _release_after(wait: _WaitKernel, function: Callable[..., None]) -> None:
     V.graph.wrapper_code.add_import_once(f"from {function.__module__} import {function.__name__}")
     wait.python_kernel_name = function.__name__
-    wait.inputs[0] = V.graph.get_buffer(
-        wait.inputs[0].get_name()
-    )  # all of it, where a view of it was waited for
+    # All of it, where a view of it was waited for.
+    wait.inputs[0] = V.graph.get_buffer(wait.inputs[0].get_name())
 
 
 def _has(name: str) -> bool:

@@ -45,17 +45,6 @@ def test_a_holder_out_of_sight_counts():
     assert num_holders(tensor) == 0
 
 
-def test_a_wait_lasts_until_the_other_thread_has_let_go():
-    tensor = torch.zeros(4)
-    holder = _Holder(tensor)
-    let_go = threading.Timer(0.2, holder.let_go)
-    begin = time.monotonic()
-    let_go.start()
-    wait_until_released(tensor)
-    assert num_holders(tensor) == 0 and time.monotonic() - begin >= 0.2
-    let_go.join()
-
-
 class _MemoryHolder:
     """Holds the memory of a tensor, as a backend does between letting go of the tensor and of the last view of it."""
 
@@ -66,17 +55,32 @@ class _MemoryHolder:
         self._view = None
 
 
-def test_a_wait_lasts_until_views_are_gone_unless_others_may_share_the_memory():
+@pytest.mark.parametrize(
+    ("holds", "wait"),
+    [
+        (_Holder, wait_until_released),
+        (_Holder, wait_until_released_in_place),
+        (_MemoryHolder, wait_until_released),
+    ],
+)
+def test_a_wait_lasts_until_the_other_thread_has_let_go(holds, wait):
+    tensor = torch.zeros(4)
+    holder = holds(tensor)
+    let_go = threading.Timer(0.2, holder.let_go)
+    begin = time.monotonic()
+    let_go.start()
+    wait(tensor)
+    assert num_holders(tensor) == num_memory_holders(tensor) == 0 and time.monotonic() - begin >= 0.2
+    let_go.join()
+
+
+def test_memory_that_others_may_share_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it sleeps"))
     tensor = torch.zeros(4)
     holder = _MemoryHolder(tensor)
     assert num_holders(tensor) == 0 and num_memory_holders(tensor) == 1
     wait_until_released_in_place(tensor)
-    let_go = threading.Timer(0.2, holder.let_go)
-    begin = time.monotonic()
-    let_go.start()
-    wait_until_released(tensor)
-    assert num_memory_holders(tensor) == 0 and time.monotonic() - begin >= 0.2
-    let_go.join()
+    holder.let_go()
 
 
 def test_what_nobody_holds_is_not_waited_for(monkeypatch):
