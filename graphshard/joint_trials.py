@@ -27,6 +27,7 @@ from .passes import KeepGathered, PlanCollectives, RecomputeActivations
 from .passes.plan_collectives import default_peak, resident_bytes
 from .pipeline import Pipeline
 from .planner.plan import InfeasibleBudgetError, Plan
+from .planner.solve import EXACT_STATES
 from .prices import GraphPrices
 from .recomputing import SHARES, choose_saved
 from .rewrite import copy_graph, output_values
@@ -108,7 +109,8 @@ class JointTrials:
         context: what passes on it know.
         tag: the joint passes behind ``keep_gathered``.
         lower: the passes on a half in front of the planner.
-        place: the planning pass, of which trials change the budget.
+        place: the planning pass, of which trials change the budget, and how long it may search: what is chosen is
+            planned again.
         prices: of a half.
         recomputes: whether activations may be computed again.
     """
@@ -226,7 +228,7 @@ class JointTrials:
         Raises:
             InfeasibleBudgetError: no plan keeps the budget.
         """
-        place = replace(self.place, memory_budget=memory_budget)
+        place = replace(self.place, memory_budget=memory_budget, exact_states=EXACT_STATES)
         ctx = replace(ctx, prices=self.prices(half))
         (record,) = Pipeline(place, given=self.lower.facts_at_end).run(half, ctx)
         planned = record.report.planned

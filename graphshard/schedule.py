@@ -32,7 +32,7 @@ from .planner.from_graph import GraphProblem, problem_of_graph
 from .planner.plan import InfeasibleBudgetError, Plan, make_plan
 from .planner.problem import Problem
 from .planner.simulate import PlanError, Step, simulate
-from .planner.solve import is_possible, leanest_schedule, plan
+from .planner.solve import MOST_EXACT_STATES, is_possible, leanest_schedule, plan
 from .planner.splits import WORTH, splits_to_try
 from .planner.wishes import NO_WISHES, Wishes
 from .prices import GraphPrices
@@ -263,6 +263,7 @@ def plan_graph(
     known: KnownPlan | None = None,
     places: Mapping[fx.Node, RowPlace] | None = None,
     device_type: str | None = None,
+    exact_states: int = MOST_EXACT_STATES,
 ) -> PlannedGraph:
     """Plans a graph, which stays as it is.
 
@@ -277,6 +278,7 @@ def plan_graph(
             far as this graph allows.
         places: where the shards lie that these gathers send (``provenance.row_places``).
         device_type: where the graph will run; None for where its values are.
+        exact_states: states that the exact search, of a small graph, may look at.
 
     Raises:
         OptionError, OptionTypeError: a budget that cannot be read.
@@ -294,7 +296,7 @@ def plan_graph(
             parts, prices, budget_bytes=budget, wishes=wanted, places=lying, device_type=device_type
         )
         if known is None:
-            graph, result = _within_budget(parts, found, budget, device_type)
+            graph, result = _within_budget(parts, found, budget, device_type, exact_states)
         else:
             graph, result = _followed(parts, found, known, budget, device_type)
         return found, _with_known(gm, splits, graph, found, result)
@@ -401,7 +403,7 @@ def _followed(
 
 
 def _within_budget(
-    gm: fx.GraphModule, found: GraphProblem, budget: int | None, device_type: str | None
+    gm: fx.GraphModule, found: GraphProblem, budget: int | None, device_type: str | None, exact_states: int
 ) -> tuple[fx.GraphModule, Plan]:
     """The graph with the fastest plan that the memory model lets pass, the order in which it came included."""
     before = measured_peak(gm, device_type)
@@ -411,7 +413,7 @@ def _within_budget(
     problem = found.problem
     for _ in range(_ATTEMPTS):
         try:
-            result = plan(problem, unplanned=found.unplanned, notes=found.notes)
+            result = plan(problem, unplanned=found.unplanned, notes=found.notes, exact_states=exact_states)
         except InfeasibleBudgetError:
             break
         planned = planned_graph(gm, found, result.steps)

@@ -45,6 +45,7 @@ from graphshard.memory import WAITING_INPUTS, kept_bytes, kept_inputs
 from graphshard.pipeline import PassReport
 from graphshard.placement import Decisions, Movable, Placement, at_once
 from graphshard.planner.plan import InfeasibleBudgetError
+from graphshard.planner.solve import MOST_EXACT_STATES
 from graphshard.planner.wishes import Wishes
 from graphshard.provenance import reduced_parameters, row_places, shards_behind
 from graphshard.rewrite import apply_order, copy_graph
@@ -78,6 +79,7 @@ class PlanCollectives:
             after the wait for the unit before, whose parameters are one bucket a dtype and group. "post": not before
             the gradients of that unit exist. "" where the plan is best. What the user says of a unit's prefetches
             comes first.
+        exact_states: states that the exact search, of a small graph, may look at: some 10,000 take a second.
 
     Raises:
         OptionError: a budget or a prefetch that cannot be.
@@ -92,6 +94,7 @@ class PlanCollectives:
     memory_budget: int | str | None = None
     max_gathers: int = 0
     backward_prefetch: str = ""
+    exact_states: int = MOST_EXACT_STATES
 
     def __post_init__(self) -> None:
         if self.backward_prefetch not in BACKWARD_PREFETCHES:
@@ -121,6 +124,7 @@ class PlanCollectives:
                 known=ctx.known_plan,
                 places=places,
                 device_type=ctx.device_type,
+                exact_states=self.exact_states,
             )
 
         notes: list[str] = []

@@ -483,7 +483,7 @@ def test_what_stays_in_a_graph_of_ones_own_is_counted_and_priced():
 def test_a_plan_without_a_budget_is_faster_than_the_passes_and_holds_no_more(card):
     def step(**options) -> Report:
         return graphshard.inspect(
-            Blocks(4), [torch.zeros(3, 6)], mesh={"shard": 2}, hardware=card, units=["blocks.*"], loss=_mean_square,
+            Blocks(3), [torch.zeros(3, 6)], mesh={"shard": 2}, hardware=card, units=["blocks.*"], loss=_mean_square,
             **options,
         )  # fmt: skip
 

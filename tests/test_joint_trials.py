@@ -23,6 +23,7 @@ from graphshard.passes import LowerShards, PlanCollectives
 from graphshard.passes.plan_collectives import default_peak, resident_bytes, step_bytes
 from graphshard.pipeline import Pipeline
 from graphshard.planner.plan import InfeasibleBudgetError
+from graphshard.planner.solve import EXACT_STATES
 from graphshard.rewrite import copy_graph
 
 
@@ -193,6 +194,18 @@ def test_inputs_that_live_through_the_step_are_part_of_a_users_budget_alone(monk
 
     inputs = in_capture(ask)
     assert counted == ({0} if budget is None else {inputs}) and inputs > 0
+
+
+def test_trials_search_exactly_for_a_moment_only(monkeypatch):
+    searched, real = [], PlanCollectives.run
+
+    def run(self, gm, ctx):
+        searched.append(self.exact_states)
+        return real(self, gm, ctx)
+
+    monkeypatch.setattr(PlanCollectives, "run", run)
+    in_capture(lambda trials: trials.choose(lambda *_: 2**30))
+    assert set(searched) == {EXACT_STATES} and PlanCollectives().exact_states > EXACT_STATES
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's, at the break

@@ -22,7 +22,7 @@ from .simulate import Machine, PlanError, Step, simulate
 EXACT_COLLECTIVES, EXACT_TASKS = 10, 40
 
 #: States that the exact search looks at, and that it does where small changes have been tried on what the beams
-#: found. It leaves the problem to these if there are more.
+#: found, for seconds. It leaves the problem to these if there are more.
 EXACT_STATES, MOST_EXACT_STATES = 30_000, 400_000
 
 #: Searches for every problem, in the order in which they are tried.
@@ -74,7 +74,13 @@ HARDLY_SLOWER = 1e-3
 HARDLY_LEANER = 1.02
 
 
-def plan(problem: Problem, *, unplanned: Sequence[Step] | None = None, notes: Sequence[str] = ()) -> Plan:
+def plan(
+    problem: Problem,
+    *,
+    unplanned: Sequence[Step] | None = None,
+    notes: Sequence[str] = (),
+    exact_states: int = MOST_EXACT_STATES,
+) -> Plan:
     """The best schedule found for a problem.
 
     Args:
@@ -82,6 +88,7 @@ def plan(problem: Problem, *, unplanned: Sequence[Step] | None = None, notes: Se
         unplanned: a schedule that is known; the plan is no slower, if that one keeps the budget and
             what the user insists on.
         notes: for people, kept in the plan.
+        exact_states: states that the exact search may look at.
 
     Raises:
         InfeasibleBudgetError: no schedule is found within the budget.
@@ -96,11 +103,12 @@ def plan(problem: Problem, *, unplanned: Sequence[Step] | None = None, notes: Se
     if not found:
         found.append(_leanest_in_budget(problem))
     best = _best(problem, found, bearable)
-    exact = _exactly(problem, best, EXACT_STATES)
+    exact = _exactly(problem, best, min(EXACT_STATES, exact_states))
     if exact is None:
         if _is_worth_more(problem, best):
             best = _best(problem, [best, *_improved(problem, found, best)], bearable)
-        exact = _exactly(problem, best, MOST_EXACT_STATES)
+        if exact_states > EXACT_STATES:
+            exact = _exactly(problem, best, exact_states)
     solver, best = ("beam", best) if exact is None else ("exact", exact or best)
     best = _known_unless_better(problem, [steps for steps in known if steps in found], best)
     return make_plan(problem, best, solver=solver, unplanned_seconds=before, notes=notes)

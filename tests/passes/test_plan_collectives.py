@@ -105,6 +105,12 @@ def test_latency_decides_about_merging(captured):
     assert counts[DEAR] < counts[CHEAP]
 
 
+@pytest.mark.parametrize(("states", "solver"), [({}, "exact"), ({"exact_states": 10}, "beam")])
+def test_a_small_graph_is_searched_exactly_within_a_number_of_states(captured, states, solver):
+    gm, ctx = _half(captured, "two_linears", "backward")
+    assert run_pass(PlanCollectives(**states), gm, ctx, *HELD).report.planned.plan.solver == solver
+
+
 @pytest.mark.parametrize("half", ["forward", "backward"])
 def test_without_merging_collectives_are_only_placed(captured, half):
     gm, ctx = _half(captured, "blocks_2", half)

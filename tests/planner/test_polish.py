@@ -148,11 +148,10 @@ def test_small_problems_that_have_too_many_states_are_made_better_too(monkeypatc
     monkeypatch.setattr(solve, "EXACT_STATES", 10)
     exact = [plan(problem) for problem in SMALL]
     assert {found.solver for found in exact} == {"exact"}  # more states, once there is a good schedule
-    monkeypatch.setattr(solve, "MOST_EXACT_STATES", 10)
-    with_changes = [plan(problem) for problem in SMALL]
+    with_changes = [plan(problem, exact_states=10) for problem in SMALL]
     assert {found.solver for found in with_changes} == {"beam"}
     monkeypatch.setattr(solve, "polished", lambda problem, steps: list(steps))
-    without = [plan(problem).seconds for problem in SMALL]
+    without = [plan(problem, exact_states=10).seconds for problem in SMALL]
     assert all(one.seconds <= other for one, other in zip(with_changes, without, strict=True))
     assert any(one.seconds < other for one, other in zip(with_changes, without, strict=True))
 

@@ -262,13 +262,12 @@ def test_a_users_buckets_prefetches_and_limits_are_kept():
 
 
 @pytest.mark.parametrize("states", [solve.MOST_EXACT_STATES, 1000])
-def test_wishes_that_only_the_leanest_schedule_keeps_are_kept(states, monkeypatch):
+def test_wishes_that_only_the_leanest_schedule_keeps_are_kept(states):
     """No search finds one that starts two gathers behind another, and what is left of the states is too little."""
-    monkeypatch.setattr(solve, "MOST_EXACT_STATES", states)
     problem = random_problem(350, most=9, num_tasks=6, with_memory=True)
     problem = replace(problem, max_reductions=1, prefetch=[(2, 5), (2, 4)])
     assert not list(solve._searched(problem))
-    found = plan(problem)
+    found = plan(problem, exact_states=states)
     assert found.solver == ("exact" if states > 1000 else "beam")
     assert simulate(problem, found.steps).seconds == found.seconds
     assert plan(replace(problem, budget_bytes=found.peak_bytes)).peak_bytes <= found.peak_bytes
