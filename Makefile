@@ -2,10 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
-# So many processes run tests, a file each at a time; ranks come on top. Long files come before short ones as they are
-# sorted by name, and not if by their number of tests.
+# So many processes run tests, a file each at a time; ranks come on top.
 JOBS ?= 2
-PYTEST = $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help train inspect examples test test-all lint types gpu-check bench clean
 
@@ -53,10 +51,10 @@ types: .venv/.installed
 	$(BIN)/mypy -p graphshard
 
 test: lint types
-	$(PYTEST)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
 
 test-all: lint types
-	$(PYTEST) -m ""
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m ""
 
 gpu-check: .venv/.installed
 	$(BIN)/python -m pytest -q -m gpu
