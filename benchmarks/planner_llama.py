@@ -30,13 +30,13 @@ from graphshard.capture import PLAIN_PIPELINE, ShardingRules, capture_step
 from graphshard.collectives import is_collective
 from graphshard.context import PassContext
 from graphshard.cost import CostModel, load_card
+from graphshard.graph_plan import plan_graph
 from graphshard.mesh import MeshLayout
 from graphshard.pipeline import Pipeline
 from graphshard.planner.from_graph import problem_of_graph
 from graphshard.planner.simulate import Simulation, simulate
 from graphshard.provenance import row_places
 from graphshard.rewrite import copy_graph
-from graphshard.schedule import plan_graph
 from inductor_overlap import inductor_schedule
 from llama_tensor_parallel import capture_tensor_parallel
 

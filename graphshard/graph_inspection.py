@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import fx
 
+from .budgets import parse_bytes
 from .collectives import is_collective
 from .context import PassContext
 from .cost import CollectiveTables, CostModel, GroupTopology, HardwareCard, card_of, tables_of
@@ -22,7 +23,7 @@ from .report.data import CATEGORIES, PassStep, Report
 from .report.half import ScheduledHalf, half_report
 from .report.step import report_of_halves
 from .report.worlds import worlds_of
-from .schedule import parse_bytes, topologies
+from .schedule import topologies
 
 _NOTES = (
     "The graph is priced as it stands; graphshard.schedule_graph changes it.",

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from .budgets import parse_bytes
 from .capture import ShardingRules, plain_module
 from .cost import CollectiveTables, CostModel, HardwareCard, card_of, tables_of
 from .errors import OptionError, ShardingError, UnsupportedShardingError
 from .mesh import MeshLayout
 from .plain_copy import is_sharded, plain_copy
 from .report.optimizers import OptimizerKind, optimizer_kind
-from .schedule import parse_bytes
 
 PLANS = ("unit", "auto")
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.distributed.fsdp import BackwardPrefetch
 
+from .budgets import parse_bytes
 from .cost import HardwareCard, load_card
 from .errors import OptionError
-from .schedule import parse_bytes
 
 #: Options of the planner.
 _NEED_HARDWARE = ("memory_budget", "bucket", "limit_all_gathers", "backward_prefetch")

@@ -23,9 +23,9 @@ from .collectives import is_collective
 from .context import PassContext
 from .errors import PassError, PipelineError
 from .facts import CHECKERS, Fact
+from .graph_plan import PlannedGraph
 from .graph_text import graph_text, text_fingerprint
 from .rewrite import output_values
-from .schedule import PlannedGraph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

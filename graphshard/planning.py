@@ -16,6 +16,7 @@ from torch import fx
 from . import passes
 from ._compat import group_by_name, group_store, group_timeout_seconds
 from .agreement import agree_on_group
+from .budgets import parse_bytes
 from .collectives import group_name, is_collective
 from .context import KnownPlan, PassContext
 from .cost import CostModel, HardwareCard
@@ -28,7 +29,7 @@ from .params import UnshardCall
 from .passes.plan_collectives import step_bytes
 from .pipeline import PassRecord, Pipeline
 from .refusals import Refusals
-from .schedule import parse_bytes, topologies
+from .schedule import topologies
 from .shared_plan import PlanStore, decide_together
 
 

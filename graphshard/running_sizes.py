@@ -17,10 +17,10 @@ from torch import fx
 
 from .collectives import is_collective
 from .context import PassContext
+from .graph_plan import measured_peak
 from .passes.plan_collectives import held_beside
 from .planner.plan import InfeasibleBudgetError
 from .rewrite import copy_graph
-from .schedule import measured_peak
 from .sizes import stored_bytes, tensors_of
 
 #: Values of symbols.

@@ -2,8 +2,9 @@
 
 What :func:`graphshard.schedule_graph` does for any graph, as a pass: docs/planning.md has the model
 and the algorithm. Prices come from the context, and so does a plan of another rank to follow. Compute
-keeps its order. A unit whose user named the units to prefetch is one bucket a dtype and group, and starts
-those right after its own wait. Memory is that of the memory model, and stays within ``memory_budget``.
+keeps its order, but for what moves beside collectives that compute reads soon (``move_compute``). A unit
+whose user named the units to prefetch is one bucket a dtype and group, and starts those right after its
+own wait. Memory is that of the memory model, and stays within ``memory_budget``.
 
 Before (latency dear)::
 
@@ -37,10 +38,12 @@ from typing import ClassVar
 
 from torch import fx
 
+from graphshard.budgets import parse_bytes
 from graphshard.collectives import group_name, is_collective
 from graphshard.context import PassContext
 from graphshard.errors import OptionError, PassError
 from graphshard.facts import Fact
+from graphshard.graph_plan import PlannedGraph, measured_peak, plan_graph
 from graphshard.memory import WAITING_INPUTS, kept_bytes, kept_inputs
 from graphshard.pipeline import PassReport
 from graphshard.placement import Decisions, Movable, Placement, at_once
@@ -49,7 +52,6 @@ from graphshard.planner.solve import MOST_EXACT_STATES
 from graphshard.planner.wishes import Wishes
 from graphshard.provenance import reduced_parameters, row_places, shards_behind
 from graphshard.rewrite import apply_order, copy_graph
-from graphshard.schedule import PlannedGraph, measured_peak, parse_bytes, plan_graph
 from graphshard.sizes import stored_bytes, tensor_bytes
 
 from .bucket_collectives import BucketCollectives
@@ -79,6 +81,7 @@ class PlanCollectives:
             after the wait for the unit before, whose parameters are one bucket a dtype and group. "post": not before
             the gradients of that unit exist. "" where the plan is best. What the user says of a unit's prefetches
             comes first.
+        move_compute: whether compute may move beside collectives that compute reads soon (tensor parallelism's).
         exact_states: states that the exact search, of a small graph, may look at: some 10,000 take a second.
 
     Raises:
@@ -94,6 +97,7 @@ class PlanCollectives:
     memory_budget: int | str | None = None
     max_gathers: int = 0
     backward_prefetch: str = ""
+    move_compute: bool = True
     exact_states: int = MOST_EXACT_STATES
 
     def __post_init__(self) -> None:
@@ -124,6 +128,7 @@ class PlanCollectives:
                 known=ctx.known_plan,
                 places=places,
                 device_type=ctx.device_type,
+                move_compute=self.move_compute,
                 exact_states=self.exact_states,
             )
 

@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.processes",
         "graphshard.sizes",
     ),
+    ("graphshard.budgets",),
     # how compiled code waits
     ("graphshard.released",),
     # how ranks that wait learn that another has stopped
@@ -100,8 +101,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # from graphs and back
     ("graphshard.planner.follow", "graphshard.planner.wishes", "graphshard.planner.writes"),
     ("graphshard.planner.from_graph",),
-    ("graphshard.planner.apply", "graphshard.keeping"),
-    ("graphshard.recomputing", "graphshard.schedule"),
+    ("graphshard.planner.apply", "graphshard.planner.moving", "graphshard.keeping"),
+    ("graphshard.planner.moves",),
+    ("graphshard.graph_plan", "graphshard.recomputing"),
+    ("graphshard.schedule",),
     ("graphshard.pipeline",),
     (
         "graphshard.passes.bucket_collectives",

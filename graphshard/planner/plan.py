@@ -93,6 +93,8 @@ class Plan:
         notes: what was left as it is, and why.
         splits: collectives that are split, and into how many parts; bounds and ``steps`` are then those of the
             graph with the parts.
+        num_moved: pieces of compute that moved beside collectives that compute reads soon; bounds, gap and ``steps``
+            are then those of the graph with its compute in this order.
     """
 
     buckets: tuple[PlannedBucket, ...]
@@ -108,6 +110,7 @@ class Plan:
     steps: tuple[Step, ...]
     notes: tuple[str, ...] = ()
     splits: tuple[tuple[str, int], ...] = ()
+    num_moved: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON can hold it."""
@@ -132,6 +135,7 @@ class Plan:
             f"peak {self.peak_bytes} bytes, {budget}",
             f"{collectives} collectives in {len(self.buckets)} buckets",
             *(f"{name} is split into {num_parts} parts" for name, num_parts in self.splits),
+            *([f"{self.num_moved} pieces of compute moved beside collectives"] if self.num_moved else []),
         ]
 
 

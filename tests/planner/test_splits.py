@@ -12,6 +12,7 @@ from torch import fx
 
 from graphshard.buckets import JOIN, JOIN_PARTS, PACK
 from graphshard.collectives import ALL_REDUCE, WAIT, is_collective
+from graphshard.graph_plan import measured_peak, plan_graph
 from graphshard.planner import splits
 from graphshard.planner.bound import lower_bounds
 from graphshard.planner.exact import best_schedule
@@ -21,7 +22,6 @@ from graphshard.planner.simulate import PlanError, Step, simulate
 from graphshard.planner.splits import seconds_in_a_row, splits_to_try
 from graphshard.planner.wishes import Wishes
 from graphshard.rows import RowPlace
-from graphshard.schedule import measured_peak, plan_graph
 from graphshard.testing import run_on_all_ranks
 
 
@@ -297,7 +297,9 @@ def test_neighbours_stay_neighbours_beside_one_that_is_split():
         value = build(aten.mm.default, value, one)
     gm = build.finish(value)
     _, *gathers = filter(is_collective, gm.graph.nodes)
-    places = {gather: RowPlace("unit", 512 * 1024 * index, 512 * 1024) for index, gather in enumerate(gathers)}
+    places = {
+        gather: RowPlace("unit", 512 * 1024 * index, 512 * 1024) for index, gather in enumerate(gathers)
+    }
     wishes = Wishes(fixed_buckets=[gathers])
     for lying, expected in ((places, JOIN), ({}, PACK)):
         planned = plan_graph(gm, BESIDE, places=lying, wishes=wishes)
@@ -340,7 +342,9 @@ def test_another_rank_follows_the_parts():
     assert [node.name for node in followed.gm.graph.nodes] == [node.name for node in planned.gm.graph.nodes]
     assert followed.plan.splits == planned.plan.splits and followed.known == planned.known
     for wrong in ((1, 2), (0, 8192)):
-        with pytest.raises(PlanError, match=rf"has collective {wrong[0]} in {wrong[1]} parts, which it cannot"):
+        with pytest.raises(
+            PlanError, match=rf"has collective {wrong[0]} in {wrong[1]} parts, which it cannot"
+        ):
             plan_graph(gm, EVEN, known=replace(planned.known, splits=(wrong,)))
 
 
