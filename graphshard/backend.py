@@ -78,6 +78,7 @@ def half_pipeline(options: BackendOptions) -> Pipeline:
             memory_budget=budget,
             max_gathers=options.limit_all_gathers,
             backward_prefetch=options.backward_prefetch or "",
+            move_compute=options.move_compute,
         )
         steps.append(place)
     elif options.overlap is False:

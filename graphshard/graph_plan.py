@@ -18,6 +18,7 @@ from .budgets import parse_bytes
 from .collectives import is_collective, merge_waits, repeated_waits
 from .context import KnownPlan
 from .memory import MemoryModel, kept_inputs
+from .planner.any_order import any_order_seconds
 from .planner.apply import planned_graph
 from .planner.bound import lower_bounds
 from .planner.follow import ways_to_follow
@@ -96,13 +97,16 @@ def plan_graph(
         return planner.followed(source, known)
     source, found, best = planner.in_best_order(source, move_compute)
     for splits in _splits_to_try(found, best.plan, source.wishes):
+        parts = source.split(splits)
         try:
-            _, tried = planner.planned(source.split(splits))
+            read, tried = planner.planned(parts)
         except InfeasibleBudgetError:
             continue
         if tried.plan.seconds <= SPLIT_WORTH * best.plan.seconds:
-            return replace(tried, plan=replace(tried.plan, unplanned_seconds=best.plan.unplanned_seconds))
-    return best
+            tried = replace(tried, plan=replace(tried.plan, unplanned_seconds=best.plan.unplanned_seconds))
+            source, found, best = parts, read, tried
+            break
+    return replace(best, plan=replace(best.plan, any_order_seconds=any_order_seconds(source.gm, found)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

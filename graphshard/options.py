@@ -21,6 +21,7 @@ _FSDP1_GATHERS = 2
 
 _CHOICES = {
     "bucket": ("unit", "none", "auto"),
+    "move_compute": (True, False),
     "overlap": (True, False, "always"),
     "verify": ("off", "cheap", "full"),
 }
@@ -51,6 +52,8 @@ class BackendOptions:
             bucket a unit, right after the unit before is gathered; "post" (``BACKWARD_POST``), not before that
             unit's gradients exist. None where the plan finds it best. Units with prefetches of their own
             (``set_modules_to_backward_prefetch``) keep those (needs ``hardware``; without it one is ahead).
+        move_compute: where the planner places collectives (``hardware``), compute may move beside those that compute
+            reads soon, tensor parallelism's for instance; False leaves compute in its order.
         verify: "cheap" compares the collectives across ranks before the first one of a new graph
             and checks the order Inductor emits; "full" also recomputes every fake value after each
             pass, and makes another order an error; "off" does none of it.
@@ -64,6 +67,7 @@ class BackendOptions:
     memory_budget: int | None = None
     limit_all_gathers: int = 0
     backward_prefetch: str | None = None
+    move_compute: bool = True
     verify: str = "cheap"
     dump: Path | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)

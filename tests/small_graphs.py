@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphshard.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
+from graphshard.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from graphshard.context import PassContext, context_from_shard_ops
 from graphshard.facts import Fact
 from graphshard.graph_text import graph_text
@@ -79,6 +79,40 @@ class GraphBuilder:
         has_gradients = any(node.name.startswith("tangents_") for node in inputs)
         self.graph.output([*outputs, *([None] * len(self._handles) if has_gradients else [])])
         return fx.GraphModule(torch.nn.Module(), self.graph)
+
+
+def _as_it_is(build: GraphBuilder, product: fx.Node) -> fx.Node:
+    return product
+
+
+def tensor_parallel_backward(
+    num_blocks: int = 3,
+    extra: Callable[[GraphBuilder, fx.Node], fx.Node] = _as_it_is,
+    width: int = 8,
+    group: str = "tensor_group",
+) -> fx.GraphModule:
+    """Of layers split over a group: in each the gradient of a weight, reduced, and that of the activations, summed."""
+    build = GraphBuilder()
+    weight, grad = build.input("primals_0", width, width), build.input("tangents_0", width, width)
+    saved = [build.input(f"saved_{place}", width, width) for place in range(num_blocks)]
+    results = []
+    for value in saved:
+        product = extra(build, build(aten.mm.default, build(aten.t.default, grad), value))
+        results.append(build.reduction(product, 2))
+        summed = build(WAIT, build(ALL_REDUCE, build(aten.mm.default, grad, weight), "sum", group))
+        grad = build(aten.relu.default, summed)
+    return build.finish(*results, grad)
+
+
+def products_and_sums(gm: fx.GraphModule) -> str:
+    """The order of such a graph: g for the gradient of a weight, a of activations, s for a sum's start, r for relu."""
+    text = ""
+    for node in gm.graph.nodes:
+        if node.target is aten.mm.default:
+            text += "g" if node.args[0].target is aten.t.default else "a"
+        elif node.target is ALL_REDUCE or node.target is aten.relu.default:
+            text += "s" if node.target is ALL_REDUCE else "r"
+    return text
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # from graphs and back
     ("graphshard.planner.follow", "graphshard.planner.wishes", "graphshard.planner.writes"),
     ("graphshard.planner.from_graph",),
-    ("graphshard.planner.apply", "graphshard.planner.moving", "graphshard.keeping"),
+    ("graphshard.planner.any_order", "graphshard.planner.apply", "graphshard.planner.moving", "graphshard.keeping"),
     ("graphshard.planner.moves",),
     ("graphshard.graph_plan", "graphshard.recomputing"),
     ("graphshard.schedule",),

@@ -30,6 +30,7 @@ def test_defaults(given):
         {"overlap": "always"},
         {"verify": "full"},
         {"verify": "off"},
+        {"move_compute": False},
         {"inductor": {"max_autotune": True}},
     ],
     ids=str,
@@ -105,9 +106,11 @@ def test_backward_prefetch_takes_words_and_fsdp1s_enum(given, name):
 
 def test_the_planners_options_reach_its_pass():
     options = {"hardware": "h100-sxm", "bucket": "auto", "memory_budget": 5, "limit_all_gathers": 3}
-    options["backward_prefetch"] = "post"
+    options |= {"backward_prefetch": "post", "move_compute": False}
     *_, place = half_pipeline(BackendOptions.parse(options)).passes
-    assert place == PlanCollectives(memory_budget=5, max_gathers=3, backward_prefetch="post")
+    assert place == PlanCollectives(
+        memory_budget=5, max_gathers=3, backward_prefetch="post", move_compute=False
+    )
 
 
 def test_another_backward_prefetch_is_refused():

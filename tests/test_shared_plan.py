@@ -29,7 +29,10 @@ def _decision(stores, made=PLAN):
 
 
 def test_a_known_plan_survives_json():
-    plan = KnownPlan(num_tasks=3, steps=((0, True, (0, 1)), (2, False, (0, 1))), splits=((1, 4),))
+    moves = ((2, "aten.mm.default", 5, (0, 3)),)
+    plan = KnownPlan(
+        num_tasks=3, steps=((0, True, (0, 1)), (2, False, (0, 1))), splits=((1, 4),), moves=moves
+    )
     assert KnownPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
 
 

@@ -208,6 +208,19 @@ def _queue_bound(problem: Problem, windows: Sequence[tuple[int, int]]) -> float:
             tails[other] + alone[other] + ones[other].before_seconds for other in dependents.get(index, ())
         ]
         tails[index] = max([left[deadline], *later]) + one.after_seconds
+    return links_bound(problem, heads, tails)
+
+
+def links_bound(problem: Problem, heads: Sequence[float], tails: Sequence[float]) -> float:
+    """What the collectives of one process group, or shared link, cannot beat.
+
+    Args:
+        problem: whose collectives these are.
+        heads: the soonest that each can begin.
+        tails: what is left to do at least behind the end of each.
+    """
+    ones = problem.collectives
+    alone = [problem.prices.collective_seconds(one.kind, one.num_bytes, one.queue) for one in ones]
     overlaps = [problem.prices.overlapped_seconds(one.kind, one.num_bytes, one.queue) for one in ones]
     best = 0.0
     links = [problem.link_of(one.queue) for one in ones]
@@ -223,7 +236,7 @@ def _queue_bound(problem: Problem, windows: Sequence[tuple[int, int]]) -> float:
 
 
 def _heads_and_tails(
-    problem: Problem, members: list[int], heads: list[float], tails: list[float], moving: list[float]
+    problem: Problem, members: list[int], heads: Sequence[float], tails: Sequence[float], moving: list[float]
 ) -> float:
     ones = problem.collectives
     keys = {index: ones[index].merge_key or (index,) for index in members}

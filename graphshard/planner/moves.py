@@ -24,6 +24,9 @@ WORTH = 0.01
 #: Compute moves past so many flights at most: as a block of a transformer with tensor parallelism has.
 _REACH = 4
 
+#: So many nodes are tried for one flight.
+_MOST_TRIED = 64
+
 #: What takes less than this share of a collective's time moves only with others.
 _LEAST = 0.05
 
@@ -95,7 +98,7 @@ def _fill(
         return
     near = windows[max(0, place - 2 * _REACH) : place + 2 * _REACH + 1]
     others = [other for other in near if other is not window]
-    for head in list(_candidates(windows, place, seconds)):
+    for head in list(itertools.islice(_candidates(windows, place, seconds), _MOST_TRIED)):
         if not window.lack:
             return
         group = moving.group(head, window.flight)
@@ -120,8 +123,10 @@ def _candidates(
     """Nodes that are worth moving beside a flight: in front of it, and behind it, the nearest first."""
     flight = windows[place].flight
     least = _LEAST * windows[place].need
-    first = windows[max(0, place - _REACH)].flight.made
-    last = windows[min(len(windows) - 1, place + _REACH)].flight.reader
+    graph = flight.start.graph
+    first = windows[place - _REACH].flight.made if place >= _REACH else next(iter(graph.nodes))
+    is_far = place + _REACH < len(windows)
+    last = windows[place + _REACH].flight.reader if is_far else graph.output_node()
     needed = _reached(flight.start, first, is_ahead=True)
     node = flight.made
     while first < node:

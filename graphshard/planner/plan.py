@@ -95,6 +95,7 @@ class Plan:
             graph with the parts.
         num_moved: pieces of compute that moved beside collectives that compute reads soon; bounds, gap and ``steps``
             are then those of the graph with its compute in this order.
+        any_order_seconds: what no schedule can beat in whatever order compute runs; None if unknown.
     """
 
     buckets: tuple[PlannedBucket, ...]
@@ -111,6 +112,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     splits: tuple[tuple[str, int], ...] = ()
     num_moved: int = 0
+    any_order_seconds: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON can hold it."""
@@ -131,12 +133,19 @@ class Plan:
         return [
             f"{_ms(self.seconds)} predicted{before}; {_ms(self.compute_seconds)} compute, "
             f"{_ms(self.exposed_seconds)} exposed",
-            f"at least {_ms(self.bounds.seconds)} for any schedule: gap {100 * self.gap:.2f} % ({self.solver})",
+            f"at least {_ms(self.bounds.seconds)} with compute in this order: gap {100 * self.gap:.2f} % "
+            f"({self.solver}){self._any_order()}",
             f"peak {self.peak_bytes} bytes, {budget}",
             f"{collectives} collectives in {len(self.buckets)} buckets",
             *(f"{name} is split into {num_parts} parts" for name, num_parts in self.splits),
             *([f"{self.num_moved} pieces of compute moved beside collectives"] if self.num_moved else []),
         ]
+
+    def _any_order(self) -> str:
+        if not self.any_order_seconds:
+            return ""
+        share = self.seconds / self.any_order_seconds - 1.0
+        return f"; at least {_ms(self.any_order_seconds)} in any: {100 * share:.2f} %"
 
 
 def _ms(seconds: float) -> str:

@@ -8,6 +8,7 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,8 +101,12 @@ def train_on_mesh(
     num_steps: int = 4,
     tolerance: float | None = None,
     clip_to: float | None = None,
+    options: dict[str, Any] | None = None,
 ) -> nn.Module:
-    """Adam steps of the unsharded model, of FSDP2's and of the implementation's; returns the latter."""
+    """Adam steps of the unsharded model, of FSDP2's and of the implementation's; returns the latter.
+
+    `options` are those of the backend.
+    """
     torch.manual_seed(42)
     reference = workload.build()
     model, fsdp2 = copy.deepcopy(reference), copy.deepcopy(reference)
@@ -109,7 +114,7 @@ def train_on_mesh(
     arrangement.shard(pick_fully_shard("fsdp2"), fsdp2)
     check_like_unsharded(reference, model)
     check_like_fsdp2(fsdp2, model)
-    forward = compile_if_asked(implementation, model)
+    forward = compile_if_asked(implementation, model, **options or {})
     optimizers = [make_adam(each) for each in (reference, fsdp2, model)]
     for step in range(num_steps):
         batches = [workload.batch_of(index, step) for index in range(arrangement.num_batches)]

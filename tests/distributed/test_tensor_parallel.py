@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 from unittest import mock
 
 import pytest
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from graphshard import outer_layout
 from graphshard._compat import from_local_takes_grad_placements
+from graphshard.cost import load_card
 
 from .implementations import GRAPHSHARD, UNCOMPILED, compile_if_asked, pick_fully_shard
 from .meshes_parity import Arrangement, FullyShard, check_like_unsharded, named_mesh, train_on_mesh
@@ -480,3 +482,28 @@ def test_refusals(run_on_gloo_ranks, implementation, name):
 
 def test_number_of_ranks_is_refused(run_on_gloo_ranks):
     run_on_gloo_ranks(4, refuse_number_of_ranks)
+
+
+def train_with_compute_moved(folder: str, move_compute: bool) -> None:
+    """Products take long on this card, so that those of weights' gradients can hide what `tp` sends."""
+    card = load_card("cpu-ethernet-1g")
+    slow = dataclasses.replace(card, peak_flops={name: value / 3e3 for name, value in card.peak_flops.items()})
+    workload, mesh = stack_workload(*EVEN), two_dim_mesh()
+    options = {
+        "hardware": slow,
+        "bucket": "auto",
+        "move_compute": move_compute,
+        "dump": f"{folder}/{dist.get_rank()}",
+        "verify": "full",
+    }
+    arrangement = arrange(workload, mesh, mesh["dp"], "sequence")
+    train_on_mesh(workload, "compiled", arrangement, num_steps=2, options=options)
+
+
+@pytest.mark.parametrize("move_compute", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_compute_moves_beside_collectives(run_on_gloo_ranks, tmp_path, move_compute):
+    """On every rank alike, and with the values of the unsharded model."""
+    run_on_gloo_ranks(4, train_with_compute_moved, str(tmp_path), move_compute)
+    plans = [(tmp_path / str(rank) / "graph0.backward.plan.txt").read_text() for rank in range(4)]
+    found = [re.findall(r"\d+ pieces of compute moved", plan) for plan in plans]
+    assert found == [found[0]] * 4 and bool(found[0]) is move_compute

@@ -7,7 +7,17 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from all_ranks import assert_same, run_halves, step_inputs
-from small_graphs import GraphBuilder, aten, num_targets, open_reductions, run_pass, run_twice, text_of
+from small_graphs import (
+    GraphBuilder,
+    aten,
+    num_targets,
+    open_reductions,
+    products_and_sums,
+    run_pass,
+    run_twice,
+    tensor_parallel_backward,
+    text_of,
+)
 
 from graphshard.buckets import JOIN_PARTS
 from graphshard.collectives import ALL_GATHER, REDUCE_SCATTER, is_collective, is_wait
@@ -501,6 +511,25 @@ def test_golden_of_what_is_split(captured, golden, all_over_large, half):
     record = run_pass(PlanCollectives(), gm, ctx, *HELD)
     assert num_targets(gm, JOIN_PARTS) == len(record.report.planned.plan.splits) > 0
     golden(text_of(gm, ctx) + f"{record.report.planned.plan}\n", f"plan_collectives.{half}.split")
+
+
+#: The sums between layers take half as long as a product.
+SUMS = Prices(latency=0.5)
+
+
+def test_golden_of_moved_compute(golden):
+    gm, ctx = tensor_parallel_backward(), PassContext(prices=SUMS)
+    golden(text_of(gm, ctx), "plan_collectives.moved.before")
+    first, second = run_twice(PlanCollectives(), gm, ctx)
+    assert first.report.planned.plan.num_moved == 3 and first.report.changed
+    assert not second.report.changed and second.report.planned.plan.num_moved == 0
+    golden(text_of(gm, ctx) + f"{first.report.planned.plan}\n", "plan_collectives.moved.after")
+
+
+def test_compute_stays_where_it_is_asked_to():
+    gm = tensor_parallel_backward()
+    record = run_pass(PlanCollectives(move_compute=False), gm, PassContext(prices=SUMS))
+    assert record.report.planned.plan.num_moved == 0 and products_and_sums(gm) == "gasr" * 3
 
 
 def test_without_merging_nothing_is_split(captured, all_over_large):
