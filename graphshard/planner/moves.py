@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from ..traits import is_fusible
 from .from_graph import GraphProblem
 from .moving import Flight, Move, Moving
 from .problem import Collective, Problem
@@ -27,7 +28,8 @@ _REACH = 4
 #: So many nodes are tried for one flight.
 _MOST_TRIED = 64
 
-#: What takes less than this share of a collective's time moves only with others.
+#: What takes less than this share of a collective's time moves only with others, and so does what Inductor generates
+#: code for: elsewhere it would be fused with less.
 _LEAST = 0.05
 
 
@@ -130,13 +132,13 @@ def _candidates(
     needed = _reached(flight.start, first, is_ahead=True)
     node = flight.made
     while first < node:
-        if node not in needed and seconds.get(node, 0.0) >= least:
+        if node not in needed and seconds.get(node, 0.0) >= least and not is_fusible(node):
             yield node
         node = node.prev
     needing = _reached(flight.start, last, is_ahead=False)
     node = flight.reader
     while node < last:
-        if node not in needing and seconds.get(node, 0.0) >= least:
+        if node not in needing and seconds.get(node, 0.0) >= least and not is_fusible(node):
             yield node
         node = node.next
 

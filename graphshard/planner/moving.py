@@ -2,7 +2,8 @@
 
 What a collective sends is *made* by some task, and its result is *read* by another; between the two it can hide. A node
 moves there with its *group*: from in front, with all that is made of it up to the reader; from behind, with all that it
-is made of since. A group moves to right in front of the reader, so what it needs and what needs it stand as before.
+is made of since. It moves to right behind the start; or, if it needs what stands behind that, to right in front of the
+reader.
 """
 
 from __future__ import annotations
@@ -112,9 +113,14 @@ class Moving:
         return _is_pure(node) and not any(touches(one, self._written) for one in touched)
 
     def move(self, head: fx.Node, group: Sequence[fx.Node], flight: Flight) -> Move:
-        """Moves the group of a node to in front of the flight's reader."""
+        """Moves the group of a node to where the collective is in flight."""
+        moved, behind = set(group), flight.start.next
+        while behind in moved:
+            behind = behind.next
+        needed = (source for node in group for source in node.all_input_nodes if source not in moved)
+        anchor = behind if all(source < behind for source in needed) else flight.reader
         for node in group:
-            flight.reader.prepend(node)
+            anchor.prepend(node)
         for other in self.flights.values():
             if other.reader in group:
                 other.reader = min(other.readers)
