@@ -3,20 +3,24 @@
 Bucket by bucket, in the order of their starts: a start or a wait moves a few gaps, or past another step of its gap; two
 buckets become one; one member goes over to the bucket next to its own; a bucket falls in two. What makes the
 schedule faster, or as fast with a lower peak, stays. The search ends when no change of any bucket helps, or when it
-has simulated enough.
+has gone through enough.
+
+A changed schedule is simulated from its first changed step on, and no further than to where it stands no better in
+anything than the schedule did in front of the same steps: what follows is never sooner for a later clock.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 
 from .problem import Problem
-from .simulate import Machine, PlanError, Step, simulate
+from .simulate import Machine, State, Step
 
 #: How many gaps a step moves at most at a time.
 _REACH = 4
 
-#: Steps and tasks that all simulations together go through; a third of a second.
+#: Steps and tasks of all the schedules that are looked at.
 _MOST_WORK = 200_000
 
 Schedule = list[Step]
@@ -24,10 +28,9 @@ Schedule = list[Step]
 
 def polished(problem: Problem, steps: Sequence[Step]) -> Schedule:
     """A schedule that keeps what ``steps`` keep (the budget, what the user insists on), and is no slower."""
-    machine = Machine(problem, budget_bytes=None)
     best = list(steps)
-    cost = _cost(problem, best, machine)
-    if cost is None:
+    run = _Run.of(Machine(problem, budget_bytes=problem.budget_bytes), best)
+    if run is None:
         return best
     work = _MOST_WORK
     is_better = True
@@ -38,21 +41,122 @@ def polished(problem: Problem, steps: Sequence[Step]) -> Schedule:
                 work -= len(changed) + len(problem.tasks)
                 if work < 0:
                     return best
-                found = _cost(problem, changed, machine)
-                if found is not None and found < cost:
-                    best, cost, is_better = changed, found, True
+                better = run.improved(changed)
+                if better is not None:
+                    best, run, is_better = changed, better, True
                     break
     return best
 
 
-def _cost(problem: Problem, steps: Schedule, machine: Machine) -> tuple[float, int] | None:
-    try:
-        simulation = simulate(problem, steps, machine=machine)
-    except PlanError:
+class _Run:
+    """A schedule that keeps the budget, with the states in front of its steps."""
+
+    def __init__(self, machine: Machine, steps: Schedule, states: list[State], behind: list[State]) -> None:
+        self._machine, self._steps = machine, steps
+        #: In front of each step, the tasks before it having run, and at the end; and right behind each, and at first.
+        self._states, self._behind = states, behind
+
+    @staticmethod
+    def of(machine: Machine, steps: Schedule) -> _Run | None:
+        """None for one that is not possible."""
+        begun = machine.begin()
+        if machine.budget_bytes is not None and begun.peak_bytes > machine.budget_bytes:
+            return None
+        return _Run(machine, [], [], [begun])._continued(steps, 0, None)
+
+    def improved(self, steps: Schedule) -> _Run | None:
+        """Another schedule that is faster, or as fast with a lower peak; None for one that is not."""
+        first = next(
+            (
+                place
+                for place, (one, other) in enumerate(zip(steps, self._steps, strict=False))
+                if one != other
+            ),
+            min(len(steps), len(self._steps)),
+        )
+        found = self._continued(steps, first, self)
+        return found if found is not None and found._cost < self._cost else None
+
+    @property
+    def _cost(self) -> tuple[float, int]:
+        end = self._states[-1]
+        return float(f"{end.seconds:.7g}"), end.peak_bytes
+
+    def _continued(self, steps: Schedule, first: int, other: _Run | None) -> _Run | None:
+        """The run of ``steps``, which are this one's up to ``first``; None where it cannot be or ends no better."""
+        machine = self._machine
+        states, behind = self._states[:first], self._behind[: first + 1]
+        state: State | None = behind[-1]
+        alike = _equal_end(steps, other._steps, first) if other is not None else 0
+        for place in range(first, len(steps) + 1):
+            is_end = place == len(steps)
+            state = _run_to(machine, behind[-1], machine.end if is_end else steps[place].position)
+            if state is None or (
+                other is not None
+                and len(steps) - place <= alike
+                and _is_no_better(state, other._states[len(other._steps) - len(steps) + place])
+            ):
+                return None
+            states.append(state)
+            if is_end:
+                return _Run(machine, steps, states, behind) if machine.is_done(state) else None
+            following = _taken(machine, state, steps[place])
+            if following is None:
+                return None
+            behind.append(following)
         return None
-    if problem.budget_bytes is not None and simulation.peak_bytes > problem.budget_bytes:
+
+
+def _equal_end(steps: Schedule, others: Schedule, first: int) -> int:
+    """With how many equal steps two schedules end, not counting the ``first`` ones."""
+    most = min(len(steps), len(others)) - first
+    count = 0
+    while count < most and steps[-1 - count] == others[-1 - count]:
+        count += 1
+    return count
+
+
+def _run_to(machine: Machine, state: State, position: int) -> State | None:
+    """The state after the tasks in front of a gap; None if one cannot run, or the gap is passed."""
+    if position < state.position:
         return None
-    return float(f"{simulation.seconds:.7g}"), simulation.peak_bytes
+    while state.position < position:
+        following = machine.run(state)
+        if following is None:
+            return None
+        state = following
+    return state
+
+
+def _taken(machine: Machine, state: State, step: Step) -> State | None:
+    """The state after a step; None where it cannot be."""
+    if step.is_start:
+        return machine.start(state, machine.bucket(step.members))
+    for flight in state.flights:
+        if flight.bucket.members == step.members:
+            return machine.wait(state, flight)
+    return None
+
+
+def _is_no_better(state: State, other: State) -> bool:
+    """Whether nothing about a state lets it end sooner, or with a lower peak, than another that has done the same."""
+    if (
+        state.seconds < other.seconds
+        or state.peak_bytes < other.peak_bytes
+        or state.held_bytes < other.held_bytes
+        or state.started != other.started
+        or state.waited != other.waited
+        or state.linked != other.linked
+        or any(map(operator.lt, state.free, other.free))
+        or any(map(operator.lt, state.opens, other.opens))
+    ):
+        return False
+    flying = {flight.bucket.members: flight for flight in other.flights}
+    for flight in state.flights:
+        twin = flying.get(flight.bucket.members)
+        if twin is None or flight.finish < twin.finish or flight.held_bytes != twin.held_bytes:
+            return False
+    return True
 
 
 def _changes(problem: Problem, steps: Schedule, bucket: tuple[int, ...]) -> Iterator[Schedule]:
