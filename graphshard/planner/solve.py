@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from .bound import gap, lower_bounds
@@ -62,9 +62,10 @@ SAMPLE, NUM_DEAR = 120, 2
 #: A schedule this close to the bound ends the search.
 CLOSE_ENOUGH = 2e-3
 
-#: Where none is, a problem of at most ``MANY`` collectives is searched with these shares of its budget too (what a beam
-#: drops for want of memory depends on chance), and of all schedules found so many are made better by small changes.
-SHARES, NUM_POLISHED = (0.98, 0.96), 3
+#: Where none is, so many of the best searches run with these shares of the budget too, if a problem has at most
+#: ``MANY`` collectives (what a beam drops for want of memory depends on chance), and so many of all schedules found are
+#: made better by small changes.
+SHARES, NUM_AGAIN, NUM_POLISHED = (0.98, 0.96), 6, 3
 
 #: Without a budget, of schedules that are slower by at most this than the fastest found the one with the lowest peak is
 #: taken: less than any model of a machine can tell apart.
@@ -99,14 +100,15 @@ def plan(
     before = simulate(problem.without_wishes(), known[0]).seconds if known else None
     bearable = before if before is not None else math.inf
     found = [steps for steps in (*known, in_place(problem)) if is_possible(problem, steps)]
-    found += _searched(problem)
+    searched = list(_searched(problem))
+    found += [steps for _, steps in searched]
     if not found:
         found.append(_leanest_in_budget(problem))
     best = _best(problem, found, bearable)
     exact = _exactly(problem, best, min(EXACT_STATES, exact_states))
     if exact is None:
         if _is_worth_more(problem, best):
-            best = _best(problem, [best, *_improved(problem, found, best)], bearable)
+            best = _best(problem, [best, *_improved(problem, found, searched, best)], bearable)
         if exact_states > EXACT_STATES:
             exact = _exactly(problem, best, exact_states)
     solver, best = ("beam", best) if exact is None else ("exact", exact or best)
@@ -169,19 +171,19 @@ def _cost(problem: Problem, steps: Sequence[Step], machine: Machine) -> tuple[fl
     return float(f"{simulation.seconds:.9g}"), simulation.peak_bytes
 
 
-def _searched(problem: Problem) -> Iterator[list[Step]]:
-    """Schedules of the searches; stops at one that is close enough to the bound."""
+def _searched(
+    problem: Problem, searches: Iterable[Beam | Rule] | None = None
+) -> Iterator[tuple[Beam | Rule, list[Step]]]:
+    """Searches, all or these, and the schedules they find; stops at one that is close enough to the bound."""
     small, gaps = condense(problem)
     bounds = lower_bounds(problem)
     machine = Machine(small, budget_bytes=small.budget_bytes)
     free = Machine(small, budget_bytes=None)
-    searches = itertools.chain(
-        (good_schedule(small, beam, machine=machine) for beam in _promising(small)),
-        (schedule_in_turn(small, rule, machine=machine) for rule in RULES),
-    )
-    for steps in searches:
+    for search in itertools.chain(_promising(small), RULES) if searches is None else searches:
+        find = good_schedule if isinstance(search, Beam) else schedule_in_turn
+        steps = find(small, search, machine=machine)
         if steps is not None:
-            yield expand(steps, gaps)
+            yield search, expand(steps, gaps)
             if gap(simulate(small, steps, machine=free).seconds, bounds) < CLOSE_ENOUGH:
                 return
 
@@ -229,15 +231,22 @@ def _is_worth_more(problem: Problem, best: Sequence[Step]) -> bool:
     return gap(simulate(problem, best).seconds, lower_bounds(problem)) >= CLOSE_ENOUGH
 
 
-def _improved(problem: Problem, found: Sequence[list[Step]], best: list[Step]) -> list[list[Step]]:
-    """Schedules that searches with less memory and small changes lead to."""
+def _improved(
+    problem: Problem,
+    found: Sequence[list[Step]],
+    searched: Sequence[tuple[Beam | Rule, list[Step]]],
+    best: list[Step],
+) -> list[list[Step]]:
+    """Schedules that the best searches, with less memory, and small changes lead to."""
     machine = Machine(problem, budget_bytes=None)
     costs = {_cost(problem, steps, machine): steps for steps in [*found, best]}
     budget, peak = problem.budget_bytes, _cost(problem, best, machine)[1]
     if budget is not None and peak > SHARES[-1] * budget:
+        ranked = sorted(searched, key=lambda one: _cost(problem, one[1], machine))
+        searches = [search for search, _ in ranked[:NUM_AGAIN]]
         for share in SHARES:
             less = replace(problem, budget_bytes=round(share * budget))
-            costs |= {_cost(problem, steps, machine): steps for steps in _searched(less)}
+            costs |= {_cost(problem, steps, machine): steps for _, steps in _searched(less, searches)}
     first = [costs[cost] for cost in sorted(costs)[:NUM_POLISHED]]
     return [polished(problem, steps) for steps in first]
 
