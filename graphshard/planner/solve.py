@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from .bound import gap, lower_bounds
@@ -26,17 +26,20 @@ EXACT_COLLECTIVES, EXACT_TASKS = 10, 40
 EXACT_STATES, MOST_EXACT_STATES = 30_000, 400_000
 
 #: Searches for every problem, in the order in which they are tried.
+NARROW = 2
 BEAMS = (
-    Beam(width=2, merges=False),
-    Beam(width=2, shared_by=1),
-    *(Beam(width=2, shared_by=1, aligned=length) for length in (2, 3, 4, 5, 6, 7, 8, 9, 12, 18)),
-    Beam(width=2, shared_by=3),
-    Beam(width=2, shared_by=9),
-    Beam(width=2, shared_by=16),
-    Beam(width=2, shared_by=1, splits_small=True),
+    Beam(width=NARROW, merges=False),
+    Beam(width=NARROW, shared_by=1),
+    *(Beam(width=NARROW, shared_by=1, aligned=length) for length in (2, 3, 4, 5, 6, 7, 8, 9, 12, 18)),
+    Beam(width=NARROW, shared_by=3),
+    Beam(width=NARROW, shared_by=9),
+    Beam(width=NARROW, shared_by=16),
+    Beam(width=NARROW, shared_by=1, splits_small=True),
 )
 
-#: Searches that take longer, for problems of at most ``MANY`` collectives.
+#: Searches that take longer, for problems of at most ``MANY`` collectives; one whose narrow twin has found what takes
+#: this much longer than the best so far is left out.
+FAR_BEHIND = 1.1
 WIDE_BEAMS = (
     Beam(width=8, shared_by=9),
     Beam(width=8, shared_by=16),
@@ -179,13 +182,30 @@ def _searched(
     bounds = lower_bounds(problem)
     machine = Machine(small, budget_bytes=small.budget_bytes)
     free = Machine(small, budget_bytes=None)
-    for search in itertools.chain(_promising(small), RULES) if searches is None else searches:
-        find = good_schedule if isinstance(search, Beam) else schedule_in_turn
-        steps = find(small, search, machine=machine)
+    every: Iterator[Beam | Rule] = itertools.chain(_promising(small), RULES)
+    found: dict[Beam | Rule, float] = {}
+    for search in every if searches is None else searches:
+        if _is_hopeless(search, found):
+            continue
+        steps = (
+            good_schedule(small, search, machine=machine)
+            if isinstance(search, Beam)
+            else schedule_in_turn(small, search, machine=machine)
+        )
         if steps is not None:
             yield search, expand(steps, gaps)
-            if gap(simulate(small, steps, machine=free).seconds, bounds) < CLOSE_ENOUGH:
+            found[search] = simulate(small, steps, machine=free).seconds
+            if gap(found[search], bounds) < CLOSE_ENOUGH:
                 return
+
+
+def _is_hopeless(search: Beam | Rule, found: Mapping[Beam | Rule, float]) -> bool:
+    """Whether the narrow search of a wide one has found what is far behind the best so far."""
+    if search not in WIDE_BEAMS:
+        return False
+    assert isinstance(search, Beam)
+    narrow = found.get(replace(search, width=NARROW))
+    return narrow is not None and narrow > FAR_BEHIND * min(found.values())
 
 
 def _promising(problem: Problem) -> Iterator[Beam]:
