@@ -123,7 +123,7 @@ class Trainer:
             loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return time.perf_counter() - start, float(loss)
+        return time.perf_counter() - start, float(loss.detach())
 
     def predicted_s(self) -> float | None:
         """Forward and backward, as planned."""

@@ -38,15 +38,13 @@ def _shuffled(gm, seed):
 
 @pytest.mark.parametrize("seed", range(16))
 def test_no_order_beats_it(seed):
-    """Plans of small graphs are the best there are."""
+    """Plans of small graphs are the best there are; which row of collectives is looked at depends on the order."""
     gm = random_graph(seed, num_steps=6)
-    bound = _bound(gm)
-    assert bound > 0
-    for order in range(6):
-        shuffled = _shuffled(gm, order)
-        plan = plan_graph(shuffled, PRICES, move_compute=False).plan
-        assert plan.seconds >= bound - 1e-9
-        assert _bound(shuffled) == pytest.approx(bound) == plan.any_order_seconds
+    orders = [_shuffled(gm, order) for order in range(6)]
+    plans = [plan_graph(order, PRICES, move_compute=False).plan for order in orders]
+    bounds = [_bound(order) for order in orders]
+    assert bounds == [plan.any_order_seconds for plan in plans]
+    assert 0.0 < max(bounds) <= min(plan.seconds for plan in plans) + 1e-9
 
 
 def test_a_chain_takes_all_of_its_time():
