@@ -103,6 +103,8 @@ def _fill(
     for head in list(itertools.islice(_candidates(windows, place, seconds), _MOST_TRIED)):
         if not window.lack:
             return
+        if window.flight.made < head < window.flight.reader:
+            continue  # it came with another
         group = moving.group(head, window.flight)
         if group is None:
             continue

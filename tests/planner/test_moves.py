@@ -104,6 +104,45 @@ def test_compute_moves_past_few_flights(num_between, moves_far):
         assert products_and_sums(found[0].gm).endswith("asgr")
 
 
+def test_elementwise_work_does_not_move_alone():
+    """It would be fused with less; with a product it does."""
+
+    class DearElementwise(NodePrices):
+        def compute_seconds(self, gm):
+            found = super().compute_seconds(gm)
+            return {node: 9.0 if node.target is aten.exp.default else each for node, each in found.items()}
+
+    prices = DearElementwise(latency=0.3, bandwidth=2000.0, copies=50_000.0)
+    build = GraphBuilder()
+    grad, weight = build.input("tangents_0", 8, 8), build.input("primals_0", 8, 8)
+    alone = build(aten.exp.default, grad)
+    summed = build(aten.relu.default, _sum(build, build(aten.mm.default, grad, weight)))
+    assert _moved(build.finish(build.reduction(alone, 2), summed), prices) is None
+    gm = tensor_parallel_backward(extra=lambda build, product: build(aten.exp.default, product))
+    moving, _ = _moved(gm, prices)
+    names = [node.name for node in moving.gm.graph.nodes]
+    assert names.index("all_reduce_default") < names.index("mm_default") < names.index("exp_default")
+
+
+@pytest.mark.parametrize("needs_it", [False, True])
+def test_a_group_moves_right_behind_the_start_or_where_it_can(needs_it):
+    """What stands in front of the reader may be one kernel with it."""
+    build = GraphBuilder()
+    grad, weight = build.input("tangents_0", 8, 8), build.input("primals_0", 8, 8)
+    product = build(aten.mm.default, build(aten.t.default, grad), weight)
+    started = build(ALL_REDUCE, build(aten.mm.default, grad, weight), "sum", GROUP)
+    behind = build(aten.cos.default, grad)
+    both = build(aten.add.Tensor, product, behind if needs_it else product)
+    summed = build(aten.relu.default, build(WAIT, started))
+    gm = build.finish(build.reduction(both, 2), build(aten.mul.Tensor, summed, behind))
+    moving, _ = _moved(gm)
+    names = [node.name for node in moving.gm.graph.nodes]
+    group = ["mm_default", "add_tensor"]
+    between = ["cos_default", *group] if needs_it else [*group, "cos_default"]
+    expected = ["all_reduce_default", *between, "relu_default"]
+    assert [name for name in names if name in expected] == expected
+
+
 def test_compute_that_is_ready_moves_in_front_of_the_reader():
     """A forward that is computed again behind a sum reads nothing of it, and a gather."""
     build = GraphBuilder()
