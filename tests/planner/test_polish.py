@@ -9,7 +9,7 @@ from graphshard.planner import polish, solve
 from graphshard.planner.exact import best_schedule, least_peak
 from graphshard.planner.polish import polished
 from graphshard.planner.problem import Collective, Problem, Task
-from graphshard.planner.simulate import Step, simulate
+from graphshard.planner.simulate import PlanError, Step, simulate
 from graphshard.planner.solve import in_place, is_possible, plan
 
 RANDOM = [random_problem(seed, most=6, num_tasks=6, with_memory=True) for seed in range(900, 930)]
@@ -159,12 +159,19 @@ def test_small_problems_that_have_too_many_states_are_made_better_too(monkeypatc
 
 def test_less_memory_is_tried_where_the_budget_binds(monkeypatch):
     """What a beam drops for want of memory depends on chance."""
-    asked = []
+    asked, again = [], []
     real = solve._searched
 
-    def searched(problem):
+    def searched(problem, searches=None):
         asked.append(problem.budget_bytes)
-        return real(problem)
+        again.append(searches)
+        found = list(real(problem, searches))
+        if searches is None:
+            done.append(sorted((simulate(problem, steps).seconds, place) for place, (_, steps) in enumerate(found)))
+            names.append([search for search, _ in found])
+        return iter(found)
+
+    done, names = [], []
 
     monkeypatch.setattr(solve, "_searched", searched)
     problem = MIDDLING[0]
@@ -172,5 +179,45 @@ def test_less_memory_is_tried_where_the_budget_binds(monkeypatch):
     assert asked == [None]
     for budget, more in ((10 * free.peak_bytes, []), (free.peak_bytes, [0.98, 0.96])):
         asked.clear()
+        again.clear()
         assert plan(replace(problem, budget_bytes=budget)).seconds <= free.seconds + 1e-6
         assert asked == [budget, *(round(share * budget) for share in more)]
+        best = [names[-1][place] for _, place in done[-1][: solve.NUM_AGAIN]]
+        assert again[0] is None and all(set(searches) == set(best) for searches in again[1:])
+
+
+@pytest.mark.parametrize("seed", range(900, 930))
+def test_what_is_left_out_of_simulations_changes_nothing(seed):
+    """As if each changed schedule was simulated from its beginning to its end."""
+    problem = random_problem(seed, most=6, num_tasks=6, with_memory=True)
+    steps = in_place(problem)
+
+    def cost(schedule):
+        try:
+            found = simulate(problem, schedule)
+        except PlanError:
+            return None
+        is_over = problem.budget_bytes is not None and found.peak_bytes > problem.budget_bytes
+        return None if is_over else (float(f"{found.seconds:.7g}"), found.peak_bytes)
+
+    best, least, is_better = steps, cost(steps), cost(steps) is not None
+    while is_better:
+        is_better = False
+        for bucket in [step.members for step in best if step.is_start]:
+            for changed in polish._changes(problem, best, bucket):
+                found = cost(changed)
+                if found is not None and found < least:
+                    best, least, is_better = changed, found, True
+                    break
+    assert polished(problem, steps) == best
+
+
+def test_a_wide_search_is_left_out_where_its_narrow_twin_is_far_behind():
+    wide = solve.WIDE_BEAMS[0]
+    narrow = replace(wide, width=solve.NARROW)
+    assert narrow in solve.BEAMS
+    other = solve.BEAMS[0]
+    assert solve._is_hopeless(wide, {other: 1.0, narrow: 1.2})
+    assert not solve._is_hopeless(wide, {other: 1.0, narrow: 1.05})
+    assert not solve._is_hopeless(wide, {other: 1.0})
+    assert not solve._is_hopeless(narrow, {other: 1.0, narrow: 1.2})
