@@ -80,11 +80,7 @@ class Chromium:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
         self.send(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=width < 700,
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 700
         )
         self.send("Page.navigate", url="about:blank")
         self.events.clear()
@@ -107,9 +103,7 @@ class Chromium:
 
     def settle(self) -> None:
         """Waits for two frames."""
-        self.run(
-            "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))"
-        )
+        self.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))")
 
     def data(self) -> dict[str, str]:
         """The data attributes of the root element."""
@@ -123,9 +117,7 @@ class Chromium:
             method, params = event.get("method"), event.get("params", {})
             if method == "Runtime.exceptionThrown":
                 found.append(str(params["exceptionDetails"]))
-            elif method == "Log.entryAdded" or (
-                method == "Runtime.consoleAPICalled" and params["type"] == "error"
-            ):
+            elif method == "Log.entryAdded" or (method == "Runtime.consoleAPICalled" and params["type"] == "error"):
                 found.append(str(params))
             elif method == "Network.requestWillBeSent":
                 url = params["request"]["url"]
@@ -139,7 +131,7 @@ class Chromium:
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
-        """ "mouseMoved", "mousePressed", "mouseReleased" or "mouseWheel", in pixels of the window."""
+        """"mouseMoved", "mousePressed", "mouseReleased" or "mouseWheel", in pixels of the window."""
         self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
 
     def press(self, key: str, text: str = "") -> None:

@@ -28,9 +28,7 @@ ROUND_CARD = HardwareCard(
 def with_rows(link: LinkClass, op: str, num_ranks: int, *rows: tuple[int, float, float | None]) -> LinkClass:
     """The link with measured rows: bytes, seconds, overlapped seconds."""
     measured = [
-        MeasuredCollective(
-            op=op, num_ranks=num_ranks, num_bytes=size, seconds=seconds, overlapped_seconds=overlapped
-        )
+        MeasuredCollective(op=op, num_ranks=num_ranks, num_bytes=size, seconds=seconds, overlapped_seconds=overlapped)
         for size, seconds, overlapped in rows
     ]
     return replace(link, measured=(*link.measured, *measured))

@@ -130,14 +130,7 @@ def _prim_to_local(*args, **kwargs):
         ("call_function", _prim_to_local(grad_placements=(Shard(0),)), (), False),
         ("call_function", torch.relu, (), False),
     ],
-    ids=[
-        "method",
-        "with an argument",
-        "another",
-        "function",
-        "function with an argument",
-        "another function",
-    ],
+    ids=["method", "with an argument", "another", "function", "function with an argument", "another function"],
 )
 def test_what_dynamo_captures_for_to_local(op, target, arguments, is_plain):
     graph = fx.Graph()

@@ -271,11 +271,7 @@ def test_results_beside_a_loss_that_the_model_returns_have_gradients(loss, resul
 def test_what_is_picked_of_several_results_must_be_a_loss(loss, said):
     with pytest.raises(CaptureError, match=said):
         capture_step(
-            _WithLogits(),
-            [torch.ones(8, 4)],
-            rules=ShardingRules(mesh={"shard": 2}),
-            loss=loss,
-            needs_loss=True,
+            _WithLogits(), [torch.ones(8, 4)], rules=ShardingRules(mesh={"shard": 2}), loss=loss, needs_loss=True
         )
 
 
@@ -384,17 +380,13 @@ _TARGET = torch.ones(2, 3)
     ids=["model", "loss"],
 )
 def test_a_tensor_from_elsewhere_is_refused(model, loss):
-    with pytest.raises(
-        CaptureError, match=r"no parameter, no buffer and no input: size=\(2, 3\); register it"
-    ):
+    with pytest.raises(CaptureError, match=r"no parameter, no buffer and no input: size=\(2, 3\); register it"):
         capture_step(model, [torch.ones(2, 3)], rules=ShardingRules(mesh={"shard": 2}), loss=loss)
 
 
 def test_a_loss_with_parameters_is_refused():
     loss = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
-    with pytest.raises(
-        CaptureError, match=r"parameters of its own \(0\.weight, 0\.bias\), which .* part of the model"
-    ):
+    with pytest.raises(CaptureError, match=r"parameters of its own \(0\.weight, 0\.bias\), which .* part of the model"):
         capture_step(nn.Linear(3, 3), [torch.ones(2, 3)], rules=ShardingRules(mesh={"shard": 2}), loss=loss)
 
 

@@ -35,8 +35,7 @@ def test_shards_are_read_as_they_are():
     build, spec = GraphBuilder(), ParameterSpec(shape=(6, 4))
     shard, wide = build.input("primals_1", 3, 4), build.input("primals_2", 12)
     idle, kept, shaped = (
-        build(aten.view.default, source, size)
-        for source, size in ((shard, [3, 4]), (shard, [3, 4]), (wide, [3, 4]))
+        build(aten.view.default, source, size) for source, size in ((shard, [3, 4]), (shard, [3, 4]), (wide, [3, 4]))
     )
     first, second = unshard(build, idle, "a", spec, 2), unshard(build, shaped, "b", spec, 2)
     gm = build.finish(first, second, build(aten.relu.default, kept))

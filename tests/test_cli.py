@@ -34,9 +34,7 @@ def test_a_mistake_is_one_line_and_status_2(capsys):
 
 
 @pytest.mark.parametrize(("arguments", "status"), [(["cards"], 0), (["cards", "h1000"], 2)])
-def test_the_script_ends_with_the_status_and_without_a_last_collection(
-    arguments, status, capsys, monkeypatch
-):
+def test_the_script_ends_with_the_status_and_without_a_last_collection(arguments, status, capsys, monkeypatch):
     frozen = []
     monkeypatch.setattr("sys.argv", ["graphshard", *arguments])
     monkeypatch.setattr("gc.freeze", lambda: frozen.append(True))
@@ -88,18 +86,13 @@ def test_what_calibrate_cannot_do(arguments, complaint, capsys, tmp_path, monkey
 def test_calibrate_complains_of_a_folder_before_it_measures(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("graphshard.cost.calibrate.mp.spawn", lambda *_: pytest.fail("it measured"))
     assert main(["calibrate", "--out", str(tmp_path)]) == 2
-    assert (
-        f"{tmp_path} is a folder: name the file of the card, {tmp_path / 'here.json'}"
-        in capsys.readouterr().err
-    )
+    assert f"{tmp_path} is a folder: name the file of the card, {tmp_path / 'here.json'}" in capsys.readouterr().err
 
 
 def test_the_help_of_calibrate_says_which_device_it_takes(capsys):
     with pytest.raises(SystemExit):
         main(["calibrate", "--help"])
-    assert "default cuda under torchrun where there is one, else cpu" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert "default cuda under torchrun where there is one, else cpu" in " ".join(capsys.readouterr().out.split())
 
 
 def test_calibrate_writes_a_card_that_cards_shows(tmp_path, capfd):

@@ -149,9 +149,7 @@ def test_collectives_are_probed_at_each_size(gloo_alone, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("config", "is_exchange"),
-    [("cpu:gloo,cuda:nccl", True), ("cpu:fake,cuda:gloo", False)],
-    ids=["gloo", "other"],
+    ("config", "is_exchange"), [("cpu:gloo,cuda:nccl", True), ("cpu:fake,cuda:gloo", False)], ids=["gloo", "other"]
 )
 def test_reductions_are_exchanges_where_gloo_has_the_cpu(gloo_alone, monkeypatch, config, is_exchange):
     gloo_alone(monkeypatch)
@@ -209,10 +207,10 @@ def test_collectives_take_no_less_than_they_add_behind_others(gloo_alone, monkey
     """A link of 1 MB/s that lets 512 KiB through at once after a pause."""
     gloo_alone(monkeypatch)
     at_once_bytes = 2**19
-    _time_with(monkeypatch, lambda _, size, num: _Timing(max(num * size - at_once_bytes, 0) / 1e6, 0.0, 0.0))
-    rows = {
-        (row.op, row.num_bytes): row.seconds for row in probe_collectives(CPU, ProbeSizes()).link.measured
-    }
+    _time_with(
+        monkeypatch, lambda _, size, num: _Timing(max(num * size - at_once_bytes, 0) / 1e6, 0.0, 0.0)
+    )
+    rows = {(row.op, row.num_bytes): row.seconds for row in probe_collectives(CPU, ProbeSizes()).link.measured}
     assert len(rows) == len(COLLECTIVE_KINDS) * len(ProbeSizes().collective_bytes)
     for (_, size), seconds in rows.items():
         is_queued = size in (2**19, 2**22, 2**24)
@@ -223,7 +221,9 @@ def test_collectives_take_no_less_than_they_add_behind_others(gloo_alone, monkey
 def test_what_is_added_behind_others_has_no_part_of_the_latency(gloo_alone, monkeypatch):
     """A link with a second of latency that passes beside others; 512 KiB take two more, but for those after a pause."""
     gloo_alone(monkeypatch)
-    _time_with(monkeypatch, lambda _, size, num: _Timing(1.0 + max(num * size - 2**19, 0) / 2**18, 0.0, 0.0))
+    _time_with(
+        monkeypatch, lambda _, size, num: _Timing(1.0 + max(num * size - 2**19, 0) / 2**18, 0.0, 0.0)
+    )
     probe = probe_collectives(CPU, ProbeSizes())
     assert probe.overlapped_latency_seconds == pytest.approx((1 + 1 - 1) / 3)
     rows = {(row.op, row.num_bytes): row for row in probe.link.measured}
@@ -316,9 +316,7 @@ def test_the_calls_of_all_ranks_count(gloo_alone, monkeypatch):
         "gather_single",
         lambda found, own: found.copy_(torch.cat([own, own + torch.tensor([2.0, 1.0])])),
     )
-    assert calibrate_module._timing([(1.0, 0.5), (1.0, 0.5)], CPU) == _Timing(
-        5 / 3, pytest.approx(8 / 9), 5 / 6
-    )
+    assert calibrate_module._timing([(1.0, 0.5), (1.0, 0.5)], CPU) == _Timing(5 / 3, pytest.approx(8 / 9), 5 / 6)
 
 
 def test_collectives_take_turns(gloo_alone, monkeypatch):
@@ -335,10 +333,7 @@ def test_collectives_take_turns(gloo_alone, monkeypatch):
     one, two = _Asked("all_gather", 64), _Asked("broadcast", 64, 2)
     found = calibrate_module._timings([one, two], CPU, 11)
     assert ran == [1, 1, 1, 1, 2, 2, 2, 2] * 4
-    assert (found[one].seconds, found[two].seconds) == (
-        pytest.approx(13 / 7),
-        pytest.approx(26 / 7),
-    )  # of two ranks
+    assert (found[one].seconds, found[two].seconds) == (pytest.approx(13 / 7), pytest.approx(26 / 7))  # of two ranks
     assert found[one].deviation_seconds * 2 == pytest.approx(found[two].deviation_seconds)
 
 
@@ -390,9 +385,7 @@ class _Work:
         self._clock.is_busy = False
 
 
-@pytest.mark.parametrize(
-    ("is_gloo", "expected"), [(True, (6.25, 3.0)), (False, (0.25, 0.0))], ids=["gloo", "other"]
-)
+@pytest.mark.parametrize(("is_gloo", "expected"), [(True, (6.25, 3.0)), (False, (0.25, 0.0))], ids=["gloo", "other"])
 def test_a_rank_computes_beside_a_collective_of_gloo(gloo_alone, monkeypatch, is_gloo, expected):
     gloo_alone(monkeypatch)
     monkeypatch.setattr(calibrate_module, "uses_gloo", lambda group: is_gloo)
@@ -416,9 +409,7 @@ def test_ranks_compute_before_a_collective_of_gloo(gloo_alone, monkeypatch):
     clock, done = _Clock(), []
     monkeypatch.setattr(calibrate_module, "time", clock)
     monkeypatch.setattr(calibrate_module, "_APART_SECONDS", 3.5)
-    monkeypatch.setattr(
-        calibrate_module.torch, "mm", lambda *_, **__: (done.append("computed"), clock.block())
-    )
+    monkeypatch.setattr(calibrate_module.torch, "mm", lambda *_, **__: (done.append("computed"), clock.block()))
 
     def start() -> _Work:
         done.append("started")
@@ -466,9 +457,7 @@ def test_compute_is_probed_with_progress_and_in_step_with_the_other_ranks():
 def test_the_slowest_rank_counts(gloo_alone, monkeypatch):
     gloo_alone(monkeypatch)
     asked, answered = [], []
-    monkeypatch.setattr(
-        dist, "all_reduce", lambda found, op: (asked.append((found.item(), op)), found.fill_(0.5))
-    )
+    monkeypatch.setattr(dist, "all_reduce", lambda found, op: (asked.append((found.item(), op)), found.fill_(0.5)))
 
     def probe(*_, slowest, **__):
         answered.append(slowest(0.25))

@@ -190,11 +190,7 @@ def test_entries_of_a_wrong_type_are_named(tmp_path):
     data["peak_flops"]["bfloat16"] = True
     data["efficiency"]["matmul"] = [[1, 0.5], 3]
     data["inter_node"] = 4
-    data["intra_node"]["measured"] = [
-        ["all_gather", 2, 1024],
-        ["gossip", 2, 1, 1],
-        ["all_gather", 2, 1, 1, None],
-    ]
+    data["intra_node"]["measured"] = [["all_gather", 2, 1024], ["gossip", 2, 1, 1], ["all_gather", 2, 1, 1, None]]
     with pytest.raises(CardError) as error:
         load_card(_saved(tmp_path, data))
     message = str(error.value)
@@ -243,12 +239,8 @@ def test_values_that_make_no_sense_are_all_named(tmp_path):
     data["intra_node"]["protocols"]["ll"]["bandwidth_fraction"] = 2
     data["memory_bytes"] = float("inf")
     sizes = ((0, 8), (1.5, 8), (2, 0.5))
-    data["inter_node"]["measured"] = [
-        ["all_gather", num_ranks, num_bytes, 1] for num_ranks, num_bytes in sizes
-    ]
-    data["inter_node"]["measured"] += [
-        ["all_gather", 2, 8, 1, seconds] for seconds in (-0.5, 1.5, float("nan"))
-    ]
+    data["inter_node"]["measured"] = [["all_gather", num_ranks, num_bytes, 1] for num_ranks, num_bytes in sizes]
+    data["inter_node"]["measured"] += [["all_gather", 2, 8, 1, seconds] for seconds in (-0.5, 1.5, float("nan"))]
     with pytest.raises(CardError) as error:
         load_card(_saved(tmp_path, data))
     message = str(error.value)

@@ -205,10 +205,7 @@ def test_an_op_composed_of_what_needs_data_is_priced_by_its_bytes():
 def test_no_product_of_8_bits_is_faster_than_the_hardware():
     card = load_card("h100-sxm")
     big = (8192, 8192)
-    for op, dtype, rest in (
-        (aten._int_mm.default, INT8, ()),
-        (aten._scaled_mm_v2.default, FP8, (*SCALES, None, None)),
-    ):
+    for op, dtype, rest in ((aten._int_mm.default, INT8, ()), (aten._scaled_mm_v2.default, FP8, (*SCALES, None, None))):
         build = GraphBuilder()
         operands = [build.input(name, *big, dtype=dtype) for name in "ab"]
         node = build.graph.call_function(op, (*operands, *rest))
@@ -294,9 +291,7 @@ def test_attention_skips_what_is_masked(causal):
 def test_attention_whose_heads_share_keys(causal):
     """torch 2.11 counts no such attention; the kernels and the composite op do the same work."""
     q, kv = (2, 6, 16, 8), (2, 3, 16, 8)
-    kernel = _call(
-        aten._scaled_dot_product_flash_attention_for_cpu.default, q, kv, kv, 0.0, causal, val=(_empty(*q),)
-    )
+    kernel = _call(aten._scaled_dot_product_flash_attention_for_cpu.default, q, kv, kv, 0.0, causal, val=(_empty(*q),))
     composite = _call(aten.scaled_dot_product_attention.default, q, kv, kv, is_causal=causal, enable_gqa=True)
     for node in (kernel, composite):
         assert kernel_class(node) == "attention"
@@ -328,9 +323,7 @@ def test_attention_with_tokens_before_heads():
     few_queries = _flash((2, 4, 3, 8), None, 16, keys=(2, 16, 3, 8))
     assert executed_flops(few_queries) == model_flops(few_queries) == 4 * 2 * 3 * 4 * 16 * 8
     grads = [(2, 16, 3, 8)] * 6
-    backward = _call(
-        aten._efficient_attention_backward.default, *grads[:4], None, grads[0], None, None, 16, 16, val=()
-    )
+    backward = _call(aten._efficient_attention_backward.default, *grads[:4], None, grads[0], None, None, 16, 16, val=())
     assert model_flops(backward) == 2.5 * model_flops(dense)
     assert kernel_class(backward) == "attention_backward"
 
@@ -587,11 +580,7 @@ MASK = ((8, 1), torch.bool)
     [
         (aten.index_put.default, [["index"], ROWS, True], ROWS_BYTES + PICKED_BYTES),
         (aten._unsafe_index_put.default, [["index"], ROWS, True], ROWS_BYTES + PICKED_BYTES),
-        (
-            aten._unsafe_masked_index_put_accumulate.default,
-            [MASK, ["index"], ROWS],
-            ROWS_BYTES + PICKED_BYTES + 8,
-        ),
+        (aten._unsafe_masked_index_put_accumulate.default, [MASK, ["index"], ROWS], ROWS_BYTES + PICKED_BYTES + 8),
         (aten.index_add.default, [0, PICKED, ROWS], ROWS_BYTES + PICKED_BYTES),
         (aten.index_copy.default, [0, PICKED, ROWS], ROWS_BYTES + PICKED_BYTES),
         (aten.index_reduce.default, [0, PICKED, ROWS, "amax"], ROWS_BYTES + PICKED_BYTES),
@@ -628,9 +617,7 @@ def test_rows_are_found_by_the_names_of_arguments():
     node.graph.output(node)
     (kernel,) = _kernels(fx.GraphModule(torch.nn.Module(), node.graph))
     assert kernel.moved_bytes == 2 * ROWS_BYTES + PICKED_BYTES
-    node = _call(
-        aten.index_add.default, source=ROWS, self=TABLE, dim=0, index=PICKED, val=_empty(10000, 16, dtype=F32)
-    )
+    node = _call(aten.index_add.default, source=ROWS, self=TABLE, dim=0, index=PICKED, val=_empty(10000, 16, dtype=F32))
     node.graph.output(node)
     (kernel,) = _kernels(fx.GraphModule(torch.nn.Module(), node.graph))
     assert kernel.moved_bytes == 3 * (ROWS_BYTES + PICKED_BYTES)
@@ -642,11 +629,7 @@ def test_the_direction_of_a_reduction_is_found_by_the_name_of_its_argument(dims)
     for by_name in (False, True):
         build = GraphBuilder()
         x = build.input("x", 64, 64, dtype=F32)
-        first = (
-            build(aten.sum.dim_IntList, x, **dims)
-            if by_name
-            else build(aten.sum.dim_IntList, x, *dims.values())
-        )
+        first = build(aten.sum.dim_IntList, x, **dims) if by_name else build(aten.sum.dim_IntList, x, *dims.values())
         kernels.append(_kernels(build.finish(first, build(aten.sum.dim_IntList, x, [1]))))
     assert len(kernels[0]) == len(kernels[1]) == (2 if dims == {"dim": [0]} else 1)
 

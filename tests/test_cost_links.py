@@ -157,9 +157,7 @@ def _shape(group):
 
 
 def _lies(num_ranks, most, num_nodes, fewest):
-    return GroupTopology(
-        num_ranks=num_ranks, ranks_per_node=most, num_nodes=num_nodes, fewest_per_node=fewest
-    )
+    return GroupTopology(num_ranks=num_ranks, ranks_per_node=most, num_nodes=num_nodes, fewest_per_node=fewest)
 
 
 @pytest.mark.parametrize(
@@ -229,9 +227,7 @@ def test_nodes_that_cannot_hold_a_group(near, nodes, fewest):
     ],
 )
 def test_a_mesh_that_cannot_be(mesh, per_node, complaint):
-    with pytest.raises(
-        ShardingError, match=f"at least one rank on each axis and in each node, but {complaint}$"
-    ):
+    with pytest.raises(ShardingError, match=f"at least one rank on each axis and in each node, but {complaint}$"):
         mesh_topologies(mesh, per_node)
 
 

@@ -88,9 +88,7 @@ def test_every_price_is_of_a_known_kind_and_of_bytes(asked):
     model = CostModel(card=round_card(overlapped_latency_seconds=1.0), groups=GROUPS)
     with pytest.raises(OptionError, match="no collective 'gather': it is one of all_gather, "):
         getattr(model, asked)("gather", 8, "shard")
-    with pytest.raises(
-        OptionError, match="all_gather of -8 bytes: give the bytes of its larger tensor, 0 or more"
-    ):
+    with pytest.raises(OptionError, match="all_gather of -8 bytes: give the bytes of its larger tensor, 0 or more"):
         getattr(model, asked)("all_gather", -8, "shard")
 
 
@@ -113,10 +111,7 @@ def test_what_would_be_warned_of_can_be_collected_once_each():
     for _ in range(2):
         assert model.collective_seconds("all_gather", 128, "shard") > 6
         model.collective_seconds("all_reduce", 8, "shard")
-    assert ["was measured from 8 to 64 bytes; above it" in told[0], "has no all_reduce" in told[1]] == [
-        True,
-        True,
-    ]
+    assert ["was measured from 8 to 64 bytes; above it" in told[0], "has no all_reduce" in told[1]] == [True, True]
     assert len(told) == 2
 
 
@@ -208,7 +203,9 @@ def test_a_wait_behind_later_clocks_is_never_over_sooner():
 
 
 def test_a_core_that_computes_also_starts_and_moves():
-    on_cpu = CostModel(card=round_card(device_type="cpu", comm_compute_seconds_per_byte=1e-12), groups=GROUPS)
+    on_cpu = CostModel(
+        card=round_card(device_type="cpu", comm_compute_seconds_per_byte=1e-12), groups=GROUPS
+    )
     expected = on_cpu.card.collective_start_seconds + 2**20 * 1e-12
     assert on_cpu.core_seconds("all_gather", 2**20, "shard") == pytest.approx(expected)
     assert on_cpu.core_seconds("all_gather", 2**20, "one") == 0.0

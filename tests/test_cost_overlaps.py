@@ -10,14 +10,7 @@ from graphshard.cost.overlaps import OverlapRows
 
 def test_in_between_it_is_linear_in_seconds_and_above_the_last_ratio_stays():
     rows = OverlapRows.of([(400, 4.0, 2.0), (100, 2.0, 0.5)])
-    assert [rows.overlapped(seconds) for seconds in (0.0, 1.0, 2.0, 3.0, 4.0, 8.0)] == [
-        0.0,
-        0.25,
-        0.5,
-        1.25,
-        2.0,
-        4.0,
-    ]
+    assert [rows.overlapped(seconds) for seconds in (0.0, 1.0, 2.0, 3.0, 4.0, 8.0)] == [0.0, 0.25, 0.5, 1.25, 2.0, 4.0]
 
 
 @pytest.mark.parametrize(

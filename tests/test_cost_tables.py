@@ -62,10 +62,7 @@ def test_words_of_torch_and_nccl_and_further_columns(tmp_path):
 
 @pytest.mark.parametrize(
     ("header", "row"),
-    [
-        ("group,op,bytes,time", "shard,all_gather,8,1"),
-        ("seconds,op,bytes,group,time", "1,all_gather,8,shard,9"),
-    ],
+    [("group,op,bytes,time", "shard,all_gather,8,1"), ("seconds,op,bytes,group,time", "1,all_gather,8,shard,9")],
 )
 def test_a_column_time_is_in_seconds_unless_there_is_one_of_seconds(header, row):
     tables = parse_tables(f"{header}\n{row}\n", where="t.csv")
@@ -129,9 +126,7 @@ def test_a_group_size_is_a_number():
 
 @pytest.mark.parametrize("size", [0, 1])
 def test_a_group_has_two_ranks_or_more(size):
-    with pytest.raises(
-        TableError, match=f"line 2: group_size {size} is no group that communicates: it has 2 ranks"
-    ):
+    with pytest.raises(TableError, match=f"line 2: group_size {size} is no group that communicates: it has 2 ranks"):
         parse_tables(f"group_size,op,bytes,seconds\n{size},all_gather,8,1\n", where="t.csv")
 
 
@@ -204,9 +199,7 @@ def test_what_is_neither_tables_nor_their_file(tables):
     for read in (load_tables, tables_of):
         with pytest.raises(OptionTypeError) as error:
             read(tables)
-        assert f"tables={tables!r} must be the path of a CSV file, or what load_tables returns" in str(
-            error.value
-        )
+        assert f"tables={tables!r} must be the path of a CSV file, or what load_tables returns" in str(error.value)
 
 
 def test_tables_a_user_may_give(tmp_path):

@@ -58,14 +58,8 @@ def test_every_method_exists(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "CPUOffloadPolicy",
-        "FSDPModule",
-        "MixedPrecisionPolicy",
-        "OffloadPolicy",
-        "UnshardHandle",
-        "fully_shard",
-        "register_fsdp_forward_method",
-        "share_comm_ctx",
+        "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle",
+        "fully_shard", "register_fsdp_forward_method", "share_comm_ctx",
     ],
 )
 def test_what_torch_exports_is_exported(name: str) -> None:
@@ -80,12 +74,7 @@ REFUSED: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("set_custom_all_gather", (print,), ValueError, "is no collective; it needs allocate"),
     ("set_custom_reduce_scatter", (object(),), ValueError, "a object is no collective"),
     ("set_all_reduce_hook", (3,), ValueError, "3 is not callable"),
-    (
-        "set_reduce_scatter_unused_params",
-        (1,),
-        ValueError,
-        "reduce_scatter_unused_params=1 must be True or False",
-    ),
+    ("set_reduce_scatter_unused_params", (1,), ValueError, "reduce_scatter_unused_params=1 must be True or False"),
     ("set_allocate_memory_from_process_group_for_comm", (True,), NotImplementedError, "belong to Inductor"),
     ("set_symm_mem_for_comm", (), NotImplementedError, "set_symm_mem_for_comm is not supported"),
     ("set_symm_mem_for_comm", ("MPI",), ValueError, "backend='MPI' must be 'NCCL'"),

@@ -159,23 +159,11 @@ def test_emitted_order_is_the_order_of_the_calls():
         (OUT_VARIANT, ["start all_gather_into_tensor 0", "wait all_gather_into_tensor 0"]),
         ("buf0 = empty_strided_cpu((2, ), (1, ), torch.float32)", []),
         ("        extern_kernels.bias_addmm(buf1, buf2, buf3, alpha=1, beta=1, out=buf4)", ["run addmm"]),
-        (
-            "        buf5 = torch.ops.aten._flash_attention_forward.default(buf1)",
-            ["run _flash_attention_forward"],
-        ),
+        ("        buf5 = torch.ops.aten._flash_attention_forward.default(buf1)", ["run _flash_attention_forward"]),
         ("# buf0 = torch.ops._c10d_functional.all_gather_into_tensor.default(primals_1, 2, '0')", []),
     ],
     ids=[
-        *(
-            "in place",
-            "coalesced",
-            "coalesced in place",
-            "view",
-            "released",
-            "out",
-            "no collective",
-            "library",
-        ),
+        *("in place", "coalesced", "coalesced in place", "view", "released", "out", "no collective", "library"),
         *("aten", "comment"),
     ],
 )
@@ -218,22 +206,10 @@ def test_order_difference(planned, emitted, words):
         ("0 relu W0 1 W1", "0 W0 1 W1", ""),
         ("0 mm W0 add 1 W1", "0 W0 addmm 1 W1", ""),
         ("0 mm W0 add 1 mm W1", "0 W0 1 addmm mm W1", ""),
-        (
-            "0 mm mm W0 add 1 W1",
-            "0 W0 addmm 1 mm W1",
-            "in front of 'wait g 0': planned 2 times 'run mm', emitted 0",
-        ),
-        (
-            "0 W0 mm 1 add W1",
-            "0 addmm W0 1 W1",
-            "in front of 'wait g 0': planned 0 times 'run mm', emitted 1",
-        ),
+        ("0 mm mm W0 add 1 W1", "0 W0 addmm 1 mm W1", "in front of 'wait g 0': planned 2 times 'run mm', emitted 0"),
+        ("0 W0 mm 1 add W1", "0 addmm W0 1 W1", "in front of 'wait g 0': planned 0 times 'run mm', emitted 1"),
         ("0 bmm W0 add 1 W1", "0 W0 baddbmm 1 W1", ""),
-        (
-            "0 W0 addmm 1 W1",
-            "0 W0 1 addmm W1",
-            "in front of 'start g 1': planned 1 times 'run mm', emitted 0",
-        ),
+        ("0 W0 addmm 1 W1", "0 W0 1 addmm W1", "in front of 'start g 1': planned 1 times 'run mm', emitted 0"),
     ],
 )
 def test_compute_that_crosses_a_start_or_a_wait_is_a_difference(planned, emitted, words):
@@ -333,9 +309,7 @@ def _step(fake_group, verify, **options):
 def test_an_order_that_inductor_changed_is_an_error_or_a_warning(fake_group, monkeypatch):
     _step(fake_group, "full")
     monkeypatch.setattr(backend, "emitted_order", _swapped)
-    with pytest.raises(
-        BackendCompilerFailed, match=r"ScheduleOrderError: .*left the planned order of the forward: "
-    ):
+    with pytest.raises(BackendCompilerFailed, match=r"ScheduleOrderError: .*left the planned order of the forward: "):
         _step(fake_group, "full")
     with pytest.warns(UserWarning, match=r"Inductor left the planned order of the (for|back)ward: "):
         _step(fake_group, "cheap")
@@ -418,9 +392,7 @@ class _LateNorm(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = torch.nn.ModuleList(
-            torch.nn.Sequential(
-                torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)
-            )
+            torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
             for _ in range(4)
         )
 

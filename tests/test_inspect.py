@@ -30,7 +30,9 @@ from graphshard.report.trace import trace_events
 
 CARD = round_card()
 CPU_CARD = round_card(device_type="cpu")
-TINY = llama_model.LlamaConfig(num_layers=2, width=64, hidden=128, num_heads=4, num_kv_heads=2, vocabulary=80)
+TINY = llama_model.LlamaConfig(
+    num_layers=2, width=64, hidden=128, num_heads=4, num_kv_heads=2, vocabulary=80
+)
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -69,8 +71,7 @@ def test_categories_add_up_to_the_peak(llama):
 
 def _shard_bytes(model: nn.Module, num_ranks: int, itemsize: int = 4) -> int:
     return sum(
-        -(-param.shape[0] // num_ranks) * math.prod(param.shape[1:]) * itemsize
-        for param in model.parameters()
+        -(-param.shape[0] // num_ranks) * math.prod(param.shape[1:]) * itemsize for param in model.parameters()
     )
 
 
@@ -277,9 +278,7 @@ def test_micro_batches_repeat_the_halves(llama):
     shards = _shard_bytes(model, 8)
     added = CARD.kernel_overhead_seconds + 3 * shards / CARD.memory_bandwidth
     assert two.half("backward").seconds == pytest.approx(llama.half("backward").seconds + added)
-    expected = (
-        2 * (two.half("forward").seconds + two.half("backward").seconds) + two.half("optimizer").seconds
-    )
+    expected = 2 * (two.half("forward").seconds + two.half("backward").seconds) + two.half("optimizer").seconds
     assert two.step_seconds == pytest.approx(expected)
     assert two.throughput.model_flops == 2 * llama.throughput.model_flops
     assert two.memory.persistent["gradients"] == shards
@@ -304,21 +303,13 @@ def test_optimizer_moves_what_it_reads_and_writes(optimizer, states, moved):
 
 def test_frozen_parameters_have_no_state():
     report = graphshard.inspect(
-        MODELS["frozen_first"](),
-        [example_batch("frozen_first")],
-        mesh={"shard": 2},
-        hardware=CARD,
-        loss=_mean_square,
+        MODELS["frozen_first"](), [example_batch("frozen_first")], mesh={"shard": 2}, hardware=CARD, loss=_mean_square
     )
     model = MODELS["frozen_first"]()
     trained = sum(
-        -(-param.shape[0] // 2) * math.prod(param.shape[1:]) * 4
-        for param in model.parameters()
-        if param.requires_grad
+        -(-param.shape[0] // 2) * math.prod(param.shape[1:]) * 4 for param in model.parameters() if param.requires_grad
     )
-    assert (
-        0 < report.memory.persistent["optimizer"] == 2 * trained < 2 * report.memory.persistent["parameters"]
-    )
+    assert 0 < report.memory.persistent["optimizer"] == 2 * trained < 2 * report.memory.persistent["parameters"]
 
 
 def test_world_size_does_not_change_the_graphs():
@@ -384,12 +375,7 @@ def test_json_can_hold_the_texts(llama):
 
 def test_text_has_every_pass_and_no_clock(llama):
     text = report_text(llama)
-    for name in (
-        "joint: captured",
-        "joint: insert_shards",
-        "forward: partitioned",
-        "backward: schedule_collectives",
-    ):
+    for name in ("joint: captured", "joint: insert_shards", "forward: partitioned", "backward: schedule_collectives"):
         assert f"# {name}" in text
     assert text == report_text(_llama())
     moved = {(step.graph, step.name): diff for step, diff in pass_diffs(llama)}
@@ -416,11 +402,7 @@ def test_trace_opens_and_nests(llama, overlapped):
             assert event["ts"] + event["dur"] <= outer["ts"] + outer["dur"] + 1e-6
         open_events.append(event)
     assert sum(event["cat"] == "collective" for event in slices) == 8
-    assert {event["name"] for event in slices if event["cat"] == "half"} == {
-        "forward",
-        "backward",
-        "optimizer",
-    }
+    assert {event["name"] for event in slices if event["cat"] == "half"} == {"forward", "backward", "optimizer"}
     counters = [event for event in trace["traceEvents"] if event["ph"] == "C"]
     assert max(sum(event["args"].values()) for event in counters) == llama.memory.peak_bytes
 
@@ -451,13 +433,7 @@ def _graph_with_a_gather() -> fx.GraphModule:
     waited = graph.call_function(c10d.wait_tensor.default, (gathered,))
     product = graph.call_function(torch.ops.aten.mm.default, (x, waited))
     graph.output((product,))
-    for node, shape in (
-        (shard, (2, 8)),
-        (x, (16, 8)),
-        (gathered, (8, 8)),
-        (waited, (8, 8)),
-        (product, (16, 8)),
-    ):
+    for node, shape in ((shard, (2, 8)), (x, (16, 8)), (gathered, (8, 8)), (waited, (8, 8)), (product, (16, 8))):
         node.meta["val"] = torch.empty(shape, device="meta")
     return fx.GraphModule(nn.Module(), graph)
 
@@ -551,9 +527,7 @@ def test_a_plan_computes_activations_again_where_the_budget_is_too_small_for_the
     for reshard in (None, True):
         budget = round(0.9 * default.memory.peak_bytes)
         lean = step(reshard, memory_budget=budget)
-        assert lean.memory.peak_bytes <= budget and "recompute_activations" in {
-            step.name for step in lean.passes
-        }
+        assert lean.memory.peak_bytes <= budget and "recompute_activations" in {step.name for step in lean.passes}
         assert any("ops of the forward are computed again" in note for note in lean.notes)
     with functorch_config.patch(activation_memory_budget=0.99), pytest.raises(BudgetError):
         step(True, memory_budget=budget)
@@ -561,9 +535,7 @@ def test_a_plan_computes_activations_again_where_the_budget_is_too_small_for_the
 
 @pytest.mark.parametrize("plan", ["unit", "auto"])
 def test_a_budget_that_cannot_be_kept(plan):
-    with pytest.raises(
-        BudgetError, match=r"memory_budget: 50 bytes a rank, but .* needs? \d+ bytes; allow"
-    ) as caught:
+    with pytest.raises(BudgetError, match=r"memory_budget: 50 bytes a rank, but .* needs? \d+ bytes; allow") as caught:
         _linears(plan=plan, memory_budget=50, optimizer="none")
     assert caught.value.needed_bytes > 50
     budget = caught.value.needed_bytes
@@ -579,11 +551,7 @@ def test_a_budget_that_cannot_be_kept(plan):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (
-            {"mesh": {"shard": 12}},
-            ShardingError,
-            "12 ranks do not divide into nodes of 8 .* use 8 or 16 ranks",
-        ),
+        ({"mesh": {"shard": 12}}, ShardingError, "12 ranks do not divide into nodes of 8 .* use 8 or 16 ranks"),
         ({"mesh": {"shard": 0}}, ShardingError, "shard=0 must be a whole number of ranks"),
         ({"mesh": {"data": 2}}, ShardingError, "write shard=N"),
         ({"optimizer": "lamb"}, OptionError, "optimizer='lamb' is unknown; known: adamw"),
@@ -592,16 +560,8 @@ def test_a_budget_that_cannot_be_kept(plan):
         ({"checkpoint": "units", "units": []}, OptionError, 'checkpoint="units" needs units'),
         ({"checkpoint": "third"}, ShardingError, "checkpoint: no module matches 'third'"),
         ({"loss": None}, CaptureError, r"what the model returns is no loss: f32\[\d, 3\]; give a function"),
-        (
-            {"loss": lambda output: output.detach().mean()},
-            CaptureError,
-            "nothing is trained: what the model returns",
-        ),
-        (
-            {"loss": lambda output: output.argmax()},
-            CaptureError,
-            "nothing is trained: what the model returns",
-        ),
+        ({"loss": lambda output: output.detach().mean()}, CaptureError, "nothing is trained: what the model returns"),
+        ({"loss": lambda output: output.argmax()}, CaptureError, "nothing is trained: what the model returns"),
     ],
     ids=lambda value: re.sub(r" at 0x\w+", "", str(value)),
 )
@@ -620,9 +580,7 @@ def test_inputs_that_do_not_fit():
 def test_a_model_without_training():
     model = MODELS["two_linears"]().requires_grad_(False)
     with pytest.raises(CaptureError, match="nothing is trained"):
-        graphshard.inspect(
-            model, [example_batch("two_linears")], mesh={"shard": 2}, hardware=CARD, loss=_mean_square
-        )
+        graphshard.inspect(model, [example_batch("two_linears")], mesh={"shard": 2}, hardware=CARD, loss=_mean_square)
 
 
 @pytest.mark.parametrize("name", ["blocks_2", "tied_embedding", "frozen_first"])
@@ -633,9 +591,7 @@ def test_a_sharded_model_costs_what_the_plain_one_costs(name, fake_group):
     options = {"hardware": CARD, "loss": _mean_square, "optimizer": "sgd-momentum"}
     found = graphshard.inspect(sharded, [example_batch(name)], **options)
     assert {path: type(module) for path, module in sharded.named_modules()} == before
-    expected = graphshard.inspect(
-        MODELS[name](), [example_batch(name)], mesh={"shard": 2}, units=units, **options
-    )
+    expected = graphshard.inspect(MODELS[name](), [example_batch(name)], mesh={"shard": 2}, units=units, **options)
     assert found.mesh == expected.mesh and found.model == expected.model
     assert found.memory == expected.memory
     assert found.halves == expected.halves

@@ -249,9 +249,7 @@ def test_hovering_and_keys_explain_exposed_waits(browser, llama, page):
     lane = browser.run("page.timeline.lanes[0]")
     browser.mouse("mouseMoved", box["x"] + 2, box["y"] + (lane["top"] + lane["bottom"]) / 2)
     browser.settle()
-    tip = browser.run(
-        "[document.getElementById('tooltip').hidden, document.getElementById('tooltip').textContent]"
-    )
+    tip = browser.run("[document.getElementById('tooltip').hidden, document.getElementById('tooltip').textContent]")
     assert tip[0] is False and exposed[0].reason in tip[1] and exposed[0].remedy in tip[1]
 
 
@@ -304,16 +302,7 @@ def test_everything_is_reached_by_tab(browser, page):
         if identity == "BODY":
             break
         reached.add(identity)
-    assert {
-        "zoom-in",
-        "exposed-next",
-        "timeline",
-        "memory",
-        "bandwidth",
-        "devices",
-        "budget",
-        "SUMMARY",
-    } <= reached
+    assert {"zoom-in", "exposed-next", "timeline", "memory", "bandwidth", "devices", "budget", "SUMMARY"} <= reached
 
 
 def test_budgets_of_a_link_and_of_the_report(browser, tmp_path):
@@ -324,9 +313,7 @@ def test_budgets_of_a_link_and_of_the_report(browser, tmp_path):
     assert browser.run(out).startswith("1.00 MiB a rank: fits, ")
     browser.open(tmp_path / "page.html", *DESKTOP, fragment=f"budget={report.memory.peak_bytes / 2**31}")
     assert "does not fit" in browser.run(out)
-    browser.open(
-        tmp_path / "page.html", *DESKTOP, fragment=f"budget={1.01 * report.memory.peak_bytes / 2**30}"
-    )
+    browser.open(tmp_path / "page.html", *DESKTOP, fragment=f"budget={1.01 * report.memory.peak_bytes / 2**30}")
     assert "fits, " in browser.run(out)
 
 

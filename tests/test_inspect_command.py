@@ -82,16 +82,7 @@ def here(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-GOOD = [
-    "inspect",
-    "factories:make",
-    "--hardware",
-    "round.json",
-    "--loss",
-    "factories:loss",
-    "--mesh",
-    "shard=4",
-]
+GOOD = ["inspect", "factories:make", "--hardware", "round.json", "--loss", "factories:loss", "--mesh", "shard=4"]
 
 
 def test_everything_is_written(here, capsys):
@@ -122,16 +113,7 @@ def test_only_a_process_that_ends_keeps_its_garbage(here, monkeypatch, ends_proc
 
 def test_policies_reach_the_capture(here, capsys):
     dtypes = ["--param-dtype", "bfloat16", "--reduce-dtype", "float32"]
-    rest = [
-        "--optimizer",
-        "sgd",
-        "--reshard-after-forward",
-        "false",
-        "--plan",
-        "auto",
-        "--checkpoint",
-        "first",
-    ]
+    rest = ["--optimizer", "sgd", "--reshard-after-forward", "false", "--plan", "auto", "--checkpoint", "first"]
     assert main([*GOOD, *dtypes, *rest, "--json", "report.json"]) == 0
     capsys.readouterr()
     data = json.loads((here / "report.json").read_text())
@@ -149,21 +131,12 @@ def test_policies_reach_the_capture(here, capsys):
     [
         (["factories"], "write PKG.MODULE:NAME"),
         (["no_such_module:make"], "no_such_module cannot be imported: ModuleNotFoundError"),
-        (
-            ["broken:make"],
-            "broken cannot be imported: ModuleNotFoundError: No module named 'no_such_module_anywhere'",
-        ),
+        (["broken:make"], "broken cannot be imported: ModuleNotFoundError: No module named 'no_such_module_anywhere'"),
         (["factories:model"], "factories has no function 'model'"),
         (["factories:number"], "factories has no function 'number'"),
         (["factories:nothing"], "factories:nothing returned (NoneType); a factory returns (model, args)"),
-        (
-            ["factories:only_a_model"],
-            "factories:only_a_model returned (Model); a factory returns (model, args)",
-        ),
-        (
-            ["factories:tensor_as_args"],
-            "factories:tensor_as_args returned (Model, Tensor); a factory returns",
-        ),
+        (["factories:only_a_model"], "factories:only_a_model returned (Model); a factory returns (model, args)"),
+        (["factories:tensor_as_args"], "factories:tensor_as_args returned (Model, Tensor); a factory returns"),
         (["factories:fails"], "factories:fails raised KeyError: 'no weights here'"),
         (["factories:short"], "what the model returns is no loss: f32[2, 4]; give a function"),
         (["factories:breaks"], "factories.py:16, in forward: `torch._dynamo.graph_break()`"),
@@ -182,14 +155,8 @@ def test_policies_reach_the_capture(here, capsys):
         (["factories:make", "--plan", "best"], "plan='best' is unknown"),
         (["factories:make", "--micro-batches", "0"], "micro_batches=0 must be"),
         (["factories:make", "--memory-budget", "lots"], "memory_budget='lots' cannot be read"),
-        (
-            ["factories:make", "--memory-budget", "100", "--loss", "factories:loss"],
-            "memory_budget: 100 bytes a rank",
-        ),
-        (
-            ["factories:make", "--json", "nowhere/report.json"],
-            "--json nowhere/report.json: its folder does not exist",
-        ),
+        (["factories:make", "--memory-budget", "100", "--loss", "factories:loss"], "memory_budget: 100 bytes a rank"),
+        (["factories:make", "--json", "nowhere/report.json"], "--json nowhere/report.json: its folder does not exist"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

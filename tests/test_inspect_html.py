@@ -67,9 +67,7 @@ def page(llama):
 
 
 def _embedded(text: str) -> dict:
-    return json.loads(
-        re.search(r'<script type="application/json" id="report">(.*?)</script>', text, re.DOTALL)[1]
-    )
+    return json.loads(re.search(r'<script type="application/json" id="report">(.*?)</script>', text, re.DOTALL)[1])
 
 
 def test_the_page_holds_the_report(llama, page):
@@ -84,9 +82,7 @@ def test_every_table_has_its_rows(llama, page):
     assert len(tables["collectives-table"]) == 1 + len(llama.collectives)
     for row, one in zip(tables["collectives-table"][1:], llama.collectives, strict=True):
         assert row[:3] == [one.kind.replace("_", "-"), one.half, one.group] and row[4] == str(one.count)
-    assert [row[:2] for row in tables["passes-table"][1:]] == [
-        [step.graph, step.name] for step in llama.passes
-    ]
+    assert [row[:2] for row in tables["passes-table"][1:]] == [[step.graph, step.name] for step in llama.passes]
 
 
 def test_the_headline_says_model_mesh_card_and_whether_it_fits(llama, page):
@@ -124,21 +120,13 @@ def test_every_asset_is_used():
 def test_names_cannot_become_markup(llama):
     nasty = "</script><script>alert(1)</script>&\"'"
     half = llama.halves[0]
-    exposure = replace(
-        llama.exposures[0], collective=replace(llama.exposures[0].collective, unit=nasty, reason=nasty)
-    )
+    exposure = replace(llama.exposures[0], collective=replace(llama.exposures[0].collective, unit=nasty, reason=nasty))
     report = replace(
         llama,
         model=replace(llama.model, name=nasty),
-        halves=(
-            replace(half, compute=(replace(half.compute[0], label=nasty), *half.compute[1:])),
-            *llama.halves[1:],
-        ),
+        halves=(replace(half, compute=(replace(half.compute[0], label=nasty), *half.compute[1:])), *llama.halves[1:]),
         exposures=(exposure,),
-        passes=(
-            replace(llama.passes[0], name=nasty, text=nasty),
-            replace(llama.passes[1], text="", skipped=(nasty,)),
-        ),
+        passes=(replace(llama.passes[0], name=nasty, text=nasty), replace(llama.passes[1], text="", skipped=(nasty,))),
         notes=(nasty,),
     )
     text = html_page(report)
@@ -153,9 +141,7 @@ def test_diffs_show_what_each_pass_changed(llama, page):
     texts = Page(page).texts
     _, *summaries = texts["summary"]  # the first is that of the sliders
     assert summaries[0].startswith("joint: captured") and "lines" in summaries[0]
-    assert any(
-        re.match("forward: lower_shards \\+[\\d,]+ \N{MINUS SIGN}[\\d,]+ lines$", text) for text in summaries
-    )
+    assert any(re.match("forward: lower_shards \\+[\\d,]+ \N{MINUS SIGN}[\\d,]+ lines$", text) for text in summaries)
     assert not any(text.startswith("joint: spread_parameters") for text in summaries)
     assert any("+%unshard_0" in text for text in texts["pre"])
 
@@ -169,10 +155,7 @@ def _step(name: str, text: str) -> PassStep:
 
 def test_long_graphs_are_cut_and_say_so(llama):
     """Eight passes over 12,000 long lines, of which each changes a third."""
-    lines = [
-        f"%mul_{index}: f32[8192, 4096] = mul(%view_{index}, %view_{index}) {'#' * 60}"
-        for index in range(12000)
-    ]
+    lines = [f"%mul_{index}: f32[8192, 4096] = mul(%view_{index}, %view_{index}) {'#' * 60}" for index in range(12000)]
     steps = []
     for number in range(8):
         steps.append(_step(f"pass_{number}", "\n".join(lines)))

@@ -35,9 +35,7 @@ def llama():
     bandwidth=st.floats(0.01, 100),
     latency=st.floats(0.001, 100),
 )
-def test_ways_price_other_links_as_the_formulas_do(
-    kind, num_bytes, nodes, per_node, card, bandwidth, latency
-):
+def test_ways_price_other_links_as_the_formulas_do(kind, num_bytes, nodes, per_node, card, bandwidth, latency):
     group = GroupTopology(num_ranks=nodes * per_node, ranks_per_node=per_node)
     ways = formula_ways(kind, num_bytes, group, CARDS[card])
     start = CARDS[card].collective_start_seconds if group.num_ranks > 1 else 0.0
@@ -105,9 +103,7 @@ def test_the_schedule_gives_the_step_again_where_collectives_take_of_the_core():
     assert exposed == pytest.approx(report.exposed_seconds, rel=1e-12) and exposed > 0
 
 
-@pytest.mark.parametrize(
-    ("plan", "remedy"), [("unit", 'plan="auto"'), ("auto", "less to send at this point")]
-)
+@pytest.mark.parametrize(("plan", "remedy"), [("unit", 'plan="auto"'), ("auto", "less to send at this point")])
 def test_who_may_wait_for_what_is_late_is_told_what_is_possible(plan, remedy):
     """A plan without a budget has taken all the room there is: no budget would help."""
     report = _llama(plan=plan, micro_batches=2, hardware=round_card(collective_spread_seconds=4e-5))

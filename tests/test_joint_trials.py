@@ -121,11 +121,7 @@ def test_a_choice_is_the_same_partition_for_other_sizes(lean_step):
 
     def backwards(trials):
         return [
-            [
-                node.target
-                for node in list(trials._halves(each))[1][0].graph.nodes
-                if node.op == "call_function"
-            ]
+            [node.target for node in list(trials._halves(each))[1][0].graph.nodes if node.op == "call_function"]
             for each in (choice, None)
         ]
 
@@ -212,9 +208,7 @@ def test_trials_search_exactly_for_a_moment_only(monkeypatch):
     assert set(searched) == {EXACT_STATES} and PlanCollectives().exact_states > EXACT_STATES
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # Dynamo's, at the break
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's, at the break
 @pytest.mark.parametrize(
     ("breaks", "budget", "verify", "chooses"),
     [
@@ -232,13 +226,7 @@ def test_without_a_budget_nothing_is_chosen_for_a_part_of_the_step_or_ranks_that
     for block in model.blocks:
         graphshard.fully_shard(block, mesh=mesh)
     graphshard.fully_shard(model, mesh=mesh)
-    options = {
-        "hardware": CARD,
-        "bucket": "auto",
-        "memory_budget": budget,
-        "dump": str(tmp_path),
-        "verify": verify,
-    }
+    options = {"hardware": CARD, "bucket": "auto", "memory_budget": budget, "dump": str(tmp_path), "verify": verify}
     torch.compile(model, backend="graphshard", options=options)(torch.zeros(64, 8)).backward()
     is_chosen = any("keep_gathered" in file.name for file in tmp_path.iterdir())
     assert is_chosen == chooses
@@ -279,9 +267,7 @@ def test_a_stored_choice_is_for_one_setting_of_the_user(monkeypatch):
 
     def ask(trials):
         stored = StepChoice(kept=("root",), input_bytes=trials.input_bytes()).to_dict()
-        monkeypatch.setattr(
-            planning, "decide_together", lambda _, key, run, what: keys.append(key) or run(stored)
-        )
+        monkeypatch.setattr(planning, "decide_together", lambda _, key, run, what: keys.append(key) or run(stored))
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
         planner = planning.Planning(card=CARD, halves=halves, is_shared=False, what="graph")
         for share in (1.0, 1.0, 0.5):

@@ -45,9 +45,7 @@ def test_keeping_that_saves_no_time_is_left():
 
 def test_a_budget_that_nothing_keeps_names_the_smallest_found():
     evaluate, _ = _evaluate(99)
-    with pytest.raises(
-        InfeasibleBudgetError, match="of 99 bytes; the smallest found that is kept is 100 bytes"
-    ):
+    with pytest.raises(InfeasibleBudgetError, match="of 99 bytes; the smallest found that is kept is 100 bytes"):
         choose_kept(UNITS, ("root",), evaluate)
 
 

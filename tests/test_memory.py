@@ -157,9 +157,7 @@ def test_an_in_place_op_lets_go_of_what_it_only_reads(op):
     written = _written_in_place(build, op, a, b)
     c = build(MM, x, x)
     d = build(MM, c, written)
-    live = _live(
-        build.finish(d), kept=[node for node in build.graph.nodes if node.name.startswith("primals_")]
-    )
+    live = _live(build.finish(d), kept=[node for node in build.graph.nodes if node.name.startswith("primals_")])
     assert (live[written.name], live[c.name], live[d.name]) == (32, 32, 48)  # a, b; a, c; a, c, d
 
 
@@ -177,9 +175,7 @@ def test_what_an_in_place_kernel_reads_is_computed_in_it():
 
 def test_an_op_that_writes_to_an_input_may_have_results_of_its_own():
     build = GraphBuilder()
-    x, weight, mean, var = (
-        build.input(f"primals_{i}", *shape) for i, shape in enumerate([(8, 4), (4,), (4,), (4,)])
-    )
+    x, weight, mean, var = (build.input(f"primals_{i}", *shape) for i, shape in enumerate([(8, 4), (4,), (4,), (4,)]))
     normed = build(aten._native_batch_norm_legit.default, x, weight, weight, mean, var, True, 0.1, 1e-5)
     first = build(operator.getitem, normed, 0)
     live = _live(build.finish(first), kept=[x, weight, mean, var])

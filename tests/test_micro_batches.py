@@ -28,9 +28,7 @@ def _chosen(budget, waiting=UNITS, **options):
     return in_capture(lambda trials: choose_kept_between(trials, NONE_KEPT, waiting, budget), **options)
 
 
-@pytest.mark.parametrize(
-    ("budget", "kept"), [(200_000, 0), (220_000, 1), (236_000, 2), (252_000, 3), (2**30, 4)]
-)
+@pytest.mark.parametrize(("budget", "kept"), [(200_000, 0), (220_000, 1), (236_000, 2), (252_000, 3), (2**30, 4)])
 def test_as_many_are_kept_as_fit(budget, kept):
     assert _chosen(budget) == UNITS[len(UNITS) - kept :]
 
@@ -86,9 +84,7 @@ def test_a_half_gets_what_is_not_held_beside_it(monkeypatch):
     costs = in_capture(lambda trials: _costs(trials, 2**30))
     last, first, forward, backward = (held[index::4] for index in range(4))
     waiting = 4 * sum(param.numel() for param in WithHead().parameters())
-    assert [cost.peak_bytes - 1000 for cost in costs] == [
-        max(each) for each in zip(forward, backward, strict=True)
-    ]
+    assert [cost.peak_bytes - 1000 for cost in costs] == [max(each) for each in zip(forward, backward, strict=True)]
     assert last == first == [0] * 3 and forward == [waiting] * 3
     biases = 4 * 64  # of a block; the backward reads its weight alone
     assert [each - waiting for each in backward] == [0, 2 * biases, 3 * biases + 4 * (8 * 64 + 64 + 8)]
@@ -150,12 +146,8 @@ def test_a_stored_choice_holds_whether_gradients_wait_or_not(monkeypatch):
     keys, kept = [], []
 
     def ask(trials):
-        stored = StepChoice(
-            kept=("root",), kept_between=("root",), input_bytes=trials.input_bytes()
-        ).to_dict()
-        monkeypatch.setattr(
-            planning, "decide_together", lambda _, key, run, what: keys.append(key) or run(stored)
-        )
+        stored = StepChoice(kept=("root",), kept_between=("root",), input_bytes=trials.input_bytes()).to_dict()
+        monkeypatch.setattr(planning, "decide_together", lambda _, key, run, what: keys.append(key) or run(stored))
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
         planner = planning.Planning(card=CARD, halves=halves, is_shared=False, what="graph")
         for waiting in ((), ("root",)):
@@ -185,9 +177,7 @@ def test_where_nothing_fits_nothing_is_kept():
     ],
     ids=["accumulates", "reduces at once", "a part of the step", "ranks that do not meet"],
 )
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # Dynamo's, at the break
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's, at the break
 def test_units_know_what_was_chosen_for_them(fake_group, syncs, breaks, verify, is_chosen):
     torch.compiler.reset()
     model, mesh = WithHead(breaks=breaks), fake_group(2)

@@ -59,12 +59,7 @@ def test_an_unknown_card_lists_the_known_ones():
 
 @pytest.mark.parametrize(
     "given",
-    [
-        {"memory_budget": "1GiB"},
-        {"bucket": "auto"},
-        {"limit_all_gathers": True},
-        {"backward_prefetch": "pre"},
-    ],
+    [{"memory_budget": "1GiB"}, {"bucket": "auto"}, {"limit_all_gathers": True}, {"backward_prefetch": "pre"}],
     ids=str,
 )
 def test_planning_needs_a_card(given):
@@ -75,16 +70,12 @@ def test_planning_needs_a_card(given):
 
 @pytest.mark.parametrize(("given", "limit"), [(True, 2), (False, 0), (0, 0), (3, 3)])
 def test_gathers_in_flight_as_fsdp1_limits_them(given, limit):
-    assert (
-        BackendOptions.parse({"hardware": "h100-sxm", "limit_all_gathers": given}).limit_all_gathers == limit
-    )
+    assert BackendOptions.parse({"hardware": "h100-sxm", "limit_all_gathers": given}).limit_all_gathers == limit
 
 
 @pytest.mark.parametrize("given", [-1, 1.0, "2"])
 def test_limits_that_cannot_be(given):
-    with pytest.raises(
-        OptionError, match=f"option limit_all_gathers={given!r} must be True, False, or the number"
-    ):
+    with pytest.raises(OptionError, match=f"option limit_all_gathers={given!r} must be True, False, or the number"):
         BackendOptions.parse({"hardware": "h100-sxm", "limit_all_gathers": given})
 
 
@@ -99,9 +90,7 @@ def test_limits_that_cannot_be(given):
     ],
 )
 def test_backward_prefetch_takes_words_and_fsdp1s_enum(given, name):
-    assert (
-        BackendOptions.parse({"hardware": "h100-sxm", "backward_prefetch": given}).backward_prefetch == name
-    )
+    assert BackendOptions.parse({"hardware": "h100-sxm", "backward_prefetch": given}).backward_prefetch == name
 
 
 def test_the_planners_options_reach_its_pass():
@@ -124,9 +113,7 @@ def test_the_planner_replaces_overlap(overlap):
         BackendOptions.parse({"hardware": "h100-sxm", "overlap": overlap})
 
 
-@pytest.mark.parametrize(
-    ("budget", "error"), [("much", OptionError), (0, OptionError), (1.5, OptionTypeError)]
-)
+@pytest.mark.parametrize(("budget", "error"), [("much", OptionError), (0, OptionError), (1.5, OptionTypeError)])
 def test_budgets_that_cannot_be_read(budget, error):
     with pytest.raises(error, match="memory_budget="):
         BackendOptions.parse({"hardware": "h100-sxm", "memory_budget": budget})
@@ -149,9 +136,7 @@ def test_a_dump_that_cannot_be_made_is_refused(tmp_path, below):
     folder = f"{file}{below}"
     compiled = torch.compile(torch.nn.Linear(2, 2), backend="graphshard", options={"dump": folder})
     with (
-        pytest.raises(
-            torch._dynamo.exc.BackendCompilerFailed, match=f"option dump='{folder}' cannot be made"
-        ) as error,
+        pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=f"option dump='{folder}' cannot be made") as error,
         pytest.warns(UserWarning, match="none of the 2 parameters"),
     ):
         compiled(torch.ones(1, 2))
@@ -187,10 +172,7 @@ def test_unknown_options_list_the_known_ones():
         ({"inductor": "max_autotune"}, "option inductor='max_autotune' must be a dict of Inductor options"),
         ({"inductor": None}, "option inductor=None must be a dict"),
         ({"dump": 3}, "option dump=3 must be"),
-        (
-            {"inductor": {"cpp_wrapper": True}},
-            "option cpp_wrapper cannot be set: the C[+][+] wrapper cannot call",
-        ),
+        ({"inductor": {"cpp_wrapper": True}}, "option cpp_wrapper cannot be set: the C[+][+] wrapper cannot call"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

@@ -331,6 +331,5 @@ def test_the_planner_gets_the_users_budget_or_the_default():
         for budget in (None, 4096)
     ]
     assert texts == [
-        f"lower_shards > merge_sums > plan_collectives(memory_budget={budget!r})"
-        for budget in ("default", 4096)
+        f"lower_shards > merge_sums > plan_collectives(memory_budget={budget!r})" for budget in ("default", 4096)
     ]

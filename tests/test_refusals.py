@@ -100,11 +100,7 @@ def test_the_refusal_of_another_passes_on_as_it_came(groups):
 
 
 def test_a_refusal_inside_another_counts_once(groups):
-    with (
-        pytest.raises(ValueError),
-        refusing(["a"], "compile graph 0"),
-        refusing(["a"], "compile its forward"),
-    ):
+    with pytest.raises(ValueError), refusing(["a"], "compile graph 0"), refusing(["a"], "compile its forward"):
         raise ValueError("no")
     mine, other = groups["a"]
     assert mine.round() == 1

@@ -92,9 +92,7 @@ def test_what_is_held_for_good_is_a_warning_and_no_hang(monkeypatch):
     monkeypatch.setattr(released, "PATIENCE_SECONDS", 0.05)
     tensor = torch.zeros(4, 3)
     holder = _Holder(tensor)
-    with pytest.warns(
-        UserWarning, match=r"shape \(4, 3\) 0.05 s after its wait.*more than its memory_budget"
-    ):
+    with pytest.warns(UserWarning, match=r"shape \(4, 3\) 0.05 s after its wait.*more than its memory_budget"):
         wait_until_released(tensor)
     holder.let_go()
     with warnings.catch_warnings():
@@ -151,10 +149,7 @@ def test_of_a_coalesced_collective_only_the_last_wait_is_for_all(fake_group, mon
 def test_of_coalesced_collectives_in_place_too(fake_group, monkeypatch):
     group = _group(fake_group)
     build = GraphBuilder()
-    values = [
-        build(aten.mm.default, value, value)
-        for value in (build.input(f"primals_{i}", 4, 4) for i in range(2))
-    ]
+    values = [build(aten.mm.default, value, value) for value in (build.input(f"primals_{i}", 4, 4) for i in range(2))]
     started = build(c10d.all_reduce_coalesced.default, values, "sum", group)
     parts = [build(WAIT, build(operator.getitem, started, index)) for index in range(2)]
     assert _waits(build.finish(*parts), monkeypatch) == [PLAIN, IN_PLACE]

@@ -398,9 +398,7 @@ def _tags(gm: fx.GraphModule) -> list[object]:
 def test_the_graph_is_that_of_a_plain_export(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     make, count = REPEATED[name] if name in REPEATED else (GIVEN_UP[name], 0)
     found = []
-    monkeypatch.setattr(
-        repeat_export, "find_blocks", lambda traced: found.append(find_blocks(traced)) or found[-1]
-    )
+    monkeypatch.setattr(repeat_export, "find_blocks", lambda traced: found.append(find_blocks(traced)) or found[-1])
     step, put = _captured(monkeypatch, make, plain=False)
     assert len(found) == 1 and found[0]
     plain, none = _captured(monkeypatch, make, plain=True)
@@ -453,7 +451,9 @@ class Broken(Block):
 @pytest.mark.parametrize("make", [lambda: Repeating(Broken), BrokenAtEnd])
 def test_what_depends_on_data_is_reported_as_ever(make: Callable[[], nn.Module]) -> None:
     with pytest.raises(CaptureError, match="depends on data"):
-        capture_step(make(), (torch.zeros(3, 5, dtype=torch.long),), rules=ShardingRules(mesh={"shard": 2}))
+        capture_step(
+            make(), (torch.zeros(3, 5, dtype=torch.long),), rules=ShardingRules(mesh={"shard": 2})
+        )
 
 
 def test_what_torch_refuses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,9 +94,7 @@ def test_tensors_are_copied_into_one_storage():
     assert torch.equal(row[0], torch.arange(6.0).view(2, 3)) and torch.equal(row[1], -torch.ones(4))
     assert torch.equal(row[2], torch.full((2, 2), 7.0))
     assert [piece.storage_offset() for piece in row] == [0, 0, 0]
-    assert [piece.untyped_storage().nbytes() for piece in row] == [6 * 4, 4 * 4, 4 * 4], (
-        "no neighbour's bytes"
-    )
+    assert [piece.untyped_storage().nbytes() for piece in row] == [6 * 4, 4 * 4, 4 * 4], "no neighbour's bytes"
 
 
 def test_tensors_of_a_row_have_versions_of_their_own():

@@ -59,9 +59,7 @@ def test_what_a_size_needs_is_what_a_plan_for_it_takes(fake_group):
             compiled(torch.zeros(2000, 32))
         needed = caught.value.smallest_bytes
         _compiled(mesh, needed, dynamic=False)(torch.zeros(2000, 32))
-        with pytest.raises(
-            torch._dynamo.exc.BackendCompilerFailed, match="no schedule keeps a memory budget"
-        ):
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no schedule keeps a memory budget"):
             _compiled(mesh, int(0.9 * needed), dynamic=False)(torch.zeros(2000, 32))
 
 

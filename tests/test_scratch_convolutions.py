@@ -49,9 +49,7 @@ def _node(call: Callable, args: tuple) -> torch.fx.Node:
     return build(call, *(inputs.get(index, value) for index, value in enumerate(args)))
 
 
-@pytest.mark.parametrize(
-    "memory_format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"]
-)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("num_threads", [1, 2, 8])

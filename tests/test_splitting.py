@@ -35,15 +35,11 @@ def _returned(build, x):
 
 
 def _reduced(build, x):
-    return build(
-        aten.mul.Tensor, build.reduction(build(aten.cat.default, [x, build(aten.relu.default, x)]), 2), 0.5
-    )
+    return build(aten.mul.Tensor, build.reduction(build(aten.cat.default, [x, build(aten.relu.default, x)]), 2), 0.5)
 
 
 def _summed(build, x):
-    return build(
-        aten.relu.default, build(WAIT, build(ALL_REDUCE, build(aten.mul.Tensor, x, 3.0), "sum", GROUP))
-    )
+    return build(aten.relu.default, build(WAIT, build(ALL_REDUCE, build(aten.mul.Tensor, x, 3.0), "sum", GROUP)))
 
 
 def _gathered_again(build, x):
@@ -63,8 +59,7 @@ def _values(gm):
     generator = torch.Generator().manual_seed(3)
     inputs = gm.graph.find_nodes(op="placeholder")
     return [
-        [torch.randn(node.meta["val"].shape, generator=generator, dtype=torch.float64) for node in inputs]
-        for _ in "ab"
+        [torch.randn(node.meta["val"].shape, generator=generator, dtype=torch.float64) for node in inputs] for _ in "ab"
     ]
 
 
@@ -150,17 +145,7 @@ def test_what_can_be_split():
     twice, unread = build(ALL_GATHER, x, 2, GROUP), build(ALL_GATHER, x, 2, GROUP)
     for node in (gather, reduction, total, of_scalar, of_row, of_none, exchange, twice, twice):
         build(WAIT, node)
-    rows = {
-        gather: 6,
-        reduction: 3,
-        total: 6,
-        of_scalar: 1,
-        of_row: 1,
-        of_none: 1,
-        exchange: 1,
-        twice: 1,
-        unread: 1,
-    }
+    rows = {gather: 6, reduction: 3, total: 6, of_scalar: 1, of_row: 1, of_none: 1, exchange: 1, twice: 1, unread: 1}
     assert {node: num_rows(node) for node in rows} == rows
     symbolic = build.input("primals_5", 4, 2)
     with symbolic.meta["val"].fake_mode as mode:

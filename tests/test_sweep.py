@@ -187,9 +187,7 @@ def test_a_step_between_two_is_the_captured_one(end, ends):
     for half in ("joint", "forward", "backward"):
         assert graph_text(getattr(between, half)) == graph_text(getattr(captured, half))
     assert between.context == captured.context
-    assert [
-        graph_text(gm) for gm in (ends[end][0].joint, ends[end][0].forward, ends[end][0].backward)
-    ] == before
+    assert [graph_text(gm) for gm in (ends[end][0].joint, ends[end][0].forward, ends[end][0].backward)] == before
 
 
 @pytest.mark.parametrize("batch", [0, 5])
@@ -526,9 +524,7 @@ def test_processes_get_the_environment_of_now(here, monkeypatch):
     """A fork server has that of its own start."""
     kept = dict(os.environ)
     monkeypatch.setenv("SWEPT_SIZE", "3")
-    job = sweeping._Job(
-        make=_fails, loss=None, batch=1, others=(), has_others=False, ends=(1, 1), settings=[]
-    )
+    job = sweeping._Job(make=_fails, loss=None, batch=1, others=(), has_others=False, ends=(1, 1), settings=[])
     numbers = {}
     try:
         with pytest.raises(KeyError, match="large"):

@@ -51,9 +51,7 @@ def needs_of_a_step() -> list[int]:
             needs.append(inner.smallest_bytes)
         else:
             break
-    with pytest.raises(
-        (InfeasibleBudgetError, torch._dynamo.exc.BackendCompilerFailed), match=f"{needs[-1]} bytes"
-    ):
+    with pytest.raises((InfeasibleBudgetError, torch._dynamo.exc.BackendCompilerFailed), match=f"{needs[-1]} bytes"):
         step_within(needs[-1] - 1)
     return needs[1:]
 
@@ -115,10 +113,7 @@ def calibrate_on_gloo() -> None:
     with profile(activities=[ProfilerActivity.CPU]) as trace:
         probe_collectives(torch.device("cpu"), sizes)
     ran = {event.name for event in trace.events()}
-    assert {
-        "c10d::alltoall_base_",
-        "graphshard::add_rows",
-    } <= ran and "c10d::_reduce_scatter_base_" not in ran, ran
+    assert {"c10d::alltoall_base_", "graphshard::add_rows"} <= ran and "c10d::_reduce_scatter_base_" not in ran, ran
 
 
 def test_unknown_option_lists_the_known_ones(run_on_gloo_ranks):
@@ -164,9 +159,7 @@ def test_a_half_for_another_state_is_dumped_beside_the_first(run_on_gloo_ranks, 
         names = {path.name for path in (tmp_path / rank).iterdir()}
         first = {name for name in names if name.startswith("graph0.backward.")}
         second = {name for name in names if name.startswith("graph0.backward-2.")}
-        assert first and len(second) == len(first) + 1, sorted(
-            names
-        )  # the first communicates nothing, so no exchange
+        assert first and len(second) == len(first) + 1, sorted(names)  # the first communicates nothing, so no exchange
         assert {name for name in names if ".forward" in name or ".joint" in name} == names - first - second
         planned = [
             (tmp_path / rank / f"graph0.{half}.0-partitioned.txt").read_text()

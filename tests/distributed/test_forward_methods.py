@@ -64,9 +64,7 @@ def call_a_registered_method(implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", EVERY)
-def test_a_registered_method_gathers(
-    run_on_gloo_ranks: Callable[..., list[Any]], implementation: str
-) -> None:
+def test_a_registered_method_gathers(run_on_gloo_ranks: Callable[..., list[Any]], implementation: str) -> None:
     run_on_gloo_ranks(2, call_a_registered_method, implementation)
 
 

@@ -149,7 +149,9 @@ def accumulate_cubes(reshard_after_forward: bool | int, dtype: torch.dtype | Non
     reference = nn.Sequential(Cubes(), Cubes())
     model = copy.deepcopy(reference)
     policy = MixedPrecisionPolicy(param_dtype=dtype)
-    shard_units("compiled", model, [*model], reshard_after_forward=reshard_after_forward, mp_policy=policy)
+    shard_units(
+        "compiled", model, [*model], reshard_after_forward=reshard_after_forward, mp_policy=policy
+    )
     forward = compile_if_asked("compiled", model)
     for _ in range(2):
         for micro_batch in range(3):

@@ -150,11 +150,7 @@ def _held_within(folder: str, share: float) -> tuple[int, int, int]:
     peak = max(peaks) - 4 * 512 * 64  # the caller holds the result
     shards = 3 * sum(parameter.numel() for parameter in _Residual(64).parameters()) // dist.get_world_size()
     (path,) = (Path(folder) / str(dist.get_rank())).glob("graph*.backward.memory.txt")
-    return (
-        budget,
-        4 * (shards + 512 * 64) + peak,
-        peak - int(re.match(r"peak (\d+) bytes", path.read_text())[1]),
-    )
+    return budget, 4 * (shards + 512 * 64) + peak, peak - int(re.match(r"peak (\d+) bytes", path.read_text())[1])
 
 
 @pytest.mark.parametrize("share", [1.0, pytest.param(1.2, marks=pytest.mark.slow)])
@@ -206,9 +202,7 @@ def _language_within(dtype: torch.dtype) -> tuple[int, int]:
     return budget, _language_step(dtype, budget)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "least"), [(torch.float32, 0.99), (torch.bfloat16, 0.7)], ids=["f32", "bf16"]
-)
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float32, 0.99), (torch.bfloat16, 0.7)], ids=["f32", "bf16"])
 def test_logits_are_counted_once(run_on_gloo_ranks, dtype, least):
     """Beside the step, the loss and its gradient are held; of bfloat16's products the most they may take is counted."""
     for budget, held in run_on_gloo_ranks(2, _language_within, dtype):

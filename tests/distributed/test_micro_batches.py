@@ -36,9 +36,7 @@ def accumulate(
             number = step * NUM_MICRO_BATCHES + micro
             is_last = micro == NUM_MICRO_BATCHES - 1
             rows = sizes if sizes and is_last and step == 1 else (4,) * dist.get_world_size()
-            batches = [
-                WORKLOAD.batch_of(other, number, rows[other]) for other in range(dist.get_world_size())
-            ]
+            batches = [WORKLOAD.batch_of(other, number, rows[other]) for other in range(dist.get_world_size())]
             for batch in batches:
                 (WORKLOAD.loss(lockstep.reference, batch) / dist.get_world_size()).backward()
             model.set_requires_gradient_sync(is_last)

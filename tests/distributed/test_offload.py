@@ -63,9 +63,7 @@ def _offloaded_graph(is_backward: bool) -> fx.GraphModule:
     emit = GraphEmitter(graph)
     mode = FakeTensorMode()
 
-    def add_input(
-        name: str, *shape: int, device: torch.device, dtype: torch.dtype = torch.float32
-    ) -> fx.Node:
+    def add_input(name: str, *shape: int, device: torch.device, dtype: torch.dtype = torch.float32) -> fx.Node:
         node = graph.placeholder(name)
         with mode:
             node.meta["val"] = torch.empty(shape, device=device, dtype=dtype)

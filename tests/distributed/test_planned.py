@@ -138,9 +138,7 @@ def test_over_large_collectives_are_split(run_on_gloo_ranks, tmp_path: Path):
     """On a card of which each has half of a collective pass beside the one in front of it."""
     card = load_card(SLOW_LINK)
     rows = [
-        MeasuredCollective(
-            op=op, num_ranks=2, num_bytes=size, seconds=size / 2e7, overlapped_seconds=size / 4e7
-        )
+        MeasuredCollective(op=op, num_ranks=2, num_bytes=size, seconds=size / 2e7, overlapped_seconds=size / 4e7)
         for op in ("all_gather", "reduce_scatter", "all_to_all")
         for size in (2**10, 2**24)
     ]
@@ -158,12 +156,7 @@ def test_over_large_collectives_are_split(run_on_gloo_ranks, tmp_path: Path):
     ("prefetch", "limit"), [("pre", True), pytest.param("post", 1, marks=pytest.mark.slow)]
 )
 def test_gathers_as_fsdp1_prefetches_and_limits_them(run_on_gloo_ranks, prefetch, limit):
-    options = {
-        "hardware": SLOW_LINK,
-        "bucket": "auto",
-        "backward_prefetch": prefetch,
-        "limit_all_gathers": limit,
-    }
+    options = {"hardware": SLOW_LINK, "bucket": "auto", "backward_prefetch": prefetch, "limit_all_gathers": limit}
     run_on_gloo_ranks(2, train_planned, "mlp_16_17_8", 2, options)
 
 
@@ -199,9 +192,7 @@ def test_with_a_budget_units_keep_what_fits(run_on_gloo_ranks, tmp_path: Path, b
         ("transformer", "620kB", [64, 64]),
     ],
 )
-def test_with_little_memory_activations_are_computed_again(
-    run_on_gloo_ranks, tmp_path: Path, name, budget, sizes
-):
+def test_with_little_memory_activations_are_computed_again(run_on_gloo_ranks, tmp_path: Path, name, budget, sizes):
     """On all ranks the same ones, whatever their sizes: the gathers of the backward depend on it."""
     run_on_gloo_ranks(2, train_with_little_memory, str(tmp_path), name, budget, sizes)
     tagged = [tmp_path / f"rank{rank}" / "graph0.joint.6-recompute_activations.txt" for rank in range(2)]
@@ -215,9 +206,7 @@ def test_with_little_memory_activations_are_computed_again(
     assert "ops of the forward are computed again" in choice
 
 
-def test_without_a_budget_further_last_units_are_kept_where_that_takes_no_more(
-    run_on_gloo_ranks, tmp_path: Path
-):
+def test_without_a_budget_further_last_units_are_kept_where_that_takes_no_more(run_on_gloo_ranks, tmp_path: Path):
     """The default keeps the root; its backward peak leaves room for the unit before, too."""
     run_on_gloo_ranks(2, train_planned, "transformer", 3, {
         "hardware": SLOW_LINK, "bucket": "auto", "dump": str(tmp_path),
@@ -284,12 +273,7 @@ def test_a_rank_whose_batch_does_not_fit_stops_the_others_at_once(run_on_gloo_ra
 def train_models_with_equal_parameters(folder: str) -> None:
     """A batch of 2 rows on one model, and one of 512 on another."""
     rank = dist.get_rank()
-    options = {
-        "hardware": SLOW_LINK,
-        "bucket": "auto",
-        "memory_budget": "1.06MB",
-        "dump": f"{folder}/rank{rank}",
-    }
+    options = {"hardware": SLOW_LINK, "bucket": "auto", "memory_budget": "1.06MB", "dump": f"{folder}/rank{rank}"}
     for size in (2, 512):
         torch._dynamo.reset()
         model = start_lockstep(NARROW_WIDE, "sharded").model

@@ -169,6 +169,7 @@ def test_mistake_is_refused(run_on_gloo_ranks, implementation, name):
     run_on_gloo_ranks(2, make_mistake, implementation, name)
 
 
+
 @pytest.mark.parametrize("name", [refusal.mistake.__name__ for refusal in UNSUPPORTED])
 def test_unsupported_feature_is_refused(run_on_gloo_ranks, name):
     run_on_gloo_ranks(2, make_mistake, "sharded", name)

@@ -38,9 +38,7 @@ def train(workload: str, implementation: str, dtype: torch.dtype | None) -> list
         if dtype is None:
             lockstep.train(NUM_STEPS)
         else:
-            lockstep.workload.loss(
-                lockstep.forward, lockstep.workload.batch_of(dist.get_rank(), 0)
-            ).backward()
+            lockstep.workload.loss(lockstep.forward, lockstep.workload.batch_of(dist.get_rank(), 0)).backward()
     return neighbours
 
 

@@ -326,7 +326,9 @@ def train_hybrid_uneven(implementation: str, dim: int) -> None:
     for _ in range(2):
         backward_of_mean(reference, dim)
         backward(forward, dim)
-        for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        for (name, parameter), expected in zip(
+            model.named_parameters(), reference.parameters(), strict=True
+        ):
             assert parameter.placements[1] == Shard(0)
             assert_close(parameter.grad.full_tensor(), expected.grad, msg=lambda text, name=name: name + text)
         for optimizer in optimizers:
@@ -367,9 +369,7 @@ def test_forward_mode_derivatives(run_on_gloo_ranks, implementation):
 def test_tensor_parallelism_on_another_device(fake_group):
     """A DTensor on a mesh of another device type cannot be cut over this one."""
     fake_group(2)
-    mesh, other = (
-        init_device_mesh(device, (1, 2), mesh_dim_names=("dp", "tp")) for device in ("cpu", "cuda")
-    )
+    mesh, other = (init_device_mesh(device, (1, 2), mesh_dim_names=("dp", "tp")) for device in ("cpu", "cuda"))
     weight = DTensor.from_local(torch.empty(2, 4, device="meta"), other["tp"], [Shard(0)])
     model = nn.Linear(4, 4, bias=False)
     model.weight = nn.Parameter(weight)

@@ -84,10 +84,7 @@ def test_refuses_what_is_no_sum_of_gradients(operation, why):
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_same_sums(force_sum, num_ranks, dtype):
-    specs = [
-        ParameterSpec((6, 2), dtype=dtype, force_sum=force_sum),
-        ParameterSpec((3, 6), dim=1, dtype=dtype),
-    ]
+    specs = [ParameterSpec((6, 2), dtype=dtype, force_sum=force_sum), ParameterSpec((3, 6), dim=1, dtype=dtype)]
     gm, ctx = parameter_graph(specs, num_ranks)
     LOWERING.run(gm, ctx)
     exchanged = copy_graph(gm)
@@ -124,8 +121,7 @@ def test_reductions_behind_one_all_reduce_are_exchanged_too():
     full = [torch.randn(spec.shape, dtype=torch.float64) for spec in specs]
     shards = [pieces(value, 0, 2) * 2 for value in full]
     inputs = [
-        [*(shard[rank] for shard in shards), *(torch.randn_like(value) for value in full)]
-        for rank in range(4)
+        [*(shard[rank] for shard in shards), *(torch.randn_like(value) for value in full)] for rank in range(4)
     ]
     wanted, found = (run_values(graph, inputs, ctx.mesh) for graph in (before, gm))
     torch.testing.assert_close(found, wanted, rtol=0.0, atol=1e-12)

@@ -79,8 +79,6 @@ def test_parity_and_gathers_of_the_backward(captured, fake_group, units):
     graphs = capture_graphs(model, example_batch("blocks_2").double(), pipeline=pipeline)
     # A block's backward needs its three weights and, since the norm runs again, the norm's bias; the root's, one.
     freed = {"blocks.0": 4, "blocks.1": 4, "root": 1}.items()
-    assert num_targets(graphs.backward, ALL_GATHER) == sum(
-        count for unit, count in freed if unit not in units
-    )
+    assert num_targets(graphs.backward, ALL_GATHER) == sum(count for unit, count in freed if unit not in units)
     inputs, values = step_inputs("blocks_2", 2)
     assert_same(run_halves(graphs.forward, graphs.backward, graphs.context, inputs), values)

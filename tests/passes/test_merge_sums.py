@@ -80,11 +80,7 @@ def test_the_product_stands_where_it_stood():
 def test_a_product_does_not_wait_for_a_later_summand():
     build = _Products()
     late = build(aten.sin.default, build.other)
-    _check(
-        build.finish(build.sum(build.first, late), build.second),
-        ["mm", "mm", "sin", "view", "add"],
-        kept_apart=1,
-    )
+    _check(build.finish(build.sum(build.first, late), build.second), ["mm", "mm", "sin", "view", "add"], kept_apart=1)
 
 
 def test_a_bias_that_is_gathered_where_it_is_read_is_no_later_summand():

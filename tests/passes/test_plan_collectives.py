@@ -153,9 +153,7 @@ def test_a_budget_holds_where_nothing_is_to_be_planned():
     gm = build.finish(build(aten.mm.default, x, x))
     ctx = replace(PassContext(prices=Prices(latency=1.0)), held_bytes=100)
     plan_collectives.check_budget(gm, ctx, 356)
-    with pytest.raises(
-        InfeasibleBudgetError, match=r"budget of 355 bytes, in which 100 .* feasible one is 356 bytes"
-    ):
+    with pytest.raises(InfeasibleBudgetError, match=r"budget of 355 bytes, in which 100 .* feasible one is 356 bytes"):
         plan_collectives.check_budget(gm, ctx, 355)
     with pytest.raises(InfeasibleBudgetError, match="356 bytes"):
         PlanCollectives(memory_budget=355).run(gm, ctx)
@@ -189,9 +187,7 @@ def test_what_lives_through_the_step_counts_though_a_backward_does_not_read_it(c
     assert plan_collectives.held_beside(gm, unread) == 10**6
     assert plan_collectives.held_beside(gm, replace(unread, held_bytes=5)) == 10**6 + 5
     assert plan_collectives.held_beside(gm, replace(ctx, resident_bytes=1)) == 0
-    plan = run_pass(
-        PlanCollectives(memory_budget=_peak(free) - 1 + 10**6), tight, unread, *HELD
-    ).report.planned.plan
+    plan = run_pass(PlanCollectives(memory_budget=_peak(free) - 1 + 10**6), tight, unread, *HELD).report.planned.plan
     assert plan.peak_bytes == _peak(tight) < _peak(free) and plan.budget_bytes == _peak(free) - 1
 
 
@@ -237,14 +233,8 @@ def test_where_no_plan_keeps_the_default_budget_more_is_tried(captured, monkeypa
     monkeypatch.setattr(plan_collectives, "default_peak", lambda gm, ctx: default)
     report = run_pass(PlanCollectives(memory_budget="default"), gm, ctx, *HELD).report
     assert report.planned.plan.budget_bytes == (None if within is None else round(within * default))
-    found = (
-        f"is within {round((within or 0) * default)}"
-        if within
-        else f"1.5 times as much: this one takes {peak}"
-    )
-    assert any(
-        note.startswith("no plan is found within the") and note.endswith(found) for note in report.skipped
-    )
+    found = f"is within {round((within or 0) * default)}" if within else f"1.5 times as much: this one takes {peak}"
+    assert any(note.startswith("no plan is found within the") and note.endswith(found) for note in report.skipped)
 
 
 def test_where_the_peak_of_the_step_is_known_it_counts_beside_what_lives_through_it(captured):
@@ -255,10 +245,8 @@ def test_where_the_peak_of_the_step_is_known_it_counts_beside_what_lives_through
     assert resident == sum(node.meta["val"].nbytes for node in inputs) > 0
     backward, _ = _half(captured, "blocks_3", "backward", CHEAP)
     names = {binding.placeholder for binding in ctx.parameters}
-    assert (
-        0
-        < plan_collectives.resident_bytes(backward)
-        <= sum(node.meta["val"].nbytes for node in inputs if node.name in names)
+    assert 0 < plan_collectives.resident_bytes(backward) <= sum(
+        node.meta["val"].nbytes for node in inputs if node.name in names
     )
 
     def within(peak_bytes):
@@ -284,9 +272,7 @@ def test_gradients_that_waited_come_on_top_of_the_known_peak(captured):
         with more.graph.inserting_after(last):
             node = more.graph.placeholder(name)
         node.meta["val"] = last.meta["val"].new_empty(100, dtype=torch.float64)
-        return run_pass(
-            PlanCollectives(memory_budget="default"), more, ctx, *HELD
-        ).report.planned.plan.budget_bytes
+        return run_pass(PlanCollectives(memory_budget="default"), more, ctx, *HELD).report.planned.plan.budget_bytes
 
     assert budget("unreduced_0") == budget("partial_0") == budget("other") + 800
 
@@ -377,9 +363,7 @@ def test_what_a_user_says_of_a_units_prefetch_comes_before_that_of_all(captured)
     gm, ctx = _half(captured, "blocks_3", "backward", Prices(latency=0.01, bandwidth=1e6))
     ctx = replace(ctx, backward_prefetch=(("blocks.2", ("blocks.0",)),))
     prefetch = PlanCollectives(backward_prefetch="pre")._wishes(gm, ctx).prefetch
-    assert {tuple(shards_behind(node, ctx)[0].unit for node in pair) for pair in prefetch} == {
-        ("blocks.2", "blocks.0")
-    }
+    assert {tuple(shards_behind(node, ctx)[0].unit for node in pair) for pair in prefetch} == {("blocks.2", "blocks.0")}
     run_pass(PlanCollectives(backward_prefetch="pre"), gm, ctx, *HELD)
     nodes = list(gm.graph.nodes)
     gathers = {shards_behind(node, ctx)[0].unit: node for node in nodes if _is_gather(node)}
@@ -545,8 +529,6 @@ def test_parity_of_what_is_split(captured, all_over_large, name):
         assert run_pass(PlanCollectives(), gm, ctx, *HELD).report.planned.plan.splits
         planned[half] = gm
         served = {binding.name for ones in reduced_parameters(gm, ctx).values() for binding in ones}
-        assert served == (
-            {binding.name for binding in ctx.reduced_bindings()} if half == "backward" else set()
-        )
+        assert served == ({binding.name for binding in ctx.reduced_bindings()} if half == "backward" else set())
     inputs, expected = step_inputs(name, 2)
     assert_same(run_halves(planned["forward"], planned["backward"], graphs.context, inputs), expected)

@@ -51,9 +51,7 @@ def test_nothing_to_tag(captured):
 
 def test_second_run_changes_nothing(captured):
     gm, ctx = _tagged(captured)
-    first, second = run_twice(
-        RecomputeActivations(recomputed=_names(gm, aten.relu.default)), gm, ctx, *TAGGED
-    )
+    first, second = run_twice(RecomputeActivations(recomputed=_names(gm, aten.relu.default)), gm, ctx, *TAGGED)
     assert first.report.changed and not second.report.changed
 
 
@@ -135,3 +133,4 @@ def test_parity_and_what_is_saved(captured, fake_group, name):
     assert not {value.name for value in output_values(graphs.forward.graph)} & dropped
     inputs, values = step_inputs(name, 2)
     assert_same(run_halves(graphs.forward, graphs.backward, graphs.context, inputs), values)
+

@@ -60,9 +60,7 @@ def all_schedules(problem, *, prunes: bool = False) -> Best:
         return total + sum(ones[m].kept_bytes for m in waited if ones[m].deadline >= gap)
 
     def lie_together(members):
-        found = sorted(
-            (one.place.row, one.place.first, one.place.numel) for m in members if (one := ones[m]).place
-        )
+        found = sorted((one.place.row, one.place.first, one.place.numel) for m in members if (one := ones[m]).place)
         if len(found) < len(members) or len({row for row, *_ in found}) > 1:
             return False
         gaps = [nxt[1] - one[1] - one[2] for one, nxt in itertools.pairwise(found)]
@@ -146,9 +144,7 @@ def all_schedules(problem, *, prunes: bool = False) -> Best:
         made = sum(ones[m].fresh_bytes for m in members)
         if copies_out:
             together = lie_together(members)
-            freed = [
-                ones[m].copy_bytes + (ones[m].staged_bytes if together else ones[m].in_bytes) for m in members
-            ]
+            freed = [ones[m].copy_bytes + (ones[m].staged_bytes if together else ones[m].in_bytes) for m in members]
             made += sum(ones[m].out_bytes for m in members) - sum(freed)
         elif len(members) == 1:
             made = ones[members[0]].fresh_bytes

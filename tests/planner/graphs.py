@@ -103,19 +103,14 @@ def in_memory_graph(seed: int, num_steps: int = 10) -> fx.GraphModule:
         elif kind == "gradient":
             results.append(build.reduction(product, 2))
         elif kind == "gather":
-            whole = build(
-                WAIT, build(c10d.all_gather_into_tensor_out.default, shard, 2, "shard_group", out=buffer)
-            )
+            whole = build(WAIT, build(c10d.all_gather_into_tensor_out.default, shard, 2, "shard_group", out=buffer))
             results.append(build(WAIT, build(ALL_REDUCE, whole, "sum", "tensor_group")))
             value = build(aten.mm.default, value, whole)
         elif kind == "reduce":
             started = build(c10d.all_reduce_.default, product, "sum", "tensor_group")
             value = build(aten.add.Tensor, value, build(WAIT, dice.choice([started, product])))
         elif kind == "scatter":
-            build(
-                WAIT,
-                build(c10d.reduce_scatter_tensor_out.default, product, "sum", 2, "shard_group", out=shard),
-            )
+            build(WAIT, build(c10d.reduce_scatter_tensor_out.default, product, "sum", 2, "shard_group", out=shard))
             results.append(build(aten.mm.default, build.gather(shard, 2), value))
         else:
             started = build(c10d.all_reduce_coalesced_.default, [product, buffer], "sum", "shard_group")

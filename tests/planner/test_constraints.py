@@ -36,9 +36,7 @@ def test_what_can_be_kept_is_kept():
 @pytest.mark.parametrize("seed", [0, 5])
 def test_prefetches_of_more_than_ten_collectives_are_kept_if_they_can_be(seed):
     problem = _prefetching(seed)
-    filler = Collective(
-        name="f", kind="all_reduce", queue="r", in_bytes=4, out_bytes=4, earliest=6, deadline=6
-    )
+    filler = Collective(name="f", kind="all_reduce", queue="r", in_bytes=4, out_bytes=4, earliest=6, deadline=6)
     ones = [*problem.collectives, *[filler] * (11 - len(problem.collectives))]
     assert plan(replace(problem, collectives=ones)).solver == "beam"
 

@@ -173,21 +173,9 @@ def test_a_shared_link_makes_collectives_wait_for_each_other():
 
 SIDE_BY_SIDE = [
     random_problem(
-        seed,
-        most=4,
-        num_tasks=3,
-        with_memory=seed % 2 == 0,
-        prices=LinePrices(overlapped=overlapped, turns=turns),
+        seed, most=4, num_tasks=3, with_memory=seed % 2 == 0, prices=LinePrices(overlapped=overlapped, turns=turns)
     )
-    for overlapped, turns in (
-        (0.5, 0.0),
-        (1.5, 0.0),
-        (2.0, 0.0),
-        (4.0, 0.0),
-        (0.0, 0.4),
-        (0.5, 0.7),
-        (1.0, 1.0),
-    )
+    for overlapped, turns in ((0.5, 0.0), (1.5, 0.0), (2.0, 0.0), (4.0, 0.0), (0.0, 0.4), (0.5, 0.7), (1.0, 1.0))
     for seed in range(600, 620)
 ]
 SIDE_BY_SIDE_LONG = [
@@ -215,11 +203,7 @@ def test_nothing_is_faster_where_latencies_of_many_pass_side_by_side(problem):
 
 SPREAD = [
     random_problem(
-        seed,
-        most=4,
-        num_tasks=3,
-        with_memory=seed % 2 == 0,
-        prices=LinePrices(spread=spread, overlapped=overlapped),
+        seed, most=4, num_tasks=3, with_memory=seed % 2 == 0, prices=LinePrices(spread=spread, overlapped=overlapped)
     )
     for spread, overlapped in ((0.5, 0.0), (1.5, 1.0), (4.0, 0.0), (12.0, 2.0))
     for seed in range(700, 720)
@@ -268,10 +252,7 @@ def test_a_plan_leaves_room_for_collectives_that_are_late():
     planned = plan(late)
     first = next(bucket for bucket in planned.buckets if "c0" in bucket.names)
     assert planned.seconds == 6.5625 and first.exposed_seconds == 0.0
-    assert (
-        make_plan(late, just_in_time, solver="none").buckets[0].reason
-        == "it should have ended, and may be late"
-    )
+    assert make_plan(late, just_in_time, solver="none").buckets[0].reason == "it should have ended, and may be late"
 
 
 def _gather(number, num_bytes, *, earliest=0, deadline, merge_key=("gather",)):

@@ -130,8 +130,7 @@ def test_an_impossible_schedule_stays():
 
 
 MIDDLING = [
-    random_problem(seed, most=16, num_tasks=12, is_long=True, with_memory=True, is_tight=True)
-    for seed in range(40)
+    random_problem(seed, most=16, num_tasks=12, is_long=True, with_memory=True, is_tight=True) for seed in range(40)
 ]
 SMALL = [problem for problem in MIDDLING if len(problem.collectives) <= solve.EXACT_COLLECTIVES][:8]
 MIDDLING = [problem for problem in MIDDLING if len(problem.collectives) > solve.EXACT_COLLECTIVES]

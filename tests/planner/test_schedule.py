@@ -97,9 +97,7 @@ def test_the_budget_is_kept_by_the_memory_model_or_refused(seed, share):
     assert plan.peak_bytes == _peak(planned) <= budget == plan.budget_bytes
 
 
-@pytest.mark.parametrize(
-    ("seed", "is_in_task"), [(6, True), (12, True), (21, True), (47, False), (50, False)]
-)
+@pytest.mark.parametrize(("seed", "is_in_task"), [(6, True), (12, True), (21, True), (47, False), (50, False)])
 def test_memory_beyond_the_budget_is_added_where_it_was(seed, is_in_task):
     """Tasks that took more than planned get more; where only a copy or a collective did, the budget is less."""
     gm = random_graph(seed)
@@ -296,9 +294,7 @@ def test_what_writes_to_memory_it_is_given_stays_and_the_graph_computes_the_same
     planned, plan = _planned(gm)
     order = [node.target for node in gm.graph.nodes if node.target in FUNCTIONAL_FORMS]
     assert [node.target for node in planned.graph.nodes if node.target in FUNCTIONAL_FORMS] == order
-    assert sum(note.endswith("it writes its result to memory it is given") for note in plan.notes) == len(
-        order
-    )
+    assert sum(note.endswith("it writes its result to memory it is given") for note in plan.notes) == len(order)
     _assert_computes_the_same(planned, gm, seed)
 
 
@@ -360,9 +356,7 @@ def test_a_wait_for_the_memory_it_writes_to_is_a_wait_for_it():
     build(c10d.all_reduce_.default, x, "sum", "tensor_group")
     gm = build.finish(build(aten.relu.default, build(WAIT, x)))
     _, plan = _planned(gm)
-    assert plan.seconds - 1e-2 == pytest.approx(
-        PRICES.collective_seconds("all_reduce", 8 * 4 * 8, "tensor_group")
-    )
+    assert plan.seconds - 1e-2 == pytest.approx(PRICES.collective_seconds("all_reduce", 8 * 4 * 8, "tensor_group"))
     assert not check_waited(gm, CONTEXT)
 
 
@@ -372,9 +366,7 @@ def test_beside_a_message_between_two_ranks_nothing_moves():
     build = GraphBuilder()
     x, shard = build.input("primals_0", 4, 4), build.input("primals_1", 2, 4)
     build(WAIT, build(c10d.isend.default, x, 1, 0, "pipeline"))
-    gm = build.finish(
-        build(aten.mm.default, build(aten.mm.default, x, x), build.gather(shard, 2, "shard_group"))
-    )
+    gm = build.finish(build(aten.mm.default, build(aten.mm.default, x, x), build.gather(shard, 2, "shard_group")))
     planned, plan = _planned(gm)
     assert text_of(planned, CONTEXT) == text_of(gm, CONTEXT)
     message, gather = plan.notes
@@ -421,17 +413,13 @@ def _coalesced(group):
 def test_a_coalesced_collective_stays_and_takes_its_time_once():
     _, plan = _planned(_coalesced("tensor_group"))
     items = 2 * 1e-2  # these prices have one for each
-    assert plan.seconds - items == pytest.approx(
-        PRICES.collective_seconds("all_reduce", 2 * 4 * 4 * 8, "tensor_group")
-    )
+    assert plan.seconds - items == pytest.approx(PRICES.collective_seconds("all_reduce", 2 * 4 * 4 * 8, "tensor_group"))
     (note,) = plan.notes
     assert note.endswith("stays in its place: it is of a kind that is not planned")
 
 
 def test_a_coalesced_collective_on_an_unknown_group_is_an_error():
-    with pytest.raises(
-        UnpricedGroupError, match=r"'elsewhere' \(of all_reduce_coalesced_default, all_reduce_coal"
-    ):
+    with pytest.raises(UnpricedGroupError, match=r"'elsewhere' \(of all_reduce_coalesced_default, all_reduce_coal"):
         _planned(_coalesced("elsewhere"))
 
 

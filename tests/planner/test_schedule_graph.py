@@ -55,9 +55,7 @@ def _waited_for_twice(num_waits=2):
     """Two sums, each read behind two waits."""
     build = GraphBuilder()
     source = build.input("primals_0", 64, 64)
-    sums = [
-        build(ALL_REDUCE, build(op, source), "sum", "tensor") for op in (aten.sin.default, aten.cos.default)
-    ]
+    sums = [build(ALL_REDUCE, build(op, source), "sum", "tensor") for op in (aten.sin.default, aten.cos.default)]
     found = []
     for total in sums:
         waits = [build(WAIT, total) for _ in range(num_waits)]
@@ -154,9 +152,7 @@ def test_the_users_buckets_prefetches_and_limits_are_kept():
 
     def in_copy(ask):
         copied = copy_graph(gm)
-        return graphshard.schedule_graph(
-            copied, hardware="h100-sxm", **ask(*filter(is_collective, copied.graph.nodes))
-        )
+        return graphshard.schedule_graph(copied, hardware="h100-sxm", **ask(*filter(is_collective, copied.graph.nodes)))
 
     free = planned()
     assert [(bucket.start, bucket.wait) for bucket in free.buckets] == [(0, 0), (0, 1)]
@@ -216,13 +212,9 @@ def test_what_tables_lack_is_said_once_where_the_user_asked(ask):
     build = GraphBuilder()
     value = build.input("primals_0", 64, 64)
     for index in (1, 2, 3):
-        value = build(
-            aten.mm.default, value, build.gather(build.input(f"primals_{index}", 4, 64), 16, "shard")
-        )
+        value = build(aten.mm.default, value, build.gather(build.input(f"primals_{index}", 4, 64), 16, "shard"))
     gm = build.finish(build(WAIT, build(ALL_REDUCE, value, "sum", "shard")))
-    tables = parse_tables(
-        "group,op,bytes,seconds\nshard,all_gather,8,1e-6\nshard,all_gather,16,1e-6\n", where="t.csv"
-    )
+    tables = parse_tables("group,op,bytes,seconds\nshard,all_gather,8,1e-6\nshard,all_gather,16,1e-6\n", where="t.csv")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ask(gm, hardware="h100-sxm", tables=tables)
@@ -240,11 +232,7 @@ def test_what_tables_lack_is_said_once_where_the_user_asked(ask):
         ({"shard": None}, OptionTypeError, r"groups\['shard'\]=None must be a number of ranks"),
         ({"shard": 16.0}, OptionTypeError, r"groups\['shard'\]=16.0 must be a number of ranks"),
         ({"shard": 0}, OptionError, r"groups\['shard'\]=0 must be the number of ranks, 1 or more"),
-        (
-            [("shard", 16)],
-            OptionTypeError,
-            r"groups=\[\('shard', 16\)\] must be ranks, or topologies, by the names",
-        ),
+        ([("shard", 16)], OptionTypeError, r"groups=\[\('shard', 16\)\] must be ranks, or topologies, by the names"),
         (
             {"shard": 64},
             OptionError,
@@ -262,11 +250,7 @@ def test_groups_that_cannot_be(ask, groups, error, message):
 @pytest.mark.parametrize(
     ("links", "error", "message"),
     [
-        (
-            "shard",
-            OptionTypeError,
-            "shared_links='shard' must be a list with the names of the groups on each link",
-        ),
+        ("shard", OptionTypeError, "shared_links='shard' must be a list with the names of the groups on each link"),
         (["shard"], OptionTypeError, r"shared_links=\['shard'\] must be a list"),
         ([3], OptionTypeError, r"shared_links=\[3\] must be a list"),
         ([("shard", "tp")], OptionError, "shared_links names 'tp', but the graph and groups= have 'shard'"),

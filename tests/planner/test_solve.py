@@ -221,15 +221,11 @@ def test_delays_by_another_group_are_in_the_bound_of_a_queue():
                        deadline=1)  # fmt: skip
     assert plan(Problem(tasks=tasks, collectives=[whole], prices=LinePrices())).seconds == 13.0
     reductions = [
-        Collective(
-            name=f"r{i}", kind="reduce_scatter", queue="q", in_bytes=8, out_bytes=2, earliest=2, deadline=3
-        )
+        Collective(name=f"r{i}", kind="reduce_scatter", queue="q", in_bytes=8, out_bytes=2, earliest=2, deadline=3)
         for i in range(2)
     ]
     gathers = [
-        Collective(
-            name=f"g{i}", kind="all_gather", queue="q", in_bytes=2, out_bytes=8, earliest=0, deadline=0
-        )
+        Collective(name=f"g{i}", kind="all_gather", queue="q", in_bytes=2, out_bytes=8, earliest=0, deadline=0)
         for i in range(2)
     ]
     for some, seconds in ((reductions, 20.0), (gathers, 21.0)):

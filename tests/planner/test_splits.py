@@ -297,9 +297,7 @@ def test_neighbours_stay_neighbours_beside_one_that_is_split():
         value = build(aten.mm.default, value, one)
     gm = build.finish(value)
     _, *gathers = filter(is_collective, gm.graph.nodes)
-    places = {
-        gather: RowPlace("unit", 512 * 1024 * index, 512 * 1024) for index, gather in enumerate(gathers)
-    }
+    places = {gather: RowPlace("unit", 512 * 1024 * index, 512 * 1024) for index, gather in enumerate(gathers)}
     wishes = Wishes(fixed_buckets=[gathers])
     for lying, expected in ((places, JOIN), ({}, PACK)):
         planned = plan_graph(gm, BESIDE, places=lying, wishes=wishes)
@@ -342,9 +340,7 @@ def test_another_rank_follows_the_parts():
     assert [node.name for node in followed.gm.graph.nodes] == [node.name for node in planned.gm.graph.nodes]
     assert followed.plan.splits == planned.plan.splits and followed.known == planned.known
     for wrong in ((1, 2), (0, 8192)):
-        with pytest.raises(
-            PlanError, match=rf"has collective {wrong[0]} in {wrong[1]} parts, which it cannot"
-        ):
+        with pytest.raises(PlanError, match=rf"has collective {wrong[0]} in {wrong[1]} parts, which it cannot"):
             plan_graph(gm, EVEN, known=replace(planned.known, splits=(wrong,)))
 
 

@@ -50,9 +50,7 @@ def test_buckets_of_nodes_are_kept():
 def test_a_prefetch_starts_right_after_the_wait_it_names():
     gm, gathers = _chain()
     pairs = [(gathers[0], gathers[2]), (gathers[1], gathers[3]), (gathers[3], gathers[4])]
-    plan = schedule_with_prices(
-        gm, PRICES, wishes=Wishes(prefetch=pairs, fixed_buckets=[[node] for node in gathers])
-    )
+    plan = schedule_with_prices(gm, PRICES, wishes=Wishes(prefetch=pairs, fixed_buckets=[[node] for node in gathers]))
     starts, waits = _positions(plan)
     for before, after in ((0, 2), (1, 3), (3, 4)):
         assert starts[(after,)][0] == waits[(before,)][0] and starts[(after,)] > waits[(before,)]
@@ -167,9 +165,7 @@ def test_wishes_about_what_cannot_move_are_noted():
 def test_nodes_of_another_graph_are_refused(wishes):
     (gm, _), (_, gathers) = _chain(), _chain()
     before = text_of(gm, CONTEXT)
-    message = (
-        f"are of another one, or were erased: {gathers[0].name}, {gathers[1].name}; look them up in gm.graph"
-    )
+    message = f"are of another one, or were erased: {gathers[0].name}, {gathers[1].name}; look them up in gm.graph"
     with pytest.raises(ProblemError, match=message):
         schedule_with_prices(gm, PRICES, wishes=Wishes(**wishes(gathers)))
     assert text_of(gm, CONTEXT) == before
