@@ -187,31 +187,24 @@ class _Planner:
     ) -> tuple[_Source, GraphProblem, PlannedGraph]:
         """The plan of a graph, or that with its compute moved, if this is worth it."""
         found = self._read(source)
-        moved = self._moved(source, found) if move_compute else None
-        if moved is None:
+        tried = moved_compute(source.gm, found) if move_compute else None
+        if tried is None:
             return source, *self.planned(source, found)
-        came = simulate(found.problem.without_wishes(), found.unplanned).seconds
+        moved = source.moved(*tried)
+        read, least = self._read(moved), _free_bound(found)
+        if _free_bound(read) > WORTH * least:  # something else limits the graph
+            return source, *self.planned(source, found)
         try:
-            read, best = self.planned(moved)
+            read, best = self.planned(moved, read)
         except InfeasibleBudgetError:
             return source, *self.planned(source, found)
-        best = replace(best, plan=replace(best.plan, unplanned_seconds=came))
-        worth = best.plan.seconds / (1 - WORTH)
-        if worth > _free_bounds(found):
+        if best.plan.seconds > WORTH * least:  # not faster than any plan in the order that came
             with suppress(InfeasibleBudgetError):
                 found, other = self.planned(source, found)
-                if worth > other.plan.seconds:
+                if best.plan.seconds > WORTH * other.plan.seconds:
                     return source, found, other
-        return moved, read, best
-
-    def _moved(self, source: _Source, found: GraphProblem) -> _Source | None:
-        """The graph with its compute moved, if that takes the bound down."""
-        tried = moved_compute(source.gm, found)
-        if tried is None:
-            return None
-        moved = source.moved(*tried)
-        read = self._read(moved, measures_memory=False)
-        return moved if _free_bounds(read) <= (1 - WORTH) * _free_bounds(found) else None
+        came = simulate(found.problem.without_wishes(), found.unplanned).seconds
+        return moved, read, replace(best, plan=replace(best.plan, unplanned_seconds=came))
 
     def _read(self, source: _Source, *, measures_memory: bool = True) -> GraphProblem:
         return problem_of_graph(
@@ -225,7 +218,7 @@ class _Planner:
         )
 
 
-def _free_bounds(found: GraphProblem) -> float:
+def _free_bound(found: GraphProblem) -> float:
     """What no schedule of these tasks beats, whatever its memory."""
     return lower_bounds(replace(found.problem, budget_bytes=None)).seconds
 

@@ -19,8 +19,9 @@ from .from_graph import GraphProblem
 from .moving import Flight, Move, Moving
 from .problem import Collective, Problem
 
-#: Moving is worth a trial where it can hide at least this share of the compute's time.
-WORTH = 0.01
+#: A plan of moved compute is taken where it is at most this share of the time without. It is made only where moves can
+#: hide as much of the compute's time, and bring the bound down by as much.
+WORTH = 0.99
 
 #: Compute moves past so many flights at most: as a block of a transformer with tensor parallelism has.
 _REACH = 4
@@ -67,7 +68,7 @@ def moved_compute(gm: fx.GraphModule, found: GraphProblem) -> tuple[Moving, list
     covers = [elapsed[one.deadline] - elapsed[one.earliest] for one in problem.collectives]
     needs = [_seconds(problem, one) for one in problem.collectives]
     is_between = [one.earliest > 0 and one.deadline < len(problem.tasks) for one in problem.collectives]
-    least = WORTH * elapsed[-1]
+    least = (1 - WORTH) * elapsed[-1]
     lacks = [max(0.0, need - cover) for need, cover in zip(needs, covers, strict=True)]
     if sum(itertools.compress(lacks, is_between)) < least:
         return None
@@ -131,18 +132,13 @@ def _candidates(
     first = windows[place - _REACH].flight.made if place >= _REACH else next(iter(graph.nodes))
     is_far = place + _REACH < len(windows)
     last = windows[place + _REACH].flight.reader if is_far else graph.output_node()
-    needed = _reached(flight.start, first, is_ahead=True)
-    node = flight.made
-    while first < node:
-        if node not in needed and seconds.get(node, 0.0) >= least and not is_fusible(node):
-            yield node
-        node = node.prev
-    needing = _reached(flight.start, last, is_ahead=False)
-    node = flight.reader
-    while node < last:
-        if node not in needing and seconds.get(node, 0.0) >= least and not is_fusible(node):
-            yield node
-        node = node.next
+    for nearest, end, is_ahead in ((flight.made, first, True), (flight.reader, last, False)):
+        related = _reached(flight.start, end, is_ahead=is_ahead)
+        node = nearest
+        while end < node if is_ahead else node < end:
+            if node not in related and seconds.get(node, 0.0) >= least and not is_fusible(node):
+                yield node
+            node = node.prev if is_ahead else node.next
 
 
 def _reached(start: fx.Node, end: fx.Node, *, is_ahead: bool) -> set[fx.Node]:

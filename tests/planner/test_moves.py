@@ -205,11 +205,12 @@ def test_nothing_moves_for_less_than_it_is_worth(monkeypatch):
     assert _moved(gm, NodePrices(latency=1e-9, bandwidth=1e9, copies=1e9)) is None
     came, moved = plan_graph(gm, PRICES, move_compute=False).plan, plan_graph(gm, PRICES).plan
     saved = 1 - moved.bounds.seconds / came.bounds.seconds
-    monkeypatch.setattr(moves, "WORTH", saved * 1.01)
-    monkeypatch.setattr("graphshard.graph_plan.WORTH", saved * 1.01)
+    monkeypatch.setattr("graphshard.graph_plan.WORTH", 1 - saved * 1.01)
     assert plan_graph(gm, PRICES).plan.num_moved == 0
-    monkeypatch.setattr("graphshard.graph_plan.WORTH", saved * 0.8)
+    monkeypatch.setattr("graphshard.graph_plan.WORTH", 1 - saved * 0.8)
     assert plan_graph(gm, PRICES).plan.num_moved == 3
+    monkeypatch.setattr(moves, "WORTH", 0.5)
+    assert _moved(gm) is None
 
 
 def test_a_graph_without_such_collectives_is_not_copied(monkeypatch):
