@@ -211,6 +211,16 @@ def test_what_is_left_out_of_simulations_changes_nothing(seed):
     assert polished(problem, steps) == best
 
 
+@pytest.mark.parametrize("name", ["seconds", "peak_bytes", "held_bytes"])
+def test_a_state_that_is_better_in_anything_is_followed(name):
+    """So is one that has done something else."""
+    state = simulate(RANDOM[0], in_place(RANDOM[0])).end
+    assert polish._is_no_better(state, state)
+    more = replace(state, **{name: getattr(state, name) + 1})
+    assert polish._is_no_better(more, state) and not polish._is_no_better(state, more)
+    assert not polish._is_no_better(replace(state, waited=0), state)
+
+
 def test_a_wide_search_is_left_out_where_its_narrow_twin_is_far_behind():
     wide = solve.WIDE_BEAMS[0]
     narrow = replace(wide, width=solve.NARROW)
