@@ -150,26 +150,32 @@ def describe_machine() -> dict[str, str | int | float]:
     }
 
 
-def start_rank(rank: int, job_file: Path, end: LinkEnd | None) -> subprocess.Popen:
-    """Start one rank, inside its namespace when there is one; its errors go to a log beside the job."""
-    argv = [sys.executable, str(WORKER), str(job_file), str(rank)]
-    environment = dict(
+def rank_environment(end: LinkEnd | None) -> dict[str, str]:
+    """One thread on the CPU, the link's device, and graphs that are always compiled anew."""
+    return dict(
         os.environ,
         CUDA_VISIBLE_DEVICES="",
         GLOO_SOCKET_IFNAME=end.interface if end else "lo",
         OMP_NUM_THREADS="1",
         TORCHINDUCTOR_COMPILE_THREADS="1",
-        # Graphs are always compiled anew; kernels are kept in a folder for each contender, empty at first.
         TORCHINDUCTOR_AUTOGRAD_CACHE="0",
         TORCHINDUCTOR_FX_GRAPH_CACHE="0",
     )
+
+
+def start_rank(rank: int, job_file: Path, end: LinkEnd | None) -> subprocess.Popen:
+    """Start one rank, inside its namespace when there is one; its errors go to a log beside the job.
+
+    Kernels are kept in a folder for each contender, empty at first.
+    """
+    argv = [sys.executable, str(WORKER), str(job_file), str(rank)]
     with job_file.with_name(f"rank{rank}.log").open("w") as log:
         return subprocess.Popen(
             end.command(argv) if end else argv,
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr,
             stderr=log,
-            env=environment,
+            env=rank_environment(end),
             start_new_session=True,
         )
 

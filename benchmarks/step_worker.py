@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._inductor.utils import clear_caches
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from contenders import CONTENDERS, Site, Trainer, build_trainer
 from gpt import GptConfig, random_batch
@@ -89,14 +89,12 @@ class ContenderRecord:
     rounds: list[list[float]] = field(default_factory=list)
 
 
-def join_group(job: StepJob, rank: int) -> DeviceMesh:
-    """Meet the other rank through a TCPStore on a port the system picks, passed on in a file."""
+def join_group(folder: Path, store_host: str, rank: int) -> None:
+    """Meet the other rank through a TCPStore on a port the system picks, passed on in a file of the folder."""
     limit = timedelta(seconds=COLLECTIVE_LIMIT_S)
-    port_file = Path(job.folder) / "port"
+    port_file = folder / "port"
     if rank == 0:
-        store = dist.TCPStore(
-            job.store_host, 0, NUM_RANKS, is_master=True, timeout=limit, wait_for_workers=False
-        )
+        store = dist.TCPStore(store_host, 0, NUM_RANKS, is_master=True, timeout=limit, wait_for_workers=False)
         part = port_file.with_suffix(".part")
         part.write_text(str(store.port))
         part.rename(port_file)
@@ -106,9 +104,8 @@ def join_group(job: StepJob, rank: int) -> DeviceMesh:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank 0 wrote no port to {port_file} within {COLLECTIVE_LIMIT_S} s")
             time.sleep(0.05)
-        store = dist.TCPStore(job.store_host, int(port_file.read_text()), NUM_RANKS, timeout=limit)
+        store = dist.TCPStore(store_host, int(port_file.read_text()), NUM_RANKS, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=limit)
-    return init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("shard",))
 
 
 def measure_link() -> float:
@@ -134,10 +131,10 @@ def _gather_seconds(at_once: int) -> float:
     return time.perf_counter() - start
 
 
-def measure_card(job: StepJob, path: Path) -> None:
+def measure_card(path: Path, *, is_shaped: bool) -> None:
     """Measure this machine and the link between the ranks; rank 0 writes the card."""
     sizes = ProbeSizes.for_device("cpu")
-    local_ranks = 1 if job.is_shaped else NUM_RANKS
+    local_ranks = 1 if is_shaped else NUM_RANKS
     measure_group(CalibrationJob(out=path, device_type="cpu", sizes=sizes), local_ranks)
 
 
@@ -227,14 +224,15 @@ def run_job(job: StepJob, rank: int) -> None:
     torch.set_num_threads(1)
     folder = Path(job.folder)
     (folder / f"rank{rank}").mkdir()
-    mesh = join_group(job, rank)
+    join_group(folder, job.store_host, rank)
+    mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("shard",))
     link_gbits = measure_link()
     report_progress(rank, f"link measured at {link_gbits:.2f} Gbit/s each way")
     batch = random_batch(job.model, batch=job.batch, seed=1 + rank)
     site = Site(mesh=mesh, card=folder / "card0.json")
     needs_card = any(CONTENDERS[name].needs_card for name in job.contenders)
     if needs_card:
-        measure_card(job, site.card)
+        measure_card(site.card, is_shaped=job.is_shaped)
         report_progress(rank, "card measured")
     if any(CONTENDERS[name].is_compiled for name in job.contenders):
         prepare_compiler(job, site, batch)
@@ -245,7 +243,7 @@ def run_job(job: StepJob, rank: int) -> None:
         report_progress(rank, f"{name}: first call {records[name].first_call_s:.1f} s")
     for turn in range(job.rounds):
         if needs_card and 0 < turn < job.num_cards:
-            measure_card(job, folder / f"card{turn}.json")
+            measure_card(folder / f"card{turn}.json", is_shaped=job.is_shaped)
         take_turns(job, turn, trainers, records, batch)
     link_gbits = statistics.mean([link_gbits, measure_link()])  # the machine drifts
     result = {"link_gbits": link_gbits, "records": {name: asdict(record) for name, record in records.items()}}

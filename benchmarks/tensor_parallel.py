@@ -23,8 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -33,17 +31,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 import graphshard
-from graphshard.cost.calibrate import CalibrationJob, measure_group
-from graphshard.cost.probes import ProbeSizes
 from llama_tensor_parallel import split
 from shaped_link import LinkEnd, find_obstacle, shaped_link
+from step_time import pick_cores, rank_environment
+from step_worker import NUM_RANKS, join_group, measure_card
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 llama = importlib.import_module("llama_model")
 
-NUM_RANKS = 2
 CONTENDERS = ("inductor", "planned in order", "planned")
-LIMIT = timedelta(seconds=300)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -61,24 +57,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--address", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
-
-
-@contextlib.contextmanager
-def process_group(options: argparse.Namespace) -> Iterator[None]:
-    """Meets the other rank."""
-    port = options.folder / "port"
-    if options.rank == 0:
-        store = dist.TCPStore(options.address, 0, NUM_RANKS, True, LIMIT, wait_for_workers=False)
-        port.with_suffix(".part").write_text(str(store.port))
-        port.with_suffix(".part").rename(port)
-    else:
-        while not port.exists():
-            time.sleep(0.05)
-        store = dist.TCPStore(options.address, int(port.read_text()), NUM_RANKS, False, LIMIT)
-    dist.init_process_group("gloo", store=store, rank=options.rank, world_size=NUM_RANKS, timeout=LIMIT)
-    yield
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 class Trainer:
@@ -134,25 +112,24 @@ class Trainer:
 
 def run_rank(options: argparse.Namespace) -> None:
     """Measures everything on one rank; rank 0 writes what it found."""
-    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[options.rank % os.cpu_count()]})
+    os.sched_setaffinity(0, {pick_cores()[options.rank]})
     torch.set_num_threads(1)
-    with process_group(options):
-        card = options.folder / "card.json"
-        local_ranks = NUM_RANKS if options.rate == "loopback" else 1
-        measure_group(
-            CalibrationJob(out=card, device_type="cpu", sizes=ProbeSizes.for_device("cpu")), local_ranks
-        )
-        dist.barrier()
-        trainers = {name: Trainer(name, options, card) for name in CONTENDERS}
-        losses = {name: [trainer.step()[1] for _ in range(3)] for name, trainer in trainers.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-        for turn in range(options.rounds):
-            for place in range(len(CONTENDERS)):
-                name = CONTENDERS[(turn + place) % len(CONTENDERS)]
-                dist.barrier()
-                trainers[name].step()
-                seconds[name] += [trainers[name].step()[0] for _ in range(options.steps)]
-        predicted = {name: trainer.predicted_s() for name, trainer in trainers.items()}
+    join_group(options.folder, options.address, options.rank)
+    card = options.folder / "card.json"
+    measure_card(card, is_shaped=options.rate != "loopback")
+    dist.barrier()
+    trainers = {name: Trainer(name, options, card) for name in CONTENDERS}
+    losses = {name: [trainer.step()[1] for _ in range(3)] for name, trainer in trainers.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    for turn in range(options.rounds):
+        for place in range(len(CONTENDERS)):
+            name = CONTENDERS[(turn + place) % len(CONTENDERS)]
+            dist.barrier()
+            trainers[name].step()
+            seconds[name] += [trainers[name].step()[0] for _ in range(options.steps)]
+    predicted = {name: trainer.predicted_s() for name, trainer in trainers.items()}
+    dist.barrier()
+    dist.destroy_process_group()
     if options.rank == 0:
         found = {"seconds": seconds, "losses": losses, "predicted": predicted}
         (options.folder / "found.json").write_text(json.dumps(found))
@@ -167,14 +144,8 @@ def start(
         for name in ("rate", "layers", "width", "tokens", "rounds", "steps")
     ]
     argv = [sys.executable, __file__, *given, f"--rank={rank}", f"--folder={folder}", f"--address={address}"]
-    environment = {
-        **os.environ,
-        "GLOO_SOCKET_IFNAME": end.interface if end else "lo",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / f"compiled{rank}"),
-    }
-    return subprocess.Popen(end.command(argv) if end else argv, env=environment)
+    kernels = {"TORCHINDUCTOR_CACHE_DIR": str(folder / f"compiled{rank}")}
+    return subprocess.Popen(end.command(argv) if end else argv, env=rank_environment(end) | kernels)
 
 
 def main() -> int:
