@@ -30,7 +30,8 @@ Neighbours = Callable[[fx.Node], Iterable[fx.Node]]
 def any_order_seconds(gm: fx.GraphModule, found: GraphProblem) -> float:
     """A lower bound on the time of any order of a graph's compute with any schedule of its collectives.
 
-    Memory is not looked at.
+    Memory is not looked at. Tasks take what they are priced at here, though kernels that are fused may change with the
+    order.
 
     Args:
         gm: the graph.
