@@ -313,11 +313,12 @@ def emit_move(emit: Emitter, value: Any, device: torch.device | None) -> Any:
     """The value on ``device``; itself when it is there already, or when ``device`` is None.
 
     To an accelerator the copy is asynchronous (it is ordered before the gather that reads it); to
-    the CPU it waits, because whoever reads the result there knows of no stream.
+    the CPU it waits, because whoever reads the result there knows of no stream. The op is the one that Inductor
+    makes of ``aten._to_copy``, which it has no lowering for.
     """
     if device is None or emit.tensor(value).device == device:
         return value
-    return emit(aten._to_copy.default, value, device=device, non_blocking=device.type != "cpu")
+    return emit(prims.device_put.default, value, device, device.type != "cpu")
 
 
 def emit_scale(emit: Emitter, value: Any, factor: float) -> Any:

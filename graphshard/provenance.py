@@ -58,6 +58,7 @@ _LAYOUT_OPS = {
     aten.cat.default,
     aten.split_with_sizes.default,
     torch.ops.prims.convert_element_type.default,
+    torch.ops.prims.device_put.default,
     operator.getitem,
     PACK,
     UNPACK,

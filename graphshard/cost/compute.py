@@ -16,8 +16,8 @@ from .cards import HardwareCard
 from .flops import executed_flops, kernel_class
 from .kernels import Kernel, kernels_of
 
-#: Casts that may also move between host and device.
-_MOVING = (torch.ops.aten._to_copy, torch.ops.aten.to)
+#: Ops that may move between host and device; the casts among them need not.
+_MOVING = (torch.ops.aten._to_copy, torch.ops.aten.to, torch.ops.prims.device_put)
 
 #: What schemas call the first operand of a product that is added to something else.
 _OPERANDS = ("mat1", "batch1", "mat")
@@ -72,7 +72,7 @@ def copy_seconds(num_bytes: int, card: HardwareCard) -> float:
 
 
 def _transfer_seconds(kernel: Kernel, card: HardwareCard) -> float:
-    """Seconds on the way between host and device, for casts that also move."""
+    """Seconds on the way between host and device, for ops that also move."""
     moved = 0
     for node in kernel.nodes:
         value = node.meta.get("val")

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.lowering import lowerings
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -105,12 +107,12 @@ def _lower(gm: fx.GraphModule) -> fx.GraphModule:
 
 def test_shards_are_copied_to_the_device_before_the_gather() -> None:
     gm = _lower(_offloaded_graph(is_backward=False))
-    unit = [aten._to_copy.default, prims.convert_element_type.default, ALL_GATHER]
+    unit = [prims.device_put.default, prims.convert_element_type.default, ALL_GATHER]
     kept = [target for target in _ops(gm) if target in (*unit, WAIT, aten.mm.default)]
     # The second unit's copy and gather overlap with the first unit's product.
     assert kept == [*unit, WAIT, *unit, aten.mm.default, WAIT, aten.mm.default]
-    copies = gm.graph.find_nodes(op="call_function", target=aten._to_copy.default)
-    assert all(node.kwargs == {"device": GPU, "non_blocking": True} for node in copies)
+    copies = gm.graph.find_nodes(op="call_function", target=prims.device_put.default)
+    assert all(node.args[1:] == (GPU, True) for node in copies)
     gathers = gm.graph.find_nodes(op="call_function", target=ALL_GATHER)
     assert all(node.args[0].meta["val"].device == GPU for node in gathers)
     assert all(node.args[0].meta["val"].dtype == torch.bfloat16 for node in gathers)
@@ -119,12 +121,19 @@ def test_shards_are_copied_to_the_device_before_the_gather() -> None:
 def test_gradients_are_copied_to_the_cpu_after_the_reduction() -> None:
     gm = _lower(_offloaded_graph(is_backward=True))
     for value in output_values(gm.graph):
-        assert value.target is aten._to_copy.default
-        assert value.kwargs == {"device": CPU, "non_blocking": False}
+        assert value.target is prims.device_put.default
+        assert value.args[1:] == (CPU, False)
         assert value.meta["val"].device == CPU and value.meta["val"].dtype == torch.float32
         assert value.args[0].meta["val"].device == GPU
     reductions = gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER)
     assert [node.meta["val"].device for node in reductions] == [GPU, GPU]
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_inductor_generates_code_for_the_copies(is_backward: bool) -> None:
+    """It refuses ops that it has a decomposition but no lowering for: passes run behind its decompositions."""
+    targets = {target for target in _ops(_lower(_offloaded_graph(is_backward))) if target in select_decomp_table()}
+    assert prims.device_put.default in lowerings and targets <= lowerings.keys()
 
 
 def test_shards_stay_on_the_cpu_of_a_gpu_mesh(
