@@ -36,6 +36,7 @@ from ._compat import (
 from .collectives import aten
 from .context import PassContext, context_from_shard_ops, pieces_of
 from .errors import CaptureError, ShardingError
+from .gpu_attention import use_gpu_attention
 from .graph_text import graph_text, value_text
 from .inductor import drop_rng_states, functorch_patch, inductor_decompositions, partition_as_inductor
 from .joint_trials import StepChoice
@@ -213,6 +214,8 @@ def capture_step(
         stack.enter_context(mode)
         traced = _trace(_Step(fake, loss), fake_args, fake_kwargs)
         has_others = returns_tuple_of(traced, _LossAndOthers)
+        if device_type == "cuda":
+            use_gpu_attention(traced)
         joint = _export(stack, traced, fake_args, fake_kwargs)
         placeholders = joint.graph.find_nodes(op="placeholder")
         primals = [node for node in placeholders if not node.name.startswith("tangents_")]

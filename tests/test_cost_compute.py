@@ -30,6 +30,7 @@ F32 = torch.float32
 OVERHEAD = ROUND_CARD.kernel_overhead_seconds
 BANDWIDTH = ROUND_CARD.memory_bandwidth
 MM = aten.mm.default
+DEVICE_PUT = torch.ops.prims.device_put.default
 
 
 def _total(gm, card=ROUND_CARD):
@@ -667,13 +668,13 @@ def test_collectives_waits_views_and_items_cost_nothing_and_bucket_copies_their_
     assert all(seconds[node] == 0.0 for node in free)
 
 
-@pytest.mark.parametrize("op", [aten._to_copy.default, aten.to.dtype_layout, torch.ops.prims.device_put.default], ids=str)
+@pytest.mark.parametrize("op", [aten._to_copy.default, aten.to.dtype_layout, DEVICE_PUT], ids=str)
 def test_what_moves_between_host_and_device_is_bound_by_the_bus(op):
     build = GraphBuilder()
     x = build.input("x", 1000, 1000, dtype=F32)
     there = torch.device("meta")
-    is_put = op is torch.ops.prims.device_put.default
-    moved = build.graph.call_function(op, (x, there) if is_put else (x,), {} if is_put else {"device": there})
+    args, kwargs = ((x, there), {}) if op is DEVICE_PUT else ((x,), {"device": there})
+    moved = build.graph.call_function(op, args, kwargs)
     moved.meta["val"] = torch.empty(1000, 1000, device="meta")
     assert _total(build.finish(moved)) == pytest.approx(4e6 / ROUND_CARD.host_bandwidth + OVERHEAD)
 

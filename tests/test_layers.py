@@ -60,6 +60,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.provenance",
         "graphshard.emitted",
         "graphshard.facts",
+        "graphshard.gpu_attention",
         "graphshard.memory",
         "graphshard.repeats",
     ),

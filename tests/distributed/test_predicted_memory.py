@@ -18,7 +18,8 @@ def _compare(models: list[str], num_ranks: int, within: float) -> None:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     command = [sys.executable, *launch, str(BENCHMARKS / "memory.py"), "--within", str(within)]
     command += ["--models", ",".join(models)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("predicted") == len(models), done.stdout
 
