@@ -51,6 +51,11 @@ _LATER = {
 }
 
 
+def __dir__() -> list[str]:
+    """What is offline, too, before it is asked for."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """Imports what is offline when it is first asked for."""
     if name in _LATER:

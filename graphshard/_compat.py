@@ -28,6 +28,7 @@ from torch._prims.rng_prims import (  # checked: 2.13
 from torch._subclasses.fake_tensor import (  # checked: 2.13
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.distributed.constants import default_pg_timeout
@@ -46,6 +47,7 @@ except ImportError:  # torch before it had a mesh per parameter
 
 __all__ = [
     "DATA_DEPENDENT",
+    "FakeTensor",
     "FakeTensorMode",
     "ShardPlacementResult",
     "TorchDispatchMode",

@@ -55,6 +55,7 @@ from .refusals import refusing
 from .rewrite import copy_graph, output_values
 from .running_sizes import RunningSizes, has_symbolic_sizes
 from .shared_plan import label_models
+from .telling import told
 from .unit import ROOT, Tree, unit_of
 
 JOINT_PIPELINE = Pipeline(
@@ -89,26 +90,38 @@ def half_pipeline(options: BackendOptions) -> Pipeline:
 
 
 def graphshard(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
 ) -> Callable[..., Any]:
     """``torch.compile(model, backend="graphshard", options={...})``.
+
+    torch.compile raises a ``BackendCompilerFailed`` of its own for these errors, with them as ``inner_exception``.
 
     Args:
         gm: what Dynamo captured.
         example_inputs: its inputs.
         options: see :class:`graphshard.options.BackendOptions`.
+        mode: refused: the modes of ``torch.compile`` are Inductor's.
 
     Raises:
-        OptionError: an unknown option or value.
+        OptionError: an unknown option or value, or a mode.
         AgreementError: the ranks would issue different collectives.
         RefusedError: another rank has stopped with an error.
         InfeasibleBudgetError: no plan keeps the user's memory budget.
     """
+    if mode is not None:
+        raise OptionError(
+            f"graphshard backend: mode={mode!r} is for Inductor alone; give the settings that it stands for "
+            f"(torch._inductor.list_mode_options({mode!r})) in options={{'inductor': {{...}}}}"
+        )
     parsed = BackendOptions.parse(options)
     patches = config_patches(parsed.inductor, has_budget=parsed.memory_budget is not None)
     _warn_if_never_sharded(gm, example_inputs)
     trees = _trees_of(example_inputs)
-    _warn_of_another_device(parsed.hardware, trees)
+    _warn_of_another_device(parsed.hardware, trees, example_inputs)
     is_shared = parsed.verify != "off"
     for tree in trees:
         tree.is_broken |= breaks_off(gm)
@@ -143,9 +156,14 @@ def _warn_if_never_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) ->
         )
 
 
-def _warn_of_another_device(card: HardwareCard | None, trees: Sequence[Tree]) -> None:
+def _warn_of_another_device(
+    card: HardwareCard | None, trees: Sequence[Tree], example_inputs: Sequence[Any]
+) -> None:
     units = [unit for tree in trees for unit in tree.units() if unit.slots]
     devices = {(unit.compute_device or unit.slots[0].param.device).type for unit in units}
+    if not trees:  # one rank: parameters alone may be offloaded
+        found = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
+        devices = found if card is not None and card.device_type not in found else set()
     if card is not None and (others := sorted(devices - {card.device_type})):
         warnings.warn(
             f"graphshard: option hardware={card.name!r} is the card of a {card.device_type} device, but the model "
@@ -239,7 +257,10 @@ class _Compilation:
 
     def run_joint(self, gm: fx.GraphModule) -> None:
         """The joint passes; remembers mesh and parameters for the halves."""
-        with self.refusing(" (joint)", gm):
+        with (
+            self.refusing(" (joint)", gm),
+            told(f"graph {self.index} (joint): {len(gm.graph.nodes)} nodes, passes"),
+        ):
             self._run_joint(gm)
 
     def _run_joint(self, gm: fx.GraphModule) -> None:
@@ -336,8 +357,9 @@ class _Compilation:
         if is_sharded:
             self._dump(dumped_as, "0-partitioned", self._text(gm, context))
             lower, place = half_pipeline(self.options).split(-1)
-            records = lower.run(gm, context)
-            records += self._place(place, gm, context, half)
+            with told(f"graph {self.index} ({dumped_as}): {len(gm.graph.nodes)} nodes, passes"):
+                records = lower.run(gm, context)
+                records += self._place(place, gm, context, half)
             variant.check = self._check_of(gm, context, half)
             self._dump_records(dumped_as, records)
             self._dump_memory(gm, dumped_as)
@@ -357,7 +379,8 @@ class _Compilation:
         # A kernel fused of parts that only read the same values may hold results much longer than planned.
         has_budget = self.options.memory_budget is not None
         fusions = memory_patch(self.options.inductor) if has_budget else nullcontext()
-        with fusions, pinning_patch(releases=has_budget and _is_on_gloo(gm)):
+        inductor = told(f"graph {self.index} ({dumped_as}): Inductor")
+        with inductor, fusions, pinning_patch(releases=has_budget and _is_on_gloo(gm)):
             compiled = compile_fx_inner(gm, variant.example_inputs, **kwargs)
         if planned and self.options.verify != "off":
             self._check_order(planned, getattr(compiled, "source_code", None), half)

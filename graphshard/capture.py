@@ -35,7 +35,7 @@ from ._compat import (
 )
 from .collectives import aten
 from .context import PassContext, context_from_shard_ops, pieces_of
-from .errors import CaptureError, ShardingError
+from .errors import CaptureError, OptionTypeError, ShardingError
 from .gpu_attention import use_gpu_attention
 from .graph_text import graph_text, value_text
 from .inductor import drop_rng_states, functorch_patch, inductor_decompositions, partition_as_inductor
@@ -79,6 +79,16 @@ class ShardingRules:
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mapping):
+            raise OptionTypeError(
+                f"mesh={self.mesh!r} must be sizes of axes by name, {{'shard': 64}} for instance"
+            )
+        if isinstance(self.units, str) or not all(isinstance(pattern, str) for pattern in self.units):
+            raise OptionTypeError(
+                f"units={self.units!r} must be a list of patterns of module paths, ['layers.*']"
+            )
+        if not isinstance(self.mp_policy, MixedPrecisionPolicy):
+            raise OptionTypeError(f"mp_policy={self.mp_policy!r} must be a MixedPrecisionPolicy")
         names = tuple(self.mesh)
         if names not in (("shard",), ("replicate", "shard")):
             raise ShardingError(
@@ -225,7 +235,7 @@ def capture_step(
             )
         num_results = len(output_values(joint.graph)) - len(primals)
         if needs_loss:
-            _refuse_other_results(output_values(joint.graph)[: 1 if has_others else num_results])
+            _refuse_other_results(output_values(joint.graph)[: 1 if has_others else num_results], loss)
         plain = []
         for node in primals:
             param = parameter_of_input(node, traced)
@@ -376,13 +386,18 @@ def _refuse_other_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[
         raise CaptureError(f"the inputs do not fit {type(model).__name__}.forward: {error}") from error
 
 
-def _refuse_other_results(results: Sequence[Any]) -> None:
+def _refuse_other_results(results: Sequence[Any], loss: Callable[[Any], Tensor] | None) -> None:
     """Every result but one scalar of floats: there is no gradient of anything else."""
     values = [value.meta.get("val") if isinstance(value, fx.Node) else value for value in results]
     is_loss = len(values) == 1 and isinstance(values[0], Tensor) and values[0].numel() == 1
     if not is_loss or not values[0].dtype.is_floating_point:
+        found = ", ".join(map(value_text, values)) or "nothing"
+        if loss is not None:
+            raise CaptureError(
+                f"what loss={loss!r} returns is no loss: {found}; it must return one scalar of floats"
+            )
         raise CaptureError(
-            f"what the model returns is no loss: {', '.join(map(value_text, values)) or 'nothing'}; give a "
+            f"what the model returns is no loss: {found}; give a "
             "function that turns it into one scalar (loss=...), or return that from the model"
         )
 
@@ -449,6 +464,8 @@ def _trace(step: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx
 
 
 def _refuse_parameters_of_loss(loss: Callable[[Any], Tensor] | None) -> None:
+    if loss is not None and not callable(loss):
+        raise OptionTypeError(f"loss={loss!r} must be a function that turns the model's output into a scalar")
     names = [name for name, _ in loss.named_parameters()] if isinstance(loss, nn.Module) else []
     if names:
         raise CaptureError(

@@ -99,10 +99,22 @@ def group_name(node: fx.Node) -> str:
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
-    """The values a collective communicates: its inputs, less where it writes to and what leads to a user's object."""
+    """The values a collective communicates: its inputs, less where it writes to and what leads to a user's object.
+
+    Nor are the sizes of an exchange's pieces among them.
+    """
     arguments = call_arguments(node)
     apart = [arguments.get(name) for name in ("out", "handle")]
-    return [source for source in node.all_input_nodes if source not in apart]
+    return [
+        source
+        for source in node.all_input_nodes
+        if source not in apart and not isinstance(source.meta.get("val"), (int, torch.SymInt))
+    ]
+
+
+def is_unplanned(node: fx.Node) -> bool:
+    """True for what ``torch.distributed`` itself calls (``c10d.allreduce_``): no schema says what these write to."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "c10d"
 
 
 def setting(node: fx.Node) -> str:

@@ -177,5 +177,5 @@ class _Fitting:
     def _decline(self, node: fx.Node, verb: str, where: fx.Node, held_bytes: int) -> None:
         self.declined.append(
             f"{node.name} ({short_name(node)}) {verb} {where.name}: it holds {held_bytes} bytes, which would "
-            f"raise the peak above the budget of {self._budget_bytes}"
+            f"raise the peak above {self._budget_bytes} bytes"
         )

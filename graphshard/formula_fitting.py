@@ -137,7 +137,7 @@ class _Fitted:
         groups = tuple(tuple(groups_of(kernels, sampler.settings.card)) for kernels in first.kernels)
         grids = [_grid(size) for size in reference]
         choices = [[size * factor for factor in range(4, 9)] for size in reference]
-        checks = [tuple(map(chance.choice, choices)) for _ in range(_NUM_CHECKS)]
+        checks = chance.sample(list(itertools.product(*choices)), _NUM_CHECKS)
 
         def numbers(point: tuple[int, ...]) -> list[int]:
             structure = tuple(

@@ -23,7 +23,7 @@ from .report.data import CATEGORIES, PassStep, Report
 from .report.half import ScheduledHalf, half_report
 from .report.step import report_of_halves
 from .report.worlds import worlds_of
-from .schedule import topologies
+from .schedule import check_graph, topologies
 
 _NOTES = (
     "The graph is priced as it stands; graphshard.schedule_graph changes it.",
@@ -59,6 +59,7 @@ def inspect_graph(
 
     Warns (UserWarning), once each, of what ``tables`` lack.
     """
+    check_graph(gm)
     card = card_of(hardware)
     measured = tables_of(tables)
     budget = None if memory_budget is None else parse_bytes(memory_budget)

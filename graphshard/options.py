@@ -117,6 +117,8 @@ class BackendOptions:
             OptionError: an unknown key (the known ones are listed) or a value that cannot be.
             CardError: a card that is unknown or wrong.
         """
+        if options is not None and not isinstance(options, Mapping):
+            raise OptionError(f"graphshard backend: options={options!r} must be a dict of options by name")
         given = dict(options or {})
         known = [option.name for option in fields(BackendOptions)]
         if unknown := sorted(set(given) - set(known)):

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 from torch import fx
 
-from .collectives import is_collective
+from .collectives import is_collective, operands
 from .context import PassContext
 from .errors import PassError, PipelineError
 from .facts import CHECKERS, Fact
@@ -232,7 +232,7 @@ def _record(step: Pass, report: PassReport, seconds: float, gm: fx.GraphModule, 
     sizes = [
         value.numel() * value.element_size()
         for node in collectives
-        for value in (arg.meta["val"] for arg in node.all_input_nodes)
+        for value in (arg.meta["val"] for arg in operands(node))
     ]
     static = [size for size in sizes if isinstance(size, int)]
     return PassRecord(

@@ -18,6 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+#: Generated code reads parameters in vectors of so many bytes, and expects that they begin at a multiple of it.
+ALIGNMENT = 16
+
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
@@ -43,9 +46,10 @@ class ShardedShape(NamedTuple):
 
     @property
     def has_place(self) -> bool:
-        """Only shards that are alike, and cut along dim 0, have one."""
+        """Only shards that are alike, cut along dim 0, and as long as keeps the next one aligned have one."""
         is_even = self.dim == 0 and self.shape[0] % self.num_ranks == 0
-        return self.num_ranks > 1 and is_even and 0 not in self.shape
+        num_bytes = math.prod(self.shape) // self.num_ranks * self.dtype.itemsize
+        return self.num_ranks > 1 and is_even and num_bytes > 0 and num_bytes % ALIGNMENT == 0
 
 
 def row_offsets(parameters: Mapping[str, ShardedShape]) -> dict[str, int]:

@@ -16,6 +16,7 @@ from .collectives import group_name, is_collective, short_name
 from .cost import CollectiveTables, CostModel, GroupTopology, HardwareCard, card_of, tables_of
 from .errors import OptionError, OptionTypeError
 from .graph_plan import PlannedGraph, plan_graph
+from .ops import REDUCE_GRAD, UNSHARD
 from .planner.plan import Plan
 from .planner.wishes import NO_WISHES, Wishes
 from .prices import GraphPrices
@@ -69,6 +70,7 @@ def schedule_graph(
 
     Warns (UserWarning), once each, of what ``tables`` lack.
     """
+    _check_types(gm, max_gathers=max_gathers, max_reductions=max_reductions, move_compute=move_compute)
     card = card_of(hardware)
     measured = tables_of(tables)
     told: list[str] = []
@@ -80,8 +82,8 @@ def schedule_graph(
         memory_budget=memory_budget,
         wishes=Wishes(
             shared_links=shared_links,
-            fixed_buckets=buckets,
-            prefetch=prefetch,
+            fixed_buckets=_groups_of_nodes("buckets", buckets, "a list of groups of nodes, [[a, b], [c, d]]"),
+            prefetch=_groups_of_nodes("prefetch", prefetch, "a list of pairs of nodes, [(a, b)]", size=2),
             max_gathers=max_gathers,
             max_reductions=max_reductions,
         ),
@@ -93,10 +95,54 @@ def schedule_graph(
     return _put(gm, planned)
 
 
+def check_graph(gm: Any) -> None:
+    """Refuses what has no collectives that could be priced.
+
+    Raises:
+        OptionTypeError: ``gm`` is no graph.
+        OptionError: its shards have not become collectives yet.
+    """
+    if not isinstance(gm, fx.GraphModule):
+        raise OptionTypeError(f"gm={gm!r} must be a captured graph, a torch.fx.GraphModule")
+    ops = (UNSHARD, REDUCE_GRAD)
+    if found := [node for node in gm.graph.nodes if node.op == "call_function" and node.target in ops]:
+        raise OptionError(
+            f"gm has shard ops ({found[0].name} and {len(found) - 1} others), which have no price: run the pass "
+            "lower_shards first, which makes collectives of them"
+        )
+
+
+def _check_types(gm: Any, **options: Any) -> None:
+    check_graph(gm)
+    for name, value in options.items():
+        wanted, form = (
+            (bool, "True or False") if name == "move_compute" else (int, "a number of buckets (an int)")
+        )
+        if type(value) is not wanted:
+            raise OptionTypeError(f"{name}={value!r} must be {form}")
+
+
+def _groups_of_nodes(
+    option: str, given: Any, form: str, size: int | None = None
+) -> list[tuple[fx.Node, ...]]:
+    """What a user lists, read once: it may be a generator."""
+    try:
+        found = [tuple(nodes) for nodes in given]
+    except TypeError:
+        raise OptionTypeError(f"{option}={given!r} must be {form}") from None
+    for nodes in found:
+        if not all(isinstance(node, fx.Node) for node in nodes) or (size or len(nodes)) != len(nodes):
+            raise OptionTypeError(f"{option} has {nodes!r} but must be {form}")
+    return found
+
+
 def _check_links(shared_links: Any, groups: Mapping[str, GroupTopology]) -> None:
     is_list = isinstance(shared_links, Sequence) and not isinstance(shared_links, str)
     if not is_list or any(
-        isinstance(names, str) or not isinstance(names, Collection) for names in shared_links
+        isinstance(names, str)
+        or not isinstance(names, Collection)
+        or not all(isinstance(name, str) for name in names)
+        for names in shared_links
     ):
         raise OptionTypeError(
             f"shared_links={shared_links!r} must be a list with the names of the groups on each link, "
@@ -142,6 +188,8 @@ def _given_topologies(given: object, per_node: int) -> dict[str, GroupTopology]:
         )
     found = {}
     for name, value in given.items():
+        if not isinstance(name, str):
+            raise OptionTypeError(f"groups has {name!r}, but the names of process groups are texts")
         if isinstance(value, GroupTopology):
             found[name] = value
         elif isinstance(value, bool) or not isinstance(value, int):
@@ -210,7 +258,8 @@ def schedule_with_prices(
 
 
 def _put(gm: fx.GraphModule, planned: PlannedGraph) -> Plan:
-    """Changes the graph that was planned."""
+    """Changes the graph that was planned; how it is called stays what it was."""
+    planned.gm.graph.set_codegen(gm.graph._codegen)
     gm.graph = planned.gm.graph
     gm.recompile()
     return planned.plan

@@ -29,6 +29,9 @@ from .processes import start_early
 _OUTPUTS = ("csv", "json", "plot")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)(?::(\d+))?")
 
+#: A range of more is a mistake, and could take all memory before anything is priced.
+_MOST_NUMBERS = 10_000
+
 
 def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of ``graphshard sweep``; see :func:`graphshard.sweeping.sweep`."""
@@ -58,7 +61,9 @@ def run_sweep(options: argparse.Namespace) -> int:
     refuse_missing_folders(options, _OUTPUTS)
     meshes = parse_meshes(options.mesh or ["shard=8..1024"])
     batches = parse_numbers("--batch", options.batch)
-    num_processes = options.processes or min(os.cpu_count() or 1, len(batches))
+    num_processes = options.processes
+    if num_processes is None:
+        num_processes = min(os.cpu_count() or 1, len(batches))
     given = inspect_options(options)
     find_loss = None if options.loss is None else partial(load_attribute, "--loss", options.loss)
     if find_loss is not None:
@@ -130,7 +135,12 @@ def parse_numbers(option: str, text: str) -> list[int]:
         if word.isdecimal() and int(word) > 0:
             found.append(int(word))
         elif match and match[3] and 0 < first <= last and int(match[3]) > 0:
-            found += range(first, last + 1, int(match[3]))
+            numbers = range(first, last + 1, int(match[3]))
+            if (last - first) // numbers.step >= _MOST_NUMBERS:
+                raise UsageError(
+                    f"{option} {text}: {word!r} is more than {_MOST_NUMBERS} numbers; take larger steps"
+                )
+            found += numbers
         elif match and not match[3] and 0 < first <= last:
             found += [first << times for times in range((last // first).bit_length())]
         else:

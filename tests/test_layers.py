@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     # how compiled code waits
     ("graphshard.released",),
     # how ranks that wait learn that another has stopped
-    ("graphshard.refusals",),
+    ("graphshard.refusals", "graphshard.telling"),
     # where another parallelism has the pieces of a parameter
     ("graphshard.outer_layout",),
     # ops, collectives, typed edits

@@ -1,5 +1,6 @@
 """Backend options: defaults, values, and what users are told about mistakes."""
 
+import re
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -151,6 +152,40 @@ def test_a_card_of_another_device_is_warned_of(fake_group, name, warns):
     message = "hardware='h100-sxm' is the card of a cuda device, but the model computes on cpu"
     with pytest.warns(UserWarning, match=message) if warns else nullcontext():
         compiled(torch.ones(1, 2))
+
+
+def test_a_card_of_another_device_is_warned_of_on_one_rank(fake_group):
+    torch.compiler.reset()
+    model = graphshard.fully_shard(torch.nn.Linear(2, 2), mesh=fake_group(1))
+    compiled = torch.compile(model, backend="graphshard", options={"hardware": "h100-sxm"})
+    with pytest.warns(UserWarning, match="the card of a cuda device, but the model computes on cpu"):
+        compiled(torch.ones(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mode": "max-autotune"}, r"mode='max-autotune' is for Inductor alone.*options=\{'inductor': \{...\}\}"),
+        ({"options": "x"}, "options='x' must be a dict of options by name"),
+    ],
+)
+def test_what_is_not_options_is_refused(given, message):
+    compiled = torch.compile(torch.nn.Linear(2, 2), backend="graphshard", **given)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=message) as error:
+        compiled(torch.ones(1, 2))
+    assert isinstance(error.value.inner_exception, OptionError)
+
+
+def test_compiling_is_told_to_the_logger(fake_group, caplog):
+    torch.compiler.reset()
+    model = graphshard.fully_shard(torch.nn.Linear(2, 2), mesh=fake_group(2))
+    compiled = torch.compile(model, backend="graphshard")
+    with caplog.at_level("INFO", logger="graphshard"):
+        compiled(torch.ones(1, 2))
+    told = [record.message for record in caplog.records if record.name == "graphshard"]
+    told = [re.sub(r"\d+(\.\d)?", "N", text) for text in told]
+    expected = ["graph N (joint): N nodes, passes", "graph N (forward): N nodes, passes", "graph N (forward): Inductor"]
+    assert told == [text for what in expected for text in (f"{what} ...", f"{what} took N s")]
 
 
 def test_unknown_options_list_the_known_ones():

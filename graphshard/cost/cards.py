@@ -383,6 +383,9 @@ def _is_too_large(value: Any) -> bool:
 def _value_problems(card: HardwareCard) -> Iterator[str]:
     """Entries whose values make no sense."""
     yield from _text_problems(card)
+    if wrong := list(_form_problems(card)):
+        yield from wrong
+        return
     if not card.peak_flops:
         yield "peak_flops is empty: name at least one dtype"
     if card.device_type not in DEVICE_TYPES:
@@ -417,7 +420,11 @@ def _value_problems(card: HardwareCard) -> Iterator[str]:
             numbers[f"efficiency.{kind} at {size:g}"] = fractions[f"efficiency.{kind} at {size:g}"] = value
     too_large = [name for name, value in numbers.items() if _is_too_large(value)]
     yield from (f"{name} is too large a number" for name in too_large)
-    numbers = {name: value for name, value in numbers.items() if name not in too_large}
+    others = [name for name, value in numbers.items() if name not in too_large and not _is_number(value)]
+    yield from (f"{name} must be a number, not {numbers[name]!r}" for name in others)
+    for name in (*too_large, *others):
+        del numbers[name]
+        fractions.pop(name, None)
     for name in (name for name in counts if name in numbers):
         if math.isfinite(numbers[name]) and numbers[name] != int(numbers[name]):
             yield f"{name} must be a whole number, not {numbers[name]:g}"
@@ -427,6 +434,18 @@ def _value_problems(card: HardwareCard) -> Iterator[str]:
         if not math.isfinite(value) or value < 0 or (value == 0 and path not in _MAY_BE_ZERO):
             yield f"{path} must be positive, not {value:g}"
     yield from (f"{path} must be at most 1, not {value:g}" for path, value in fractions.items() if value > 1)
+
+
+def _form_problems(card: HardwareCard) -> Iterator[str]:
+    """Entries that are not of the class that they are declared of."""
+    if not isinstance(card.peak_flops, Mapping):
+        yield f"peak_flops must be numbers by dtype, not {card.peak_flops!r}"
+    curves = card.efficiency
+    if not isinstance(curves, Mapping) or not all(isinstance(curve, Curve) for curve in curves.values()):
+        yield f"efficiency must be curves by class of kernels, not {curves!r}"
+    for name in _LINKS:
+        if not isinstance(getattr(card, name), LinkClass):
+            yield f"{name} must be a LinkClass, not {getattr(card, name)!r}"
 
 
 def _text_problems(card: HardwareCard) -> Iterator[str]:

@@ -240,10 +240,9 @@ def behind_views(value: fx.Node) -> fx.Node:
 
 def _bytes_read(node: fx.Node, value: fx.Node) -> int:
     """What of a value a node reads: a view's own elements, an expanded one's source, picked rows."""
-    num_bytes = min(tensor_bytes(value.meta.get("val")), tensor_bytes(behind_views(value).meta.get("val")))
     if _packet(node) in GATHERING and value is schema_call(node)[1][0]:
-        return min(num_bytes, tensor_bytes(node.meta["val"]))
-    return num_bytes
+        return tensor_bytes(node.meta["val"])
+    return min(tensor_bytes(value.meta.get("val")), tensor_bytes(behind_views(value).meta.get("val")))
 
 
 def _vector_flops(node: fx.Node) -> float:

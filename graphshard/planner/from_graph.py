@@ -17,8 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
+from .._compat import FakeTensor
 from ..calls import call_arguments
 from ..collectives import (
     ALL_GATHER,
@@ -32,6 +34,7 @@ from ..collectives import (
     group_name,
     is_collective,
     is_point_to_point,
+    is_unplanned,
     is_wait,
     operands,
     short_name,
@@ -173,11 +176,30 @@ def _check_typed(gm: fx.GraphModule) -> None:
         for node in filter(is_collective, gm.graph.nodes)
         if not all(tensors_of(value.meta.get("val")) for value in (node, *operands(node)))
     ]
+    remedy = "capture the graph on fake tensors, or run torch.fx.passes.fake_tensor_prop.FakeTensorProp on it"
     if untyped:
         raise UntypedGraphError(
             f'these collectives, or what they send, have no meta["val"], which says their bytes: {", ".join(untyped)}; '
-            "capture the graph on fake tensors, or run torch.fx.passes.fake_tensor_prop.FakeTensorProp on it"
+            f"{remedy}"
         )
+    if unknown := [f"{node.name} ({short_name(node)})" for node in gm.graph.nodes if _lacks_value(node)]:
+        listed = ", ".join(unknown[:8]) + (f" and {len(unknown) - 8} others" if len(unknown) > 8 else "")
+        raise UntypedGraphError(f'these have no meta["val"], which says what they cost: {listed}; {remedy}')
+    values = (value for node in gm.graph.nodes for value in tensors_of(node.meta.get("val")))
+    if len({id(value.fake_mode) for value in values if isinstance(value, FakeTensor)}) > 1:
+        raise UntypedGraphError(
+            'the fake tensors in meta["val"] are of several fake modes, so that nothing says what shares memory: '
+            'trace with make_fx(..., tracing_mode="fake") or "symbolic"'
+        )
+
+
+def _lacks_value(node: fx.Node) -> bool:
+    """An op of torch that returns tensors, and does not say which."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.meta.get("val") is not None:
+        return False
+    return any(
+        isinstance(one.type, (torch.TensorType, torch.ListType)) for one in node.target._schema.returns
+    )
 
 
 def _movable(gm: fx.GraphModule, writes: Writes) -> tuple[list[fx.Node], list[str]]:
@@ -193,6 +215,11 @@ def _movable(gm: fx.GraphModule, writes: Writes) -> tuple[list[fx.Node], list[st
         f"{node.name} ({short_name(node)}) stays in its place: it is a message between two ranks, whose time is not "
         "known and counts as none"
         for node in messages
+    ]
+    notes += [
+        f"{node.name} ({short_name(node)}) stays in its place, and its time counts as none: it is no functional "
+        "collective (torch.distributed._functional_collectives)"
+        for node in filter(is_unplanned, gm.graph.nodes)
     ]
     for node in filter(is_collective, gm.graph.nodes):
         if why := _obstacle(node, writes, messages):

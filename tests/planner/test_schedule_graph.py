@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from graphs import MESH, inputs_of, random_graph
 from small_graphs import GraphBuilder, aten, text_of
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphshard
-from graphshard.collectives import ALL_GATHER, ALL_REDUCE, WAIT, is_collective
+from graphshard.collectives import ALL_GATHER, ALL_REDUCE, WAIT, c10d, is_collective
 from graphshard.context import PassContext
 from graphshard.cost import CostModel, GroupTopology, load_card, mesh_topologies
 from graphshard.cost.tables import parse_tables
@@ -231,6 +232,7 @@ def test_what_tables_lack_is_said_once_where_the_user_asked(ask):
         ({"shard": "16"}, OptionTypeError, r"groups\['shard'\]='16' must be a number of ranks \(an int\)"),
         ({"shard": None}, OptionTypeError, r"groups\['shard'\]=None must be a number of ranks"),
         ({"shard": 16.0}, OptionTypeError, r"groups\['shard'\]=16.0 must be a number of ranks"),
+        ({3: 2}, OptionTypeError, "groups has 3, but the names of process groups are texts"),
         ({"shard": 0}, OptionError, r"groups\['shard'\]=0 must be the number of ranks, 1 or more"),
         ([("shard", 16)], OptionTypeError, r"groups=\[\('shard', 16\)\] must be ranks, or topologies, by the names"),
         (
@@ -253,6 +255,7 @@ def test_groups_that_cannot_be(ask, groups, error, message):
         ("shard", OptionTypeError, "shared_links='shard' must be a list with the names of the groups on each link"),
         (["shard"], OptionTypeError, r"shared_links=\['shard'\] must be a list"),
         ([3], OptionTypeError, r"shared_links=\[3\] must be a list"),
+        ([(["shard"],)], OptionTypeError, r"shared_links=\[\(\['shard'\],\)\] must be a list"),
         ([("shard", "tp")], OptionError, "shared_links names 'tp', but the graph and groups= have 'shard'"),
     ],
 )
@@ -273,6 +276,137 @@ def test_a_collective_without_a_fake_value_is_named(ask, is_input):
     )
     with pytest.raises(UntypedGraphError, match=message):
         ask(gm, hardware="h100-sxm")
+
+
+@pytest.mark.parametrize("ask", [graphshard.schedule_graph, graphshard.inspect_graph])
+def test_what_computes_without_a_fake_value_is_named(ask):
+    gm = _gathers()
+    for node in gm.graph.nodes:
+        if node.target is aten.mm.default:
+            del node.meta["val"]
+    message = r'these have no meta\["val"\], which says what they cost: mm_default \(mm\), mm_default_1 \(mm\); capture'
+    with pytest.raises(UntypedGraphError, match=message):
+        ask(gm, hardware="h100-sxm")
+
+
+@pytest.mark.parametrize("ask", [graphshard.schedule_graph, graphshard.inspect_graph])
+def test_fake_values_of_several_modes_are_refused(ask, fake_group):
+    """As make_fx leaves them by itself: memory of views cannot be told."""
+    fake_group(2)
+    gm = make_fx(_two_gathers)(torch.ones(8, 8), torch.ones(4, 8), torch.ones(4, 8))
+    with pytest.raises(UntypedGraphError, match=r'of several fake modes.*tracing_mode="fake"'):
+        ask(gm, hardware="h100-sxm")
+    gm = make_fx(_two_gathers, tracing_mode="fake")(torch.ones(8, 8), torch.ones(4, 8), torch.ones(4, 8))
+    ask(gm, hardware="h100-sxm")
+
+
+def _two_gathers(x, first, second):
+    name = dist.group.WORLD.group_name
+    for shard in (first, second):
+        x = x @ c10d.wait_tensor(c10d.all_gather_into_tensor(shard, 2, name))
+    return x
+
+
+@pytest.mark.parametrize("ask", [graphshard.schedule_graph, graphshard.inspect_graph])
+def test_what_is_no_graph_of_collectives_is_refused(ask, captured):
+    with pytest.raises(OptionTypeError, match="gm=None must be a captured graph"):
+        ask(None, hardware="h100-sxm")
+    sharded = captured("tied", 2).joint
+    with pytest.raises(OptionError, match=r"gm has shard ops \(unshard.* and \d+ others\).*run the pass lower_shards"):
+        ask(sharded, hardware="h100-sxm")
+
+
+def test_how_a_graph_is_called_stays_as_it_was(fake_group):
+    fake_group(2)
+
+    def step(xs):
+        return {"y": _two_gathers(*xs)}
+
+    given = [torch.ones(8, 8), torch.ones(4, 8), torch.ones(4, 8)]
+    gm = make_fx(step, tracing_mode="fake")(given)
+    graphshard.schedule_graph(gm, hardware="h100-sxm")
+    assert list(gm(given)) == ["y"]
+    exported = torch.export.export(_Named(), (torch.ones(8, 8),)).module()
+    graphshard.schedule_graph(exported, hardware="h100-sxm", groups={dist.group.WORLD.group_name: 2})
+    assert list(exported(torch.ones(8, 8))) == ["total"]
+
+
+class _Named(torch.nn.Module):
+    def forward(self, x):
+        return {"total": c10d.wait_tensor(c10d.all_reduce(x @ x, "sum", dist.group.WORLD.group_name))}
+
+
+def test_exchanges_of_symbolic_pieces(fake_group):
+    fake_group(2)
+
+    def exchange(x, w):
+        half = x.shape[0] // 2
+        name = dist.group.WORLD.group_name
+        return c10d.wait_tensor(c10d.all_to_all_single(x @ w, [half, half], [half, half], name)) @ w
+
+    gm = make_fx(exchange, tracing_mode="symbolic")(torch.ones(8, 8), torch.ones(8, 8))
+    plan = graphshard.schedule_graph(gm, hardware="h100-sxm", groups={dist.group.WORLD.group_name: 2})
+    (bucket,) = plan.buckets
+    assert bucket.num_bytes == 8 * 8 * 4
+    assert gm(torch.ones(8, 8), torch.ones(8, 8)).shape == (8, 8)
+
+
+def test_collectives_of_torch_itself_may_write_anywhere(fake_group):
+    """Their schemas do not say so: nothing passes them that looks at the same memory."""
+    fake_group(2)
+
+    def step(x, w, flat):
+        for _ in range(3):
+            x = x @ w
+        dist.all_reduce(flat[:8])
+        name = dist.group.WORLD.group_name
+        return x, c10d.wait_tensor(c10d.all_reduce(flat, "sum", name))
+
+    gm = make_fx(step, tracing_mode="fake")(torch.ones(8, 8), torch.ones(8, 8), torch.ones(16))
+    plan = graphshard.schedule_graph(gm, hardware="h100-sxm", groups={dist.group.WORLD.group_name: 2})
+    order = [str(node.target) for node in gm.graph.nodes]
+    assert order.index("c10d.allreduce_.default") < order.index("_c10d_functional.all_reduce.default")
+    first, second = plan.notes
+    assert "allreduce_ (allreduce_) stays in its place, and its time counts as none: it is no functional" in first
+    assert "reads or makes what a method, a module or a function without a schema may write to in place" in second
+
+
+def _wishes(what):
+    gm = _gathers()
+    first, second = filter(is_collective, gm.graph.nodes)
+    return gm, eval(what, {"a": first, "b": second, "nan": float("nan")})
+
+
+@pytest.mark.parametrize(
+    ("option", "what", "message"),
+    [
+        ("buckets", "a", "must be a list of groups of nodes"),
+        ("buckets", "[a, b]", "must be a list of groups of nodes"),
+        ("buckets", "None", "buckets=None must be a list of groups"),
+        ("buckets", "[['a']]", r"buckets has \('a',\) but must be a list of groups"),
+        ("buckets", "[[[a]]]", "but must be a list of groups"),
+        ("prefetch", "(a, b)", "must be a list of pairs of nodes"),
+        ("prefetch", "[(a,)]", r"prefetch has \(all_gather_into_tensor_default,\) but must be a list of pairs"),
+        ("prefetch", "[(a, b, a)]", "but must be a list of pairs"),
+        ("prefetch", "{a: b}", "must be a list of pairs"),
+        ("max_gathers", "'2'", r"max_gathers='2' must be a number of buckets \(an int\)"),
+        ("max_gathers", "True", "max_gathers=True must be a number"),
+        ("max_reductions", "nan", "max_reductions=nan must be a number"),
+        ("max_reductions", "None", "max_reductions=None must be a number"),
+        ("move_compute", "'false'", "move_compute='false' must be True or False"),
+        ("move_compute", "1", "move_compute=1 must be True or False"),
+    ],
+)
+def test_wishes_that_cannot_be_read(option, what, message):
+    gm, value = _wishes(what)
+    with pytest.raises(OptionTypeError, match=message):
+        graphshard.schedule_graph(gm, hardware="h100-sxm", **{option: value})
+
+
+def test_buckets_may_be_generated():
+    gm, (first, second) = _wishes("(a, b)")
+    plan = graphshard.schedule_graph(gm, hardware="h100-sxm", buckets=(nodes for nodes in [iter([first, second])]))
+    assert len(plan.buckets) == 1
 
 
 def test_a_budget_in_words():
