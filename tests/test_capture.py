@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard.capture import CapturedStep, ShardingRules, capture_step
 from graphshard.collectives import ALL_GATHER, ALL_REDUCE
-from graphshard.errors import CaptureError, ShardingError
+from graphshard.errors import CaptureError, OptionTypeError, ShardingError
 from graphshard.graph_text import graph_text
 from graphshard.ops import REDUCE_GRAD, UNSHARD
 from graphshard.params import ReduceGradCall, UnshardCall
@@ -264,8 +264,8 @@ def test_results_beside_a_loss_that_the_model_returns_have_gradients(loss, resul
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (lambda output: output["logits"], r"no loss: f32\[8, 3\];"),
-        (lambda output: (output["loss"], output["logits"]), r"no loss: f32\[\], f32\[8, 3\];"),
+        (lambda output: output["logits"], r"what loss=<function.*> returns is no loss: f32\[8, 3\];"),
+        (lambda output: (output["loss"], output["logits"]), r"returns is no loss: f32\[\], f32\[8, 3\]; it must"),
     ],
 )
 def test_what_is_picked_of_several_results_must_be_a_loss(loss, said):
@@ -388,6 +388,25 @@ def test_a_loss_with_parameters_is_refused():
     loss = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
     with pytest.raises(CaptureError, match=r"parameters of its own \(0\.weight, 0\.bias\), which .* part of the model"):
         capture_step(nn.Linear(3, 3), [torch.ones(2, 3)], rules=ShardingRules(mesh={"shard": 2}), loss=loss)
+
+
+def test_a_loss_that_cannot_be_called_is_refused():
+    with pytest.raises(OptionTypeError, match="loss=3 must be a function that turns the model's output into a scalar"):
+        capture_step(nn.Linear(3, 3), [torch.ones(2, 3)], rules=ShardingRules(mesh={"shard": 2}), loss=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh": 8}, "mesh=8 must be sizes of axes by name"),
+        ({"units": [3]}, r"units=\[3\] must be a list of patterns of module paths"),
+        ({"units": "layers"}, "units='layers' must be a list"),
+        ({"mp_policy": "bf16"}, "mp_policy='bf16' must be a MixedPrecisionPolicy"),
+    ],
+)
+def test_rules_of_other_types_are_refused(changes, message):
+    with pytest.raises(OptionTypeError, match=message):
+        ShardingRules(**{"mesh": {"shard": 2}, **changes})
 
 
 def test_a_number_of_ranks_for_reshard_after_forward_is_refused():

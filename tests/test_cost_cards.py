@@ -273,6 +273,18 @@ def test_values_that_make_no_sense_are_all_named(tmp_path):
         ({"host_bandwidth": float("nan")}, "host_bandwidth must be positive, not nan"),
         ({"memory_bytes": float("nan")}, "memory_bytes must be positive, not nan"),
         ({"ranks_per_node": float("inf")}, "ranks_per_node must be positive, not inf"),
+        ({"vector_flops": "x"}, "vector_flops must be a number, not 'x'"),
+        ({"vector_flops": None}, "vector_flops must be a number, not None"),
+        ({"ranks_per_node": True}, "ranks_per_node must be a number, not True"),
+        ({"peak_flops": {"float32": "x"}}, "peak_flops.float32 must be a number, not 'x'"),
+        ({"peak_flops": None}, "peak_flops must be numbers by dtype, not None"),
+        ({"efficiency": None}, "efficiency must be curves by class of kernels, not None"),
+        ({"efficiency": {"matmul": 0.5}}, "efficiency must be curves by class of kernels"),
+        ({"intra_node": None}, "intra_node must be a LinkClass, not None"),
+        (
+            {"inter_node": LinkClass(latency_seconds=1e-6, bandwidth=1.0, efficiency="x")},
+            "inter_node.efficiency must be a number, not 'x'",
+        ),
         ({"efficiency": {}}, "efficiency.matmul is missing"),
         ({"efficiency": {"matmul": Curve(((0.0, 1.0),))}}, "has a size that is not a positive number"),
         (

@@ -472,6 +472,14 @@ def test_an_embedding_reads_rows_and_not_the_table():
     assert kernel.moved_bytes == 4 * 8 * 16 + 8 * 8 + 4 * 8 * 16
 
 
+def test_rows_that_are_read_again_count_again():
+    """More tokens than words: what is read is linear in tokens, as formulas need it."""
+    build = GraphBuilder()
+    table, index = build.input("table", 4, 16, dtype=F32), build.input("index", 8, dtype=torch.int64)
+    (kernel,) = _kernels(build.finish(build(aten.embedding.default, table, index)))
+    assert kernel.moved_bytes == 4 * 8 * 16 + 8 * 8 + 4 * 8 * 16
+
+
 def test_adding_rows_into_a_table_moves_the_rows():
     build = GraphBuilder()
     table, index = build.input("table", 10000, 16, dtype=F32), build.input("index", 8, dtype=torch.int64)

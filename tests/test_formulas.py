@@ -147,6 +147,7 @@ def test_text_and_data(found):
     assert "parameters = 44*ceiling(7/shard) + 32*ceiling(11/shard) + 40*ceiling(13/shard)" in text
     assert "inputs = 8*batch*sequence" in text
     assert text.count("checked to the byte against a capture") == len(found.checked) == 2
+    assert found.checked[0] != found.checked[1]
     data = json.loads(json.dumps(found.to_dict()))
     again = sympy.sympify(data["memory"]["activations"], locals=found.symbols)
     assert again == found.memory["activations"]

@@ -352,6 +352,14 @@ def test_numbers_that_cannot_be_read(text):
         parse_numbers("--batch", text)
 
 
+def test_a_range_of_too_many_numbers_is_refused():
+    assert len(parse_numbers("--batch", "1..10000:1")) == 10_000
+    with pytest.raises(UsageError, match=r"--batch 1,1\.\.10001:1: '1\.\.10001:1' is more than 10000 numbers"):
+        parse_numbers("--batch", "1,1..10001:1")
+    with pytest.raises(UsageError, match="take larger steps"):
+        parse_numbers("--batch", "1..99999999999999999999:1")
+
+
 def test_meshes_are_all_combinations():
     assert parse_meshes(["shard=8..16"]) == [{"shard": 8}, {"shard": 16}]
     expected = [{"replicate": r, "shard": s} for r in (1, 2) for s in (8, 24)]

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
@@ -375,3 +376,41 @@ def test_tensor_parallelism_on_another_device(fake_group):
     model.weight = nn.Parameter(weight)
     with expect_error("sharded", ValueError, graphshard_says=r"weight.*over a mesh of cpu devices"):
         pick_fully_shard("sharded")(model, mesh=mesh["dp"])
+
+
+class Exchanging(nn.Module):
+    """Half of the rows travel to the other rank and back: an exchange whose pieces grow with the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.expert, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        pieces = [hidden.shape[0] // 2] * 2
+        there = all_to_all_single_autograd(hidden, pieces, pieces, dist.group.WORLD)
+        back = all_to_all_single_autograd(torch.tanh(self.expert(there)), pieces, pieces, dist.group.WORLD)
+        return self.last(hidden + back)
+
+
+def train_exchanging(options: dict[str, object]) -> None:
+    torch.manual_seed(42)
+    reference = Exchanging()
+    model = copy.deepcopy(reference)
+    shard_units("compiled", model, [model.expert])
+    forward = torch.compile(model, backend="graphshard", options=options)
+    for num_rows in (8, 12, 20):  # symbolic from the second on
+        batch = torch.randn(num_rows, 6, generator=torch.Generator().manual_seed(num_rows + dist.get_rank()))
+        for each in (reference, forward):
+            each(batch).square().sum().backward()
+        for param in reference.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+        check_sharded_parity(reference, model)
+        reference.zero_grad()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("options", [{}, {"hardware": "cpu-loopback"}], ids=str)
+def test_exchanges_of_pieces_that_grow_with_the_batch(run_on_gloo_ranks, options):
+    run_on_gloo_ranks(2, train_exchanging, options)

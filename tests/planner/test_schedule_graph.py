@@ -311,7 +311,7 @@ def _two_gathers(x, first, second):
 def test_what_is_no_graph_of_collectives_is_refused(ask, captured):
     with pytest.raises(OptionTypeError, match="gm=None must be a captured graph"):
         ask(None, hardware="h100-sxm")
-    sharded = captured("tied", 2).joint
+    sharded = captured("two_linears", 2).joint
     with pytest.raises(OptionError, match=r"gm has shard ops \(unshard.* and \d+ others\).*run the pass lower_shards"):
         ask(sharded, hardware="h100-sxm")
 
