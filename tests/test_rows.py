@@ -35,11 +35,18 @@ def _shape(*shape, dim=0, num_ranks=2, dtype=torch.float32, row="a"):
 
 
 def test_only_even_cuts_along_the_first_dim_have_a_place():
-    assert _shape(6, 5).has_place and _shape(4, num_ranks=4).has_place
+    assert _shape(6, 4).has_place and _shape(16, num_ranks=4).has_place
     assert not _shape(5, 6).has_place, "the last rank has fewer rows"
     assert not _shape(6, 6, dim=1).has_place, "a gather of another dim copies anyway"
     assert not _shape(6, 6, num_ranks=1).has_place, "nothing is gathered"
     assert not _shape(6, 0).has_place, "there is nothing to lie anywhere"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_the_next_shard_begins_where_vectors_may_be_read(dtype):
+    places = {numel: _shape(2 * numel, dtype=dtype).has_place for numel in range(1, 65)}
+    step = 16 // dtype.itemsize
+    assert [numel for numel, has_place in places.items() if has_place] == list(range(step, 65, step))
 
 
 def _offsets(*shapes):
@@ -47,7 +54,7 @@ def _offsets(*shapes):
 
 
 def test_shards_follow_each_other():
-    assert _offsets(_shape(10), _shape(6), _shape(16)) == [0, 5, 8]
+    assert _offsets(_shape(40), _shape(24), _shape(10), _shape(64)) == [0, 20, -1, 32]
     assert row_offsets({}) == {}
 
 
@@ -155,7 +162,7 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.inner = nn.Linear(8, 8)
-        self.low = nn.Parameter(torch.randn(4, dtype=torch.bfloat16))
+        self.low = nn.Parameter(torch.randn(16, dtype=torch.bfloat16))
         self.uneven = nn.Parameter(torch.randn(5, 2))
 
     def forward(self, x):
@@ -195,7 +202,7 @@ def test_shards_of_a_unit_lie_in_a_row(fake_group):
     assert _lies_in_a_row(model)
     offsets = {name: slot.row_offset for name, slot in slots_of(model[0])}
     offsets |= {name: slot.row_offset for name, slot in slots_of(model[0].inner)}
-    assert offsets == {"low": 0, "weight": 2, "bias": 34, "uneven": -1}
+    assert offsets == {"low": 0, "weight": 8, "bias": 40, "uneven": -1}
     ends = {name: value.data_ptr() + value.nbytes for name, value in _locals(model[0]).items()}
     assert ends["inner.weight"] == model[0].inner.bias.to_local().data_ptr()
     other = model[1].inner.weight.to_local()
@@ -230,7 +237,7 @@ def test_a_model_that_was_sharded_on_the_meta_device_is_laid_out(fake_group):
     mesh = fake_group(2)
     with torch.device("meta"):
         model = _sharded(mesh)
-    assert {slot.row_offset for _, slot in slots_of(model[0].inner)} == {2, 34}
+    assert {slot.row_offset for _, slot in slots_of(model[0].inner)} == {8, 40}
     model.to_empty(device="cpu")
     assert _lies_in_a_row(model)
 
@@ -310,7 +317,7 @@ def test_parameters_of_another_process_group_lie_in_a_row_of_their_own(fake_grou
     """Its ranks may hold shards of other sizes, such as fewer experts."""
     mesh = fake_group(4)
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "ep"))
-    model = nn.Linear(8, 8)
+    model = nn.Linear(8, 16)
     own = ShardPlacementResult(Shard(0), FSDPMeshInfo(both["shard"], shard_mesh_dim=0))
     fully_shard(model, mesh=mesh, shard_placement_fn=lambda param: own if param.ndim == 2 else None)
     slots = dict(slots_of(model))
@@ -365,7 +372,7 @@ def test_fake_parameters_lie_nowhere(fake_group):
     mesh = fake_group(2)
     with FakeTensorMode():
         model = _sharded(mesh)
-    assert {slot.row_offset for _, slot in slots_of(model[0].inner)} == {2, 34}
+    assert {slot.row_offset for _, slot in slots_of(model[0].inner)} == {8, 40}
 
 
 @pytest.mark.parametrize("mesh", [{"shard": 2}, {"replicate": 2, "shard": 2}], ids=str)
