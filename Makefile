@@ -62,7 +62,7 @@ test-all: lint types
 
 # With the Python whose torch sees the GPUs, whatever its version, and nothing installed: what that version warns of is no failure.
 gpu-check: joined
-	PYTHONPATH="$(CURDIR)/build/joined" $(PYTHON) -P -m pytest -q -rP -W default -m gpu $$(grep -rl --include "*.py" "mark.gpu" tests)
+	GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo PYTHONPATH="$(CURDIR)/build/joined" $(PYTHON) -P -m pytest -q -rP -W default -m gpu $$(grep -rl --include "*.py" "mark.gpu" tests)
 
 bench: .venv/.installed
 	$(BIN)/python benchmarks/step_time.py $(ARGS)

@@ -67,6 +67,11 @@ def test_what_torch_exports_is_exported(name: str) -> None:
     assert hasattr(graphshard, name)
 
 
+def test_every_public_name_is_listed_before_it_is_imported() -> None:
+    """Some are only imported once they are asked for, which completion of names does not do."""
+    assert set(graphshard.__all__) <= set(dir(graphshard))
+
+
 REFUSED: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("set_reduce_scatter_max_input_buffers", (0,), ValueError, "0 must be at least 1"),
     ("set_reduce_scatter_max_input_buffers", (2.5,), TypeError, "2.5 is a float; give an int"),

@@ -454,6 +454,7 @@ def test_processes_give_the_same(here, capsys):
         (["sized", "--mesh", "shard=x"], "--mesh shard x: 'x' is none of"),
         (["sized", "--loss", "swept_factories:missing"], "has no function 'missing'"),
         (["sized", "--plot", "nowhere/out.png"], "--plot nowhere/out.png: its folder does not exist"),
+        (["sized", "--processes", "0"], "num_processes: 0 must be"),
         (["fails"], "swept_factories:fails raised KeyError"),
         (["breaks"], "the model cannot be captured as one graph"),
     ],
