@@ -50,7 +50,7 @@ def fit(
     fitting = _Fitting(movable, model, wanted, latest, budget_bytes)
     if (excess := model.timeline(latest).peak_bytes - budget_bytes) > 0:
         fitting.declined.append(
-            f"the sequence of starts that overlaps exceeds the budget of {budget_bytes} bytes by {excess} at least"
+            f"the sequence of starts that overlaps exceeds {budget_bytes} bytes by {excess} at least"
         )
     for collective in sequence:
         fitting.floor = max(fitting.floor, fitting.place(collective))
