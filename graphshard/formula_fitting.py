@@ -145,12 +145,13 @@ class _Fitted:
                 for gm in (sampler.captured(point).forward, sampler.captured(point).backward)
                 for node in gm.graph.nodes
             )
-            if structure != first.structure:
+            sample = sampler.sample(point, orders=first.orders) if structure == first.structure else None
+            if sample is None or [*map(len, sample.kernels)] != [*map(len, groups)]:
                 raise FormulaError(
                     f"the graph at {_text(names, point)} is not the one at {_text(names, reference)}: there are no "
-                    "expressions for both; start from sizes of at least 2, or inspect each of them"
+                    "expressions for both; start from larger sizes, or inspect each of them"
                 )
-            return sampler.sample(point, orders=first.orders).whole_numbers(groups)
+            return sample.whole_numbers(groups)
 
         wrong = ""
         for degrees in sorted(itertools.product(_DEGREES, repeat=len(names)), key=sum):

@@ -187,5 +187,5 @@ def works_of(kernels: Sequence[Kernel], groups: Sequence[Group]) -> dict[Group, 
         elif group == "vector":
             found[group] += int(kernel.vector_flops)
         else:
-            found[group] += int(executed_flops(kernel.nodes[0]))
+            found[group] += executed_flops(kernel.nodes[0])
     return found

@@ -1,6 +1,7 @@
 """Prices of nodes: counted by hand on small graphs, bounded by physics on the shipped cards."""
 
 import operator
+from fractions import Fraction
 
 import pytest
 import torch
@@ -674,6 +675,12 @@ def test_collectives_waits_views_and_items_cost_nothing_and_bucket_copies_their_
     assert seconds[pieces] == pytest.approx(2 * 32000 / BANDWIDTH + OVERHEAD)
     free = set(gm.graph.nodes) - {packed, pieces}
     assert all(seconds[node] == 0.0 for node in free)
+
+
+def test_operations_of_causal_attention_are_whole_numbers_at_any_length():
+    """Formulas are fitted to them; a float is off by one at such lengths."""
+    assert all(causal_share(size, size) * (2 * size * size) == size * (size + 1) for size in (3, 49152, 98304))
+    assert isinstance(causal_share(49152, 49152), Fraction)
 
 
 @pytest.mark.parametrize("op", [aten._to_copy.default, aten.to.dtype_layout, DEVICE_PUT], ids=str)

@@ -190,6 +190,33 @@ def test_a_graph_that_changes_is_refused():
         )
 
 
+class Coincides(nn.Module):
+    """At 12 tokens loops over tokens are as long as those over `scale`, and kernels others than elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.scale = nn.Embedding(16, 10), nn.Parameter(torch.ones(12))
+
+    def forward(self, tokens):
+        return self.table(tokens).exp().sum(-1).sum(0).exp().sum() + self.scale.exp().sum()
+
+
+def test_kernels_that_change_are_refused():
+    with torch.device("meta"):
+        model = Coincides()
+    message = "the graph at sequence=24 is not the one at sequence=12.*start from larger sizes"
+    with pytest.raises(FormulaError, match=message):
+        graphshard.formulas(model, inputs(3, 12)[1], dynamic={"sequence": 1}, mesh={"shard": 2}, hardware=CARD)
+
+
+def test_more_tokens_than_words():
+    with torch.device("meta"):
+        model = Scores()
+        model.table = nn.Embedding(100, 10)
+    found = graphshard.formulas(model, inputs(3, 16)[1], dynamic={"batch": 0}, mesh={"shard": 2}, hardware=CARD)
+    assert 3 * 16 < 100 < min(point["batch"] * 16 for point in found.checked)
+
+
 def test_what_is_no_polynomial_is_refused():
     with torch.device("meta"):
         model = Cubic()

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -40,18 +41,21 @@ def model_flops(node: fx.Node) -> int:
     return sum(_products(node).values())
 
 
-def executed_flops(node: fx.Node) -> float:
+def executed_flops(node: fx.Node) -> int:
     """Operations that the hardware executes: kernels skip the masked half of causal attention."""
     flops = model_flops(node)
     if flops == 0 or not _is_causal(node):
-        return float(flops)
-    return flops * causal_share(*_scored(node))
+        return flops
+    return int(flops * causal_share(*_scored(node)))
 
 
-def causal_share(queries: int, keys: int) -> float:
-    """The fraction of score entries on or below the diagonal that starts in the upper left corner."""
+def causal_share(queries: int, keys: int) -> Fraction:
+    """The fraction of score entries on or below the diagonal that starts in the upper left corner.
+
+    Exact, so that operations of a long sequence are whole numbers as those of a short one are.
+    """
     square = min(queries, keys)
-    kept = square * (square + 1) / 2 + (queries - square) * keys
+    kept = Fraction(square * (square + 1), 2) + (queries - square) * keys
     return kept / max(queries * keys, 1)
 
 
