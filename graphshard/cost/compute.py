@@ -52,7 +52,7 @@ def kernel_seconds(kernel: Kernel, card: HardwareCard) -> float:
     kind = None if kernel.is_fused else kernel_class(node)
     memory = memory_seconds(kernel.moved_bytes, card, scattered=kernel.is_scattered)
     if kind is not None:
-        flops = executed_flops(node)
+        flops: float = executed_flops(node)
         arithmetic = flops / (card.peak(_dtype_name(node)) * card.efficiency[kind].at(flops))
     else:
         flops = kernel.vector_flops
