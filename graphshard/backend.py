@@ -159,12 +159,14 @@ def _warn_if_never_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) ->
 def _warn_of_another_device(
     card: HardwareCard | None, trees: Sequence[Tree], example_inputs: Sequence[Any]
 ) -> None:
+    if card is None:
+        return
     units = [unit for tree in trees for unit in tree.units() if unit.slots]
     devices = {(unit.compute_device or unit.slots[0].param.device).type for unit in units}
-    if not trees:  # one rank: parameters alone may be offloaded
-        found = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
-        devices = found if card is not None and card.device_type not in found else set()
-    if card is not None and (others := sorted(devices - {card.device_type})):
+    if not trees:  # one rank: of its inputs, parameters may be offloaded and the others not
+        devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
+        devices = set() if card.device_type in devices else devices
+    if others := sorted(devices - {card.device_type}):
         warnings.warn(
             f"graphshard: option hardware={card.name!r} is the card of a {card.device_type} device, but the model "
             f"computes on {', '.join(others)}: times and memory of its plans are not those of this machine; take one "

@@ -112,7 +112,7 @@ def operands(node: fx.Node) -> list[fx.Node]:
     ]
 
 
-def is_unplanned(node: fx.Node) -> bool:
+def is_c10d_op(node: fx.Node) -> bool:
     """True for what ``torch.distributed`` itself calls (``c10d.allreduce_``): no schema says what these write to."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "c10d"
 

@@ -70,7 +70,10 @@ def schedule_graph(
 
     Warns (UserWarning), once each, of what ``tables`` lack.
     """
-    _check_types(gm, max_gathers=max_gathers, max_reductions=max_reductions, move_compute=move_compute)
+    check_graph(gm)
+    _check_type("max_gathers", max_gathers, int, "a number of buckets (an int)")
+    _check_type("max_reductions", max_reductions, int, "a number of buckets (an int)")
+    _check_type("move_compute", move_compute, bool, "True or False")
     card = card_of(hardware)
     measured = tables_of(tables)
     told: list[str] = []
@@ -112,14 +115,9 @@ def check_graph(gm: Any) -> None:
         )
 
 
-def _check_types(gm: Any, **options: Any) -> None:
-    check_graph(gm)
-    for name, value in options.items():
-        wanted, form = (
-            (bool, "True or False") if name == "move_compute" else (int, "a number of buckets (an int)")
-        )
-        if type(value) is not wanted:
-            raise OptionTypeError(f"{name}={value!r} must be {form}")
+def _check_type(option: str, value: Any, wanted: type, form: str) -> None:
+    if type(value) is not wanted:
+        raise OptionTypeError(f"{option}={value!r} must be {form}")
 
 
 def _groups_of_nodes(

@@ -32,9 +32,9 @@ from ..collectives import (
     REDUCE_SCATTER,
     c10d,
     group_name,
+    is_c10d_op,
     is_collective,
     is_point_to_point,
-    is_unplanned,
     is_wait,
     operands,
     short_name,
@@ -219,7 +219,7 @@ def _movable(gm: fx.GraphModule, writes: Writes) -> tuple[list[fx.Node], list[st
     notes += [
         f"{node.name} ({short_name(node)}) stays in its place, and its time counts as none: it is no functional "
         "collective (torch.distributed._functional_collectives)"
-        for node in filter(is_unplanned, gm.graph.nodes)
+        for node in filter(is_c10d_op, gm.graph.nodes)
     ]
     for node in filter(is_collective, gm.graph.nodes):
         if why := _obstacle(node, writes, messages):

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ..collectives import is_collective, is_unplanned, is_wait
+from ..collectives import is_c10d_op, is_collective, is_wait
 from ..rewrite import copy_graph
 from .from_graph import GraphProblem
 from .simulate import PlanError
@@ -185,5 +185,5 @@ def _is_pure(node: fx.Node) -> bool:
     """An op that does nothing but compute, from its inputs alone."""
     if node.target is operator.getitem:
         return True
-    is_op = isinstance(node.target, OpOverload) and not is_unplanned(node)
+    is_op = isinstance(node.target, OpOverload) and not is_c10d_op(node)
     return is_op and torch.Tag.nondeterministic_seeded not in node.target.tags

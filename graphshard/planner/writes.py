@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..collectives import is_unplanned, is_wait, written_operands
+from ..collectives import is_c10d_op, is_wait, written_operands
 from ..traits import aliased_inputs, is_alias
 
 #: Higher-order ops that write to none of their inputs.
@@ -103,7 +103,7 @@ def _looked_at(node: fx.Node) -> list[fx.Node]:
 
 def _has_schema(node: fx.Node) -> bool:
     is_op = node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
-    return is_op and not is_unplanned(node)
+    return is_op and not is_c10d_op(node)
 
 
 def _maybe_written(node: fx.Node) -> list[fx.Node]:
