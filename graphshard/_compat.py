@@ -62,6 +62,7 @@ __all__ = [
     "flatten_mesh",
     "from_local_takes_grad_placements",
     "gather_single",
+    "gradients_are_boxed",
     "group_by_name",
     "group_store",
     "group_timeout_seconds",
@@ -95,6 +96,11 @@ def collective_op(name: str) -> Any:
 #: Whether ``DTensor.from_local`` takes placements for gradients (checked: 2.11 does not, 2.13 to 2.15 do). Where not,
 #: a gradient is placed as its value is, and cannot stay unsummed, as ``dp_mesh_dims`` needs it.
 from_local_takes_grad_placements = "grad_placements" in inspect.signature(DTensor.from_local).parameters
+
+
+#: Whether a backward may let go of the gradients that it was called with (checked: 2.13). Where not, autograd
+#: holds these until it returns.
+gradients_are_boxed = hasattr(torch.autograd.Function, "boxed_grads_call")
 
 
 def lazy_graph_modules() -> AbstractContextManager[None]:

@@ -3,8 +3,9 @@
 Exact live ranges over the node order. Views, items of tuples, waits and ops in place share the memory that they
 look at or write to; a conditional view (``reshape``, ``to``) is a copy where its values say so. A value is freed
 after its last reader; outputs live to the end; inputs that the caller keeps (parameters' shards, a forward's inputs)
-are counted apart, the tangents of a backward live to its end, since autograd holds what it calls a function with,
-and other inputs (saved activations) die after their last reader.
+are counted apart, and other inputs (saved activations, tangents) die after their last reader; where autograd holds what
+it calls a backward with (:data:`graphshard._compat.gradients_are_boxed`), tangents live to its end. A gradient that the
+caller passes to ``Tensor.backward`` is the caller's, and is held longer.
 A collective holds its input, its output, and what its backend copies (``BACKEND_COPIES``) until its wait.
 
 Three things are approximated, because the inner compiler decides them later: a pointwise value that
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ._compat import gradients_are_boxed
 from .collectives import (
     ALL_GATHER,
     REDUCE_SCATTER,
@@ -302,7 +304,7 @@ class MemoryModel:
                 continue  # lives inside one generated kernel
             if buffer.producer.op == "placeholder":
                 start = 0
-                if buffer.producer.name.startswith(TANGENT_INPUT):
+                if buffer.producer.name.startswith(TANGENT_INPUT) and not gradients_are_boxed:
                     end = len(order) - 1
             ranges.append((start, end, buffer))
         return self._without_overwritten(ranges)

@@ -9,6 +9,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from graphshard import memory
 from graphshard.buckets import PACK, UNPACK
 from graphshard.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, c10d
 from graphshard.graph_text import node_names
@@ -50,14 +51,17 @@ def test_inputs_that_are_not_kept_die_too():
     assert live == {"mm": 20, "mm_1": 20, a.name: 36, b.name: 36, "output": 20}
 
 
-def test_tangents_live_to_the_end():
-    """Autograd holds what it calls a function with."""
+@pytest.mark.parametrize("are_boxed", [False, True])
+def test_tangents_live_as_long_as_autograd_holds_them(monkeypatch, are_boxed):
+    """Boxed, a backward takes them out of their list; else autograd holds what it calls a function with."""
+    monkeypatch.setattr(memory, "gradients_are_boxed", are_boxed)
     build = GraphBuilder()
     tangent = build.input("tangents_1", 4, 4)
     a = build(MM, tangent, tangent)
     b = build(MM, a, a)
     live = _live(build.finish(b))
-    assert live == {"tangents_1": 16, a.name: 32, b.name: 48, "output": 32}
+    held = 0 if are_boxed else 16
+    assert live == {"tangents_1": 16, a.name: 32, b.name: 32 + held, "output": 16 + held}
 
 
 def test_outputs_live_to_the_end():
