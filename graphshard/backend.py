@@ -63,7 +63,9 @@ JOINT_PIPELINE = Pipeline(
 )
 
 #: What each half goes through before its collectives are merged and placed.
-LOWERING = Pipeline(passes.LowerShards(), passes.MergeSums(), given=JOINT_PIPELINE.facts_at_end)
+LOWERING = Pipeline(
+    passes.LowerShards(), passes.MergeSums(), passes.JoinPointwise(), given=JOINT_PIPELINE.facts_at_end
+)
 
 
 def half_pipeline(options: BackendOptions) -> Pipeline:

@@ -19,7 +19,7 @@ from .cost.kernels import Kernel, kernels_of
 from .cost.links import collective_bytes, collective_kind
 from .inspection import Inspection
 from .inspection_settings import Settings
-from .passes import MergeSums
+from .passes import JoinPointwise, MergeSums
 from .persistent_bytes import always_bytes, persistent_bytes
 from .report.data import CATEGORIES
 from .resharding import reshard_step
@@ -107,9 +107,7 @@ class Sampler:
         )
         captured = (self.captured(point).forward, self.captured(point).backward)
         context = replace(step.context, device_type=settings.card.device_type)
-        kernels = tuple(
-            tuple(kernels_of(list(_with_merged_sums(gm, context).graph.nodes))) for gm in captured
-        )
+        kernels = tuple(tuple(kernels_of(list(_before_placing(gm, context).graph.nodes))) for gm in captured)
         with no_garbage_collection(), remembered_results():
             persistent = persistent_bytes(self.module, step, settings.optimizer)
             halves = inspection.scheduled_halves(always_bytes(persistent, settings.micro_batches))
@@ -146,11 +144,12 @@ class Sampler:
         return tuple(map(fitted, self.args)), {name: fitted(value) for name, value in self.kwargs.items()}
 
 
-def _with_merged_sums(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
+def _before_placing(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     """A half as it is before its collectives are placed, but for what lowering adds."""
-    merged = copy_graph(gm)
-    MergeSums().run(merged, context)
-    return merged
+    copied = copy_graph(gm)
+    for step in (MergeSums(), JoinPointwise()):
+        step.run(copied, context)
+    return copied
 
 
 def _seconds(kernels: Sequence[Kernel], card: HardwareCard) -> float:

@@ -292,6 +292,10 @@ class MemoryModel:
         """What a node's value occupies: none for an input that the caller keeps."""
         return self._seen[node]
 
+    def is_written_over_another(self, node: fx.Node) -> bool:
+        """Whether a node's value takes the memory of one that dies there."""
+        return any(buffer in self._written_over for buffer in self._seen[node] if buffer.producer is node)
+
     def ranges(self, order: Sequence[fx.Node]) -> list[tuple[int, int, Buffer]]:
         """For each buffer that is ever stored its first and last position in an order."""
         first, last = fusion_runs(order)

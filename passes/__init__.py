@@ -9,6 +9,7 @@ if __name__ != "graphshard.passes":
 from .bucket_collectives import BucketCollectives
 from .exchange_reductions import ExchangeReductions
 from .insert_shards import InsertShards
+from .join_pointwise import JoinPointwise
 from .keep_gathered import KeepGathered
 from .lower_shards import LowerShards
 from .merge_sums import MergeSums
@@ -32,6 +33,7 @@ KNOWN = {
         RecomputeActivations,
         LowerShards,
         MergeSums,
+        JoinPointwise,
         BucketCollectives,
         ScheduleCollectives,
         PlanCollectives,
@@ -44,6 +46,7 @@ __all__ = [
     "BucketCollectives",
     "ExchangeReductions",
     "InsertShards",
+    "JoinPointwise",
     "KeepGathered",
     "LowerShards",
     "MergeSums",

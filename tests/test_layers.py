@@ -111,6 +111,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphshard.passes.bucket_collectives",
         "graphshard.passes.exchange_reductions",
         "graphshard.passes.insert_shards",
+        "graphshard.passes.join_pointwise",
         "graphshard.passes.keep_gathered",
         "graphshard.passes.lower_shards",
         "graphshard.passes.merge_unshards",

@@ -291,7 +291,7 @@ def test_the_backend_tags_at_level_1_and_lowers_each_half_first():
     joint = [step.name for step in JOINT_PIPELINE.passes]
     assert joint == ["merge_waits", "merge_unshards", "spread_parameters", "tag_recompute"]
     half = [step.name for step in half_pipeline(BackendOptions()).passes]
-    assert half == ["lower_shards", "merge_sums", "bucket_collectives", "schedule_collectives"]
+    assert half == ["lower_shards", "merge_sums", "join_pointwise", "bucket_collectives", "schedule_collectives"]
 
 
 def test_the_module_runs_what_the_graph_says():
@@ -331,5 +331,6 @@ def test_the_planner_gets_the_users_budget_or_the_default():
         for budget in (None, 4096)
     ]
     assert texts == [
-        f"lower_shards > merge_sums > plan_collectives(memory_budget={budget!r})" for budget in ("default", 4096)
+        f"lower_shards > merge_sums > join_pointwise > plan_collectives(memory_budget={budget!r})"
+        for budget in ("default", 4096)
     ]

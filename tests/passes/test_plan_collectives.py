@@ -19,6 +19,7 @@ from small_graphs import (
     text_of,
 )
 
+from graphshard import memory
 from graphshard.buckets import JOIN_PARTS
 from graphshard.collectives import ALL_GATHER, REDUCE_SCATTER, is_collective, is_wait
 from graphshard.context import KnownPlan, PassContext
@@ -37,6 +38,12 @@ from graphshard.rewrite import copy_graph
 plan_collectives = sys.modules[PlanCollectives.__module__]
 
 HELD = (Fact.TYPED, Fact.WAITED, Fact.GATHERED, Fact.REDUCED, Fact.LOWERED)
+
+
+@pytest.fixture(autouse=True)
+def _boxed_gradients(monkeypatch):
+    """Tangents live as long as with torch 2.13, in goldens too."""
+    monkeypatch.setattr(memory, "gradients_are_boxed", True)
 
 
 @dataclass(frozen=True)
