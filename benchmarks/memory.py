@@ -140,7 +140,7 @@ def main() -> int:
     """Prints a row a model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=choose, default=list(SUBJECTS), help="names, a comma apart")
-    parser.add_argument("--within", type=float, default=0.05, help="largest relative error (default 0.05)")
+    parser.add_argument("--within", type=float, default=0.02, help="largest relative error (default 0.02)")
     options = parser.parse_args()
     worst = 0.0
     with running_ranks() as ranks:

@@ -11,7 +11,7 @@ _UNITS = {"": 1, "b": 1, **{f"{letter}ib": 1024**power for power, letter in enum
     f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)
 }
 
-#: No budget: 8 EiB.
+#: No budget: 8 EiB. Python refuses to print numbers of thousands of digits.
 _TOO_MANY_BYTES = 2**63
 
 
@@ -26,7 +26,8 @@ def parse_bytes(value: int | str) -> int:
         raise OptionTypeError(f"memory_budget={value!r} must be bytes (an int) or a text like '60GiB'")
     num_bytes = value if isinstance(value, int) else _read_bytes(value)
     if num_bytes <= 0:
-        raise OptionError(f"memory_budget={value!r} must be positive")
+        shown = "" if num_bytes <= -_TOO_MANY_BYTES else f"={value!r}"
+        raise OptionError(f"memory_budget{shown} must be positive")
     if num_bytes >= _TOO_MANY_BYTES:
         raise OptionError(
             "memory_budget is 8 EiB or more; write what a rank has, or leave it out for no more than FSDP2 holds"

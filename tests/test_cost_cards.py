@@ -270,6 +270,7 @@ def test_values_that_make_no_sense_are_all_named(tmp_path):
     [
         ({"peak_flops": {}}, "peak_flops is empty"),
         ({"kernel_overhead_seconds": 0.0}, "kernel_overhead_seconds must be positive"),
+        ({"kernel_overhead_seconds": 1e-320}, "kernel_overhead_seconds must be at least 1e-30, not "),
         ({"host_bandwidth": float("nan")}, "host_bandwidth must be positive, not nan"),
         ({"memory_bytes": float("nan")}, "memory_bytes must be positive, not nan"),
         ({"ranks_per_node": float("inf")}, "ranks_per_node must be positive, not inf"),

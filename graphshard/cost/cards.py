@@ -33,6 +33,9 @@ COLLECTIVE_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", 
 #: What ``device_type`` may be.
 DEVICE_TYPES = ("cuda", "cpu")
 
+#: Smaller than any figure of hardware in its unit; to divide by less is no number.
+_LEAST = 1e-30
+
 #: Entries that may be 0.
 _MAY_BE_ZERO = (
     "overlapped_latency_seconds",
@@ -433,6 +436,8 @@ def _value_problems(card: HardwareCard) -> Iterator[str]:
     for path, value in numbers.items():
         if not math.isfinite(value) or value < 0 or (value == 0 and path not in _MAY_BE_ZERO):
             yield f"{path} must be positive, not {value:g}"
+        elif 0 < value < _LEAST:
+            yield f"{path} must be at least {_LEAST:g}, not {value:g}"
     yield from (f"{path} must be at most 1, not {value:g}" for path, value in fractions.items() if value > 1)
 
 

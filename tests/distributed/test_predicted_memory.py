@@ -26,7 +26,7 @@ def _compare(models: list[str], num_ranks: int, within: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the examples would run on the GPU")
-@pytest.mark.parametrize(("num_ranks", "within"), [(1, 0.01), (2, 0.02)])
+@pytest.mark.parametrize(("num_ranks", "within"), [(1, 0.01), (2, 0.02), (4, 0.02)])
 def test_examples_need_what_inspect_predicts(num_ranks, within):
     """With gloo a measured peak moves by 2 % between runs: its threads let go of small buffers when they like."""
     _compare(list(NEEDED), num_ranks, within)

@@ -489,6 +489,11 @@ def test_budgets_that_cannot(value):
         parse_bytes(value)
 
 
+def test_a_budget_of_thousands_of_digits_is_not_printed():
+    with pytest.raises(OptionError, match="^memory_budget must be positive$"):
+        parse_bytes(-(10**6000))
+
+
 @pytest.mark.parametrize("value", [1.5, True, None, [1]])
 def test_budgets_of_another_type(value):
     with pytest.raises(OptionTypeError, match="must be bytes"):
