@@ -64,6 +64,12 @@ COLLECTIVES = frozenset(
     }
 )
 
+#: Ops with a derivative of their own, by what they run; from torch 2.13 on they stay in captured graphs as they are.
+_WITH_DERIVATIVE: dict[Any, Any] = {
+    getattr(torch.ops._c10d_functional_autograd, op._opname).default: op
+    for op in (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)
+}
+
 #: Messages between two ranks: the others of the group take no part, so these are no collectives.
 POINT_TO_POINT = frozenset(filter(None, map(collective_op, ("isend", "irecv", "batch_p2p_ops"))))
 
@@ -175,6 +181,22 @@ def merge_waits(graph: fx.Graph) -> int:
         wait.replace_all_uses_with(first)
         graph.erase_node(wait)
     return len(repeated)
+
+
+def with_derivative(graph: fx.Graph) -> list[fx.Node]:
+    """The collectives that stand in a graph as ops with a derivative of their own (``_c10d_functional_autograd``)."""
+    return [node for op in _WITH_DERIVATIVE for node in graph.find_nodes(op="call_function", target=op)]
+
+
+def drop_derivatives(graph: fx.Graph) -> int:
+    """Puts plain collectives in the place of :func:`with_derivative`: their gradient is in the graph, or not wanted.
+
+    Returns how many there were.
+    """
+    found = with_derivative(graph)
+    for node in found:
+        node.target = _WITH_DERIVATIVE[node.target]
+    return len(found)
 
 
 class Emitter(Protocol):

@@ -12,7 +12,7 @@ from torch import fx
 
 from ._compat import group_by_name
 from .calls import call_arguments
-from .collectives import group_name, is_collective, short_name
+from .collectives import group_name, is_collective, short_name, with_derivative
 from .cost import CollectiveTables, CostModel, GroupTopology, HardwareCard, card_of, tables_of
 from .errors import OptionError, OptionTypeError
 from .graph_plan import PlannedGraph, plan_graph
@@ -103,7 +103,7 @@ def check_graph(gm: Any) -> None:
 
     Raises:
         OptionTypeError: ``gm`` is no graph.
-        OptionError: its shards have not become collectives yet.
+        OptionError: its shards have not become collectives yet, or collectives are ops with a derivative.
     """
     if not isinstance(gm, fx.GraphModule):
         raise OptionTypeError(f"gm={gm!r} must be a captured graph, a torch.fx.GraphModule")
@@ -112,6 +112,12 @@ def check_graph(gm: Any) -> None:
         raise OptionError(
             f"gm has shard ops ({found[0].name} and {len(found) - 1} others), which have no price: run the pass "
             "lower_shards first, which makes collectives of them"
+        )
+    if found := with_derivative(gm.graph):
+        names = ", ".join(node.name for node in found[:3]) + (", ..." if len(found) > 3 else "")
+        raise OptionError(
+            f"gm has collectives with a derivative of their own ({names}: {found[0].target}): set their target to "
+            "the op of that name in torch.ops._c10d_functional, which takes the same arguments"
         )
 
 

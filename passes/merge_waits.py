@@ -18,6 +18,9 @@ After::
     %mm_1: f32[4, 8] = mm(%wait_0, %primals_2)
     %mm_2: f32[4, 8] = mm(%wait_0, %primals_3)
 
+A collective that a model calls as an op with a derivative of its own (``_c10d_functional_autograd``) is the plain one
+from here on: the joint graph has its gradient.
+
 Numerics: bitwise the same. Waits for memory that a collective writes to in place stay.
 """
 
@@ -28,7 +31,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from graphshard.collectives import merge_waits
+from graphshard.collectives import drop_derivatives, merge_waits
 from graphshard.context import PassContext
 from graphshard.facts import Fact
 from graphshard.pipeline import PassReport
@@ -44,6 +47,8 @@ class MergeWaits:
     breaks: ClassVar[frozenset[Fact]] = frozenset()
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
-        """Counts "waits merged"."""
+        """Counts "waits merged", and the "derivatives dropped"."""
+        dropped = drop_derivatives(gm.graph)
         merged = merge_waits(gm.graph)
-        return PassReport(changed=bool(merged), counts={"waits merged": merged})
+        counts = {"waits merged": merged, "derivatives dropped": dropped}
+        return PassReport(changed=any(counts.values()), counts=counts)

@@ -6,12 +6,13 @@ import torch
 from all_ranks import run_values
 from small_graphs import GROUP, GraphBuilder, aten, num_targets, one_axis, run_pass, run_twice, text_of
 
-from graphshard.collectives import REDUCE_SCATTER, WAIT, repeated_waits
+from graphshard.collectives import REDUCE_SCATTER, WAIT, is_collective, repeated_waits
 from graphshard.context import PassContext
 from graphshard.passes import MergeWaits
 from graphshard.rewrite import copy_graph
 
 c10d = torch.ops._c10d_functional
+differentiable = torch.ops._c10d_functional_autograd
 CONTEXT = PassContext(mesh=one_axis(2))
 
 
@@ -43,7 +44,7 @@ def test_golden(golden):
     golden(text_of(gm, CONTEXT), "merge_waits.before")
     record = run_pass(MergeWaits(), gm, CONTEXT)
     golden(text_of(gm, CONTEXT), "merge_waits.after")
-    assert record.report.counts == {"waits merged": 2}
+    assert record.report.counts == {"waits merged": 2, "derivatives dropped": 0}
 
 
 def test_one_wait_each_is_left_alone(captured):
@@ -53,7 +54,7 @@ def test_one_wait_each_is_left_alone(captured):
         (graphs.backward, graphs.context.for_backward()),
     ):
         record = run_pass(MergeWaits(), gm, ctx)
-        assert not record.report.changed and record.report.counts == {"waits merged": 0}
+        assert not record.report.changed and record.report.counts == {"waits merged": 0, "derivatives dropped": 0}
 
 
 def test_second_run_changes_nothing():
@@ -61,9 +62,24 @@ def test_second_run_changes_nothing():
     assert first.report.changed and not second.report.changed
 
 
+def test_collectives_lose_derivatives_of_their_own():
+    """The joint graph has the gradient; the passes behind know the plain ops."""
+    build = GraphBuilder()
+    source = build.input("primals_1", 6, 4)
+    gathered = build(differentiable.all_gather_into_tensor.default, source, 2, GROUP)
+    reduced = build(differentiable.reduce_scatter_tensor.default, source, "sum", 2, GROUP)
+    exchanged = build(differentiable.all_to_all_single.default, source, [3, 3], [3, 3], GROUP)
+    gm = build.finish(*(build(WAIT, value) for value in (gathered, reduced, exchanged)))
+    first, second = run_twice(MergeWaits(), gm, CONTEXT)
+    assert first.report.changed and first.report.counts == {"waits merged": 0, "derivatives dropped": 3}
+    assert not second.report.changed
+    plain = [c10d.all_gather_into_tensor.default, REDUCE_SCATTER, c10d.all_to_all_single.default]
+    assert [node.target for node in gm.graph.nodes if is_collective(node)] == plain
+
+
 def test_items_of_a_coalesced_collective_are_told_apart():
     gm = _coalesced()
-    assert run_pass(MergeWaits(), gm, CONTEXT).report.counts == {"waits merged": 1}
+    assert run_pass(MergeWaits(), gm, CONTEXT).report.counts["waits merged"] == 1
     assert [len(node.users) for node in gm.graph.nodes if node.target is WAIT] == [2, 1]
 
 

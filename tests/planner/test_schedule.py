@@ -490,7 +490,7 @@ def test_budgets_that_cannot(value):
 
 
 def test_a_budget_of_thousands_of_digits_is_not_printed():
-    with pytest.raises(OptionError, match="^memory_budget must be positive$"):
+    with pytest.raises(OptionError, match=r"^memory_budget must be positive$"):
         parse_bytes(-(10**6000))
 
 

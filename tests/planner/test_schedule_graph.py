@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from graphs import MESH, inputs_of, random_graph
-from small_graphs import GraphBuilder, aten, text_of
+from small_graphs import GROUP, GraphBuilder, aten, text_of
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphshard
@@ -314,6 +314,16 @@ def test_what_is_no_graph_of_collectives_is_refused(ask, captured):
     sharded = captured("two_linears", 2).joint
     with pytest.raises(OptionError, match=r"gm has shard ops \(unshard.* and \d+ others\).*run the pass lower_shards"):
         ask(sharded, hardware="h100-sxm")
+
+
+@pytest.mark.parametrize("ask", [graphshard.schedule_graph, graphshard.inspect_graph])
+def test_collectives_with_a_derivative_of_their_own_are_refused(ask):
+    build = GraphBuilder()
+    gather = torch.ops._c10d_functional_autograd.all_gather_into_tensor.default
+    gathered = build(gather, build.input("x", 4, 4), 2, GROUP)
+    gm = build.finish(build(WAIT, gathered))
+    with pytest.raises(OptionError, match=r"own \(all_gather_into_tensor.*set their target.*_c10d_functional, which"):
+        ask(gm, hardware="h100-sxm")
 
 
 def test_how_a_graph_is_called_stays_as_it_was(fake_group):
