@@ -149,7 +149,7 @@ def test_dump_holds_the_graphs_of_forward_and_backward(run_on_gloo_ranks, tmp_pa
     texts = {path.name: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
     assert any("all_gather" in text for text in texts.values()), sorted(texts)
     assert any("reduce_scatter" in text for text in texts.values()), sorted(texts)
-    last = texts["graph0.backward.5-exchange_reductions.txt"]
+    last = texts["graph0.backward.6-exchange_reductions.txt"]
     assert "all_to_all_single(" in last and "reduce_scatter" not in last
 
 

@@ -130,7 +130,7 @@ def test_merged_and_placed_by_cost(run_on_gloo_ranks, tmp_path: Path, workload):
         plan = (tmp_path / f"graph0.{half}.plan.txt").read_text()
         assert " over shard of " in plan and "at least" in plan
         lowered = (tmp_path / f"graph0.{half}.1-lower_shards.txt").read_text()
-        planned = (tmp_path / f"graph0.{half}.3-plan_collectives.txt").read_text()
+        planned = (tmp_path / f"graph0.{half}.4-plan_collectives.txt").read_text()
         assert 0 < planned.count(collective) < lowered.count(collective)
 
 
@@ -149,7 +149,7 @@ def test_over_large_collectives_are_split(run_on_gloo_ranks, tmp_path: Path):
     for half in ("forward", "backward"):
         plans = [(tmp_path / f"rank{rank}" / f"graph0.{half}.plan.txt").read_text() for rank in (0, 1)]
         assert "is split into 8 parts" in plans[0] and "is split into 8 parts" in plans[1]
-        assert "join_parts" in (tmp_path / "rank0" / f"graph0.{half}.3-plan_collectives.txt").read_text()
+        assert "join_parts" in (tmp_path / "rank0" / f"graph0.{half}.4-plan_collectives.txt").read_text()
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_captured_graph_is_the_one_shown(folder: Path, blocks: dict[str, list[st
 
 
 def test_scheduled_forward_is_the_one_shown(folder: Path, blocks: dict[str, list[str]]) -> None:
-    assert blocks["text"][1] == (folder / "graph0.forward.4-schedule_collectives.txt").read_text()
+    assert blocks["text"][1] == (folder / "graph0.forward.5-schedule_collectives.txt").read_text()
 
 
 def test_text_is_equal_on_both_ranks(folder: Path) -> None:
