@@ -53,5 +53,5 @@ def test_text_is_equal_on_both_ranks(folder: Path) -> None:
         {file.name: file.read_text() for file in (folder.parent / rank).iterdir()}
         for rank in ("rank0", "rank1")
     ]
-    assert len(texts[0]) == 18
+    assert len(texts[0]) == 20
     assert texts[0] == texts[1]
