@@ -12,7 +12,7 @@ from torch import fx
 
 from ..calls import argument
 from ..sizes import is_contiguous, size_hint, tensor_bytes
-from .products import packed_bytes
+from .products import is_packed, packed_bytes
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -25,7 +25,7 @@ _TILE_COLUMNS = 512
 def attention_scratch_bytes(node: fx.Node) -> int:
     """What attention, or its backward, allocates beside its inputs and results; 0 for other nodes.
 
-    Of bfloat16, whose tiles are multiplied by oneDNN, the most that it may allocate.
+    Of 16-bit floats whose tiles are multiplied by oneDNN, the most that it may allocate.
     """
     if node.target not in (ATTENTION, ATTENTION_BACKWARD):
         return 0
@@ -40,11 +40,11 @@ def attention_scratch_bytes(node: fx.Node) -> int:
     if node.target is ATTENTION:
         return num_threads * (tile + rows * (head + 2) * element)
     scratch = num_threads * (2 * tile + rows * element)
-    if query.dtype is torch.bfloat16:
+    if is_packed(query.dtype):
         scratch += num_threads * max(
-            packed_bytes(rows, head, columns, is_transposed=False),
-            packed_bytes(rows, columns, head, is_transposed=False),
-            packed_bytes(columns, rows, head, is_transposed=True),
+            packed_bytes(rows, head, columns, query.dtype, is_transposed=False),
+            packed_bytes(rows, columns, head, query.dtype, is_transposed=False),
+            packed_bytes(columns, rows, head, query.dtype, is_transposed=True),
         )
     gradient = argument(node, "grad_out").meta["val"]
     # The kernel reads (batch, heads, tokens, head) as (batch, tokens, heads, head).
