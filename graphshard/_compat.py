@@ -98,8 +98,8 @@ def collective_op(name: str) -> Any:
 from_local_takes_grad_placements = "grad_placements" in inspect.signature(DTensor.from_local).parameters
 
 
-#: Whether a backward may let go of the gradients that it was called with (checked: 2.13). Where not, autograd
-#: holds these until it returns.
+#: Whether a backward may let go of the gradients that it was called with (checked: 2.11 and 2.12 may not, 2.13
+#: may). Where not, autograd holds these until it returns.
 gradients_are_boxed = hasattr(torch.autograd.Function, "boxed_grads_call")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from .backend import LOWERING
 from .capture import CapturedStep, capture_step
 from .collectives import is_collective
 from .context import PassContext
@@ -19,7 +20,6 @@ from .cost.kernels import Kernel, kernels_of
 from .cost.links import collective_bytes, collective_kind
 from .inspection import Inspection
 from .inspection_settings import Settings
-from .passes import JoinPointwise, MergeSums
 from .persistent_bytes import always_bytes, persistent_bytes
 from .report.data import CATEGORIES
 from .resharding import reshard_step
@@ -147,7 +147,7 @@ class Sampler:
 def _before_placing(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
     """A half as it is before its collectives are placed, but for what lowering adds."""
     copied = copy_graph(gm)
-    for step in (MergeSums(), JoinPointwise()):
+    for step in LOWERING.passes[1:]:
         step.run(copied, context)
     return copied
 

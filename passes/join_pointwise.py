@@ -1,4 +1,4 @@
-"""join_pointwise: a pointwise value is made beside the kernel that reads the same, where that holds less memory.
+"""join_pointwise: a pointwise value is made beside the kernel that reads the same, where that holds no more memory.
 
 The backward of a gated MLP makes two values of the same three: one gradient for each of its two products. Autograd runs
 the products of the first before it makes the second, and what both are made of is held until then. Inductor generates
@@ -21,7 +21,7 @@ After::
 Moved is a value that elementwise ops make of values that are there earlier, with what only it is made of; to behind
 the first run of fusible ops that reads one of these values for a result of as many elements. Only a value that is
 written over another one moves (``MemoryModel``; no generated kernel reads it then), so no more memory is held
-anywhere. Nothing moves past an op that writes in place, and nothing where sizes are symbolic.
+anywhere. Nothing moves that reads what an op of the graph writes to in place, and nothing where sizes are symbolic.
 
 Numerics: those of the graph; ops and their inputs are the same.
 """
@@ -40,12 +40,7 @@ from graphshard.facts import Fact
 from graphshard.memory import Buffer, MemoryModel, kept_inputs
 from graphshard.pipeline import PassReport
 from graphshard.planner.writes import touches, writes_of
-from graphshard.traits import (
-    fusion_runs,
-    is_elementwise,
-    is_view,
-    readers_through_aliases,
-)
+from graphshard.traits import fusion_runs, is_elementwise, is_view, readers_through_aliases
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ def attention_scratch_bytes(node: fx.Node) -> int:
         return num_threads * (tile + rows * (head + 2) * element)
     scratch = num_threads * (2 * tile + rows * element)
     if is_packed(query.dtype):
-        scratch += num_threads * max(
+        scratch += max(
             packed_bytes(rows, head, columns, query.dtype, is_transposed=False),
             packed_bytes(rows, columns, head, query.dtype, is_transposed=False),
             packed_bytes(columns, rows, head, query.dtype, is_transposed=True),
