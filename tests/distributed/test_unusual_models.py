@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
+from graphshard.collectives import WAIT
+
 from .implementations import (
     EVERY,
     UNCOMPILED,
@@ -414,3 +416,40 @@ def train_exchanging(options: dict[str, object]) -> None:
 @pytest.mark.parametrize("options", [{}, {"hardware": "cpu-loopback"}], ids=str)
 def test_exchanges_of_pieces_that_grow_with_the_batch(run_on_gloo_ranks, options):
     run_on_gloo_ranks(2, train_exchanging, options)
+
+
+class _GathersRows(nn.Module):
+    """A gated MLP on the rows of all ranks; its collectives are ops with a derivative of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gate, self.up, self.down = (nn.Linear(6, 6) for _ in range(4))
+        self.group = dist.group.WORLD.group_name
+
+    def forward(self, x: Tensor) -> Tensor:
+        differentiable, size = torch.ops._c10d_functional_autograd, dist.get_world_size()
+        rows = WAIT(differentiable.all_gather_into_tensor(self.inner(x), size, self.group))
+        rows = self.down(nn.functional.silu(self.gate(rows)) * self.up(rows))
+        return WAIT(differentiable.reduce_scatter_tensor(rows, "sum", size, self.group))
+
+
+def train_on_rows_of_all_ranks() -> None:
+    torch.manual_seed(0)
+    reference = _GathersRows()
+    model = shard_units("compiled", copy.deepcopy(reference), [])
+    forward = compile_if_asked("compiled", model, verify="full")
+    for step in range(2):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
+        results = [forward(x), reference(x)]
+        assert_close(*results)
+        for result in results:
+            result.square().sum().backward()
+        for name, parameter in reference.named_parameters():
+            dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+            assert_close(model.get_parameter(name).grad.full_tensor(), parameter.grad)
+            parameter.grad = model.get_parameter(name).grad = None
+
+
+def test_collectives_called_with_a_derivative_of_their_own(run_on_gloo_ranks):
+    """They are planned, and found in the order that Inductor emits."""
+    run_on_gloo_ranks(2, train_on_rows_of_all_ranks)
