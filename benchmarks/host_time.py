@@ -34,7 +34,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import graphshard
-import graphshard.backend
+import graphshard.backend.entry
 import many_parameters
 from contenders import WEIGHT_SEED, copy_source
 from step_report import round_ratios
@@ -109,9 +109,9 @@ def start_contender(
     """Build, compile and warm up one contender."""
     source = copy_source(name, folder, many_parameters.__file__)
     stepper = CONTENDERS[name](_model(source, options), mesh)
-    boundary = _stay_outside if name == "graphshard-naive" else graphshard.backend.cross_boundary
+    boundary = _stay_outside if name == "graphshard-naive" else graphshard.backend.entry.cross_boundary
     start = time.perf_counter()
-    with patch.object(graphshard.backend, "cross_boundary", boundary):
+    with patch.object(graphshard.backend.entry, "cross_boundary", boundary):
         stepper.run_step(x)
     print(f"  {name}: first step {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
     for _ in range(NUM_WARM_STEPS):

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
-from graphshard.collectives import group_name, is_collective, is_wait
 from graphshard.cost import CostModel
 from graphshard.cost.links import KIND_OF
-from graphshard.mesh import MeshLayout
+from graphshard.ir.collectives import group_name, is_collective, is_wait
+from graphshard.ir.mesh import MeshLayout
+from graphshard.ir.rewrite import apply_order, copy_graph
 from graphshard.planner.from_graph import problem_of_graph
-from graphshard.planner.problem import Problem
-from graphshard.planner.simulate import Step
-from graphshard.rewrite import apply_order, copy_graph
+from graphshard.planner.search.problem import Problem
+from graphshard.planner.search.simulate import Step
 
 
 def inductor_schedule(

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import graphshard
-from graphshard.mesh import MeshLayout, axis_of
+from graphshard.ir.mesh import MeshLayout, axis_of
 from graphshard.testing import CapturedGraphs, capture_graphs
 
 #: Columns of the query, the key and so on; rows of what reads them.

@@ -27,18 +27,18 @@ from torch import fx
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard import passes
-from graphshard.capture import PLAIN_PIPELINE, ShardingRules, capture_step
-from graphshard.collectives import is_collective
-from graphshard.context import PassContext
+from graphshard.capture.capture_step import PLAIN_PIPELINE, ShardingRules, capture_step
 from graphshard.cost import CostModel, load_card
-from graphshard.graph_plan import plan_graph
-from graphshard.mesh import MeshLayout
-from graphshard.pipeline import Pipeline
+from graphshard.ir.collectives import is_collective
+from graphshard.ir.mesh import MeshLayout
+from graphshard.ir.rewrite import copy_graph
+from graphshard.pipeline.context import PassContext
+from graphshard.pipeline.pipeline import Pipeline
+from graphshard.pipeline.provenance import row_places
 from graphshard.planner.from_graph import problem_of_graph
-from graphshard.planner.plan import Plan
-from graphshard.planner.simulate import Simulation, simulate
-from graphshard.provenance import row_places
-from graphshard.rewrite import copy_graph
+from graphshard.planner.plan_graph import plan_graph
+from graphshard.planner.search.plan import Plan
+from graphshard.planner.search.simulate import Simulation, simulate
 from inductor_overlap import inductor_schedule
 from llama_tensor_parallel import capture_tensor_parallel
 

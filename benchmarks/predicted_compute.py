@@ -28,7 +28,7 @@ from gpt import Gpt, GptConfig, next_token_loss, random_batch
 from graphshard.cost import HardwareCard, compute_seconds, load_card, total_flops
 from graphshard.cost.flops import kernel_class
 from graphshard.cost.probes import ProbeSizes, probe_compute, typical
-from graphshard.traits import is_fusible
+from graphshard.ir.op_traits import is_fusible
 
 #: What the profiler calls the kernels of each class.
 PROFILED = {

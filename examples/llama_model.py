@@ -2,7 +2,7 @@
 
 Sizes are those of the paper (The Llama 3 Herd of Models, table 3). Built on the meta device it holds no
 data, so the largest one can be inspected on a laptop: `llama_3_8b` and `llama_3_405b` return what
-`graphshard.capture.capture_step` takes.
+`graphshard.capture.capture_step.capture_step` takes.
 """
 
 from __future__ import annotations

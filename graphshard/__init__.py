@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from .api import fully_shard
 from .errors import GraphShardError
-from .fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
-from .module import register_fsdp_forward_method
-from .schedule import schedule_graph
+from .fsdp import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx
+from .planner import schedule_graph
 
 if TYPE_CHECKING:
-    from .formula_fitting import formulas
-    from .graph_inspection import inspect_graph
-    from .inspection import inspect
-    from .report.compare import diff_reports
-    from .sweeping import sweep
+    from .inspection.formulas import formulas
+    from .inspection.inspect_graph import inspect_graph
+    from .inspection.inspect_model import inspect
+    from .inspection.sweep import sweep
+    from .report import diff_reports
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -43,11 +41,11 @@ __version__ = "0.1.0"
 
 #: Names that load Inductor, which takes seconds, and where they are: only once they are asked for.
 _LATER = {
-    "diff_reports": "report.compare",
-    "formulas": "formula_fitting",
+    "diff_reports": "report",
+    "formulas": "inspection.formulas",
     "inspect": "inspection",
-    "inspect_graph": "graph_inspection",
-    "sweep": "sweeping",
+    "inspect_graph": "inspection",
+    "sweep": "inspection",
 }
 
 

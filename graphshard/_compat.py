@@ -1,6 +1,6 @@
 """Private torch names, in one place, each with the versions it was checked on.
 
-The Inductor hand-over (:mod:`graphshard.inductor`) has its own private imports; nothing else in the
+The Inductor hand-over (:mod:`graphshard.backend.inductor_config`) has its own private imports; nothing else in the
 project may import a private torch name.
 """
 

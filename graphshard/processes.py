@@ -19,5 +19,5 @@ def start_early() -> None:
     """For commands: a fork server imports what captures need while the caller does, which takes seconds."""
     context = process_context()
     if context.get_start_method() == _METHOD:
-        context.set_forkserver_preload(["graphshard.sweeping"])
+        context.set_forkserver_preload(["graphshard.inspection.sweep"])
         multiprocessing.forkserver.ensure_running()

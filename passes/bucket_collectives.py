@@ -34,14 +34,10 @@ from typing import ClassVar
 
 from torch import fx
 
-from graphshard.collectives import is_collective, short_name
-from graphshard.context import PassContext
 from graphshard.errors import OptionError
-from graphshard.facts import Fact
-from graphshard.merging import merge_gathers, merge_reductions
-from graphshard.pipeline import PassReport
-from graphshard.provenance import KINDS, bucket_keys, row_places
-from graphshard.rewrite import stable_topological_sort
+from graphshard.ir import is_collective, short_name
+from graphshard.pipeline import Fact, PassContext, PassReport, bucket_keys, row_places
+from graphshard.planner import merge_by_unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,25 +62,10 @@ class BucketCollectives:
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
         """Counts "gather buckets", "reduction buckets", "all-reduce buckets" and, if any, "hook buckets"."""
         keys = bucket_keys(gm, ctx)
-        groups: dict[tuple[str, ...], list[fx.Node]] = {}
-        for node, key in keys.items():
-            groups.setdefault(key, []).append(node)
         skipped = [
             f"{node.name} ({short_name(node)}) serves no single unit"
             for node in gm.graph.nodes
             if is_collective(node) and node not in keys
         ]
-        places = row_places(gm, ctx)
-        counts = {f"{kind} buckets": 0 for kind in KINDS.values() if kind != "hook"}
-        for (kind, *_), members in groups.items():
-            if len(members) == 1:
-                continue
-            if kind == "gather":
-                merge_gathers(gm.graph, members, list(map(places.get, members)))
-            else:
-                merge_reductions(gm.graph, members)
-            counts[f"{kind} buckets"] = counts.get(f"{kind} buckets", 0) + 1
-        changed = any(counts.values())
-        if changed:
-            stable_topological_sort(gm.graph)
-        return PassReport(changed=changed, counts=counts, skipped=tuple(skipped))
+        counts = merge_by_unit(gm, keys, row_places(gm, ctx))
+        return PassReport(changed=any(counts.values()), counts=counts, skipped=tuple(skipped))

@@ -30,20 +30,17 @@ from typing import ClassVar
 
 from torch import fx
 
-from graphshard.calls import call_arguments
-from graphshard.collectives import (
+from graphshard.ir import (
     REDUCE_SCATTER,
     WAIT,
+    GraphEmitter,
+    call_arguments,
     emit_exchange,
     emit_sum_of_exchange,
     group_name,
     setting,
 )
-from graphshard.context import PassContext
-from graphshard.facts import Fact
-from graphshard.pipeline import PassReport
-from graphshard.provenance import reduced_parameters
-from graphshard.rewrite import GraphEmitter
+from graphshard.pipeline import Fact, PassContext, PassReport, reduced_parameters
 
 
 @dataclass(frozen=True, kw_only=True)

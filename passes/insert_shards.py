@@ -4,7 +4,7 @@ The graph holds full parameters and full gradients, as a capture without ``fully
 parameter's input becomes its shard with an ``unshard`` behind it, each of its gradients gets a
 ``reduce_grad`` in front of the output, and each unit gets the input that is its handle, as in the
 graphs Dynamo captures of a sharded model. What is said about a parameter (unit, axes, dtypes) is an
-:class:`~graphshard.params.UnshardCall` without its tensors.
+:class:`~graphshard.ir.params.UnshardCall` without its tensors.
 
 Before::
 
@@ -33,13 +33,19 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from graphshard.context import PassContext
 from graphshard.errors import ShardingError
-from graphshard.facts import Fact
-from graphshard.ops import REDUCE_GRAD, UNSHARD
-from graphshard.params import PlainParameter, UnshardCall, gradient_call, padded_shape
-from graphshard.pipeline import PassReport
-from graphshard.rewrite import GraphEmitter, fake_result, output_values
+from graphshard.ir import (
+    REDUCE_GRAD,
+    UNSHARD,
+    GraphEmitter,
+    PlainParameter,
+    UnshardCall,
+    fake_result,
+    gradient_call,
+    output_values,
+    padded_shape,
+)
+from graphshard.pipeline import Fact, PassContext, PassReport
 
 
 @dataclass(frozen=True, kw_only=True)

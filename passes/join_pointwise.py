@@ -35,12 +35,9 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from graphshard.context import PassContext
-from graphshard.facts import Fact
+from graphshard.ir import fusion_runs, is_elementwise, is_view, readers_through_aliases, touches, writes_of
 from graphshard.memory import Buffer, MemoryModel, kept_inputs
-from graphshard.pipeline import PassReport
-from graphshard.planner.writes import touches, writes_of
-from graphshard.traits import fusion_runs, is_elementwise, is_view, readers_through_aliases
+from graphshard.pipeline import Fact, PassContext, PassReport
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,11 +22,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from graphshard.context import PassContext
-from graphshard.facts import Fact
-from graphshard.ops import UNSHARD
-from graphshard.params import UnshardCall
-from graphshard.pipeline import PassReport
+from graphshard.ir import UNSHARD, UnshardCall
+from graphshard.pipeline import Fact, PassContext, PassReport
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """lower_shards: shard ops become collectives with the pads, views and scales around them.
 
 The first pass on a half: until then it stays at level 1, where the state of its units is read off
-(:mod:`graphshard.halves`). The recompute tags of the shard ops end here; the partitioner has used them.
+(:mod:`graphshard.backend.half`). The recompute tags of the shard ops end here; the partitioner has used them.
 
 Before::
 
@@ -23,14 +23,18 @@ from typing import ClassVar
 
 from torch import fx
 
-from graphshard.collectives import emit_reduce_grad, emit_unshard
-from graphshard.context import PassContext
-from graphshard.facts import Fact
-from graphshard.ops import REDUCE_GRAD, UNSHARD
-from graphshard.params import ReduceGradCall, UnshardCall
-from graphshard.pipeline import PassReport
-from graphshard.rewrite import GraphEmitter
-from graphshard.spread import KEEP_PIECE, SPREAD
+from graphshard.ir import (
+    KEEP_PIECE,
+    REDUCE_GRAD,
+    SPREAD,
+    UNSHARD,
+    GraphEmitter,
+    ReduceGradCall,
+    UnshardCall,
+    emit_reduce_grad,
+    emit_unshard,
+)
+from graphshard.pipeline import Fact, PassContext, PassReport
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,14 +37,8 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from graphshard.collectives import GATHERS, aten, is_wait
-from graphshard.context import PassContext
-from graphshard.facts import Fact
-from graphshard.ops import UNSHARD
-from graphshard.pipeline import PassReport
-from graphshard.provenance import is_layout
-from graphshard.rewrite import GraphEmitter, recompute_tags
-from graphshard.traits import is_pointwise
+from graphshard.ir import GATHERS, UNSHARD, GraphEmitter, aten, is_pointwise, is_wait, recompute_tags
+from graphshard.pipeline import Fact, PassContext, PassReport, is_layout
 
 
 @dataclass(frozen=True, kw_only=True)

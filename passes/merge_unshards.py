@@ -28,13 +28,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from graphshard.collectives import aten
-from graphshard.context import PassContext
-from graphshard.facts import Fact
-from graphshard.ops import REDUCE_GRAD, UNSHARD
-from graphshard.params import ReduceGradCall
-from graphshard.pipeline import PassReport
-from graphshard.rewrite import GraphEmitter
+from graphshard.ir import REDUCE_GRAD, UNSHARD, GraphEmitter, ReduceGradCall, aten
+from graphshard.pipeline import Fact, PassContext, PassReport
 
 
 @dataclass(frozen=True, kw_only=True)

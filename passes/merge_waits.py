@@ -31,10 +31,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from graphshard.collectives import drop_derivatives, merge_waits
-from graphshard.context import PassContext
-from graphshard.facts import Fact
-from graphshard.pipeline import PassReport
+from graphshard.ir import drop_derivatives, merge_waits
+from graphshard.pipeline import Fact, PassContext, PassReport
 
 
 @dataclass(frozen=True, kw_only=True)

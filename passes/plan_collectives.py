@@ -38,23 +38,12 @@ from typing import ClassVar
 
 from torch import fx
 
-from graphshard.budgets import parse_bytes
-from graphshard.collectives import group_name, is_collective
-from graphshard.context import PassContext
 from graphshard.errors import OptionError, PassError
-from graphshard.facts import Fact
-from graphshard.graph_plan import PlannedGraph, measured_peak, plan_graph
-from graphshard.memory import WAITING_INPUTS, kept_bytes, kept_inputs
-from graphshard.pipeline import PassReport
-from graphshard.placement import Decisions, Movable, Placement, at_once
-from graphshard.planner.plan import InfeasibleBudgetError
-from graphshard.planner.solve import MOST_EXACT_STATES
-from graphshard.planner.wishes import Wishes
-from graphshard.provenance import reduced_parameters, row_places, shards_behind
-from graphshard.rewrite import apply_order, copy_graph
-from graphshard.sizes import stored_bytes, tensor_bytes
-
-from .bucket_collectives import BucketCollectives
+from graphshard.ir import group_name, is_collective
+from graphshard.memory import parse_bytes, resident_bytes, waiting_bytes
+from graphshard.pipeline import Fact, PassContext, PassReport, reduced_parameters, row_places, shards_behind
+from graphshard.planner import Movable, PlannedGraph, Wishes, default_peak, held_beside, plan_graph
+from graphshard.planner.search import MOST_EXACT_STATES, InfeasibleBudgetError
 
 #: A memory budget: what units gathered one ahead take.
 DEFAULT = "default"
@@ -142,7 +131,7 @@ class PlanCollectives:
         else:
             beside = ctx.default_peak_bytes
             peak = (
-                default_peak(gm, ctx) if beside is None else beside + resident_bytes(gm) + _waiting_bytes(gm)
+                default_peak(gm, ctx) if beside is None else beside + resident_bytes(gm) + waiting_bytes(gm)
             )
             planned = _leanest(plan, peak, notes)
         changed = _names(planned.gm) != _names(gm)
@@ -202,18 +191,6 @@ def _beside(plan: Callable[[int], PlannedGraph], budget_bytes: int, held_bytes: 
         ) from None
 
 
-def check_budget(gm: fx.GraphModule, ctx: PassContext, memory_budget: int | str) -> None:
-    """Sees that a half without collectives, of which there is nothing to plan, keeps a user's budget.
-
-    Raises:
-        InfeasibleBudgetError: it does not; names what it needs.
-    """
-    budget, held = parse_bytes(memory_budget), held_beside(gm, ctx)
-    peak = measured_peak(gm, ctx.device_type)
-    if held + peak > budget:
-        raise InfeasibleBudgetError(budget, peak, is_smallest=True, held_bytes=held)
-
-
 def _leanest(plan: Callable[[int | None], PlannedGraph], peak: int, notes: list[str]) -> PlannedGraph:
     """The plan within ``peak`` bytes, or, with a note, within the least of a few more in which there is one."""
     too_little = f"no plan is found within the {peak} bytes that units gathered one ahead take"
@@ -232,43 +209,6 @@ def _leanest(plan: Callable[[int | None], PlannedGraph], peak: int, notes: list[
         f"{too_little}, nor within {_SHARES[-1]:g} times as much: this one takes {planned.plan.peak_bytes}"
     )
     return planned
-
-
-def resident_bytes(gm: fx.GraphModule) -> int:
-    """Bytes of what lives through the whole step: a half's shards, buffers, inputs of the model, constants."""
-    return kept_bytes(gm, kept_inputs(gm))
-
-
-def step_bytes(gm: fx.GraphModule) -> int:
-    """As :func:`resident_bytes`, of a joint graph too, without parameters that units keep gathered."""
-    inputs = gm.graph.find_nodes(op="placeholder")
-    return sum(stored_bytes(node.meta.get("val")) for node in inputs if node.name.startswith("primals_"))
-
-
-def held_beside(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Bytes that are held outside of a half while it runs, as far as a user's budget counts them.
-
-    Gradients that wait, gathered parameters, and what lives through the step and is no input of this half: a backward
-    does not read the shards of units that keep their parameters.
-    """
-    return ctx.held_bytes + max(0, ctx.resident_bytes - step_bytes(gm))
-
-
-def _waiting_bytes(gm: fx.GraphModule) -> int:
-    """Bytes of the inputs that are gradients of earlier micro-batches: FSDP2 holds them too."""
-    inputs = gm.graph.find_nodes(op="placeholder")
-    return sum(tensor_bytes(node.meta.get("val")) for node in inputs if node.name.startswith(WAITING_INPUTS))
-
-
-def default_peak(gm: fx.GraphModule, ctx: PassContext) -> int:
-    """Bytes live at the peak of a graph at level 2 whose units are gathered one ahead, as FSDP2 does.
-
-    Each collective is waited for at once: what FSDP2 holds where nothing overlaps.
-    """
-    one_ahead = copy_graph(gm)
-    BucketCollectives().run(one_ahead, ctx)
-    apply_order(one_ahead.graph, at_once(Placement(Movable(one_ahead, ctx), Decisions(prefetch=1)).order()))
-    return measured_peak(one_ahead, ctx.device_type)
 
 
 def _units(gm: fx.GraphModule, ctx: PassContext) -> dict[str, list[list[fx.Node]]]:

@@ -2,8 +2,8 @@
 
 Of the ops named here the results are not saved for the backward, which computes them again, with all that lies between
 them and what is saved: of an op in between the partitioner may know no way to save the result. Both lists come from
-a partition that was tried (:mod:`graphshard.joint_trials`). What has a tag keeps it: gathered parameters, and regions
-of ``torch.utils.checkpoint``. A collective runs once.
+a partition that was tried (:mod:`graphshard.backend.step_trials`). What has a tag keeps it: gathered parameters, and
+regions of ``torch.utils.checkpoint``. A collective runs once.
 
 Before::
 
@@ -27,10 +27,8 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphshard.collectives import is_collective, is_wait
-from graphshard.context import PassContext
-from graphshard.facts import Fact
-from graphshard.pipeline import PassReport
+from graphshard.ir import is_collective, is_wait
+from graphshard.pipeline import Fact, PassContext, PassReport
 
 from .tag_recompute import set_policy
 

@@ -43,14 +43,10 @@ from typing import ClassVar
 
 from torch import fx
 
-from graphshard.collectives import short_name
-from graphshard.context import PassContext
 from graphshard.errors import OptionError
-from graphshard.facts import Fact
-from graphshard.fitting import fit
-from graphshard.pipeline import PassReport
-from graphshard.placement import Decisions, Movable, Placement
-from graphshard.rewrite import apply_order
+from graphshard.ir import apply_order, short_name
+from graphshard.pipeline import Fact, PassContext, PassReport
+from graphshard.planner import Decisions, Movable, Placement, fit
 
 _MEMORY = ("free", "any")
 

@@ -33,14 +33,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from graphshard.context import PassContext
-from graphshard.facts import Fact
-from graphshard.ops import UNSHARD
-from graphshard.params import UnshardCall
-from graphshard.pipeline import PassReport
-from graphshard.provenance import is_layout
-from graphshard.rewrite import GraphEmitter
-from graphshard.spread import KEEP_PIECE
+from graphshard.ir import KEEP_PIECE, UNSHARD, GraphEmitter, UnshardCall
+from graphshard.pipeline import Fact, PassContext, PassReport, is_layout
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,13 +26,8 @@ from typing import ClassVar
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphshard.context import PassContext
-from graphshard.facts import Fact
-from graphshard.ops import UNSHARD
-from graphshard.params import UnshardCall
-from graphshard.pipeline import PassReport
-from graphshard.provenance import is_layout
-from graphshard.spread import KEEP_PIECE
+from graphshard.ir import KEEP_PIECE, UNSHARD, UnshardCall
+from graphshard.pipeline import Fact, PassContext, PassReport, is_layout
 
 #: Above every checkpointed region's id: the partitioner saves a recomputed node whose reader
 #: belongs to a region with a higher id, which would keep the gathered parameter.

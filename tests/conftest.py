@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
-from small_models import MODELS, example_batch, shard_units
+from support.small_models import MODELS, example_batch, shard_units
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from graphshard.rewrite import copy_graph
+from graphshard.ir.rewrite import copy_graph
 from graphshard.testing import CapturedGraphs, capture_graphs, check_golden
 
 # As torchrun starts ranks: what kernels allocate depends on it.
@@ -91,6 +91,6 @@ def _copied(graphs: CapturedGraphs) -> CapturedGraphs:
 
 @pytest.fixture
 def golden() -> Callable[[str, str], None]:
-    """`golden(text, name)` compares with `tests/goldens/name.txt`."""
-    folder = Path(__file__).parent / "goldens"
+    """`golden(text, name)` compares with `tests/passes/goldens/name.txt`."""
+    folder = Path(__file__).parent / "passes" / "goldens"
     return lambda text, name: check_golden(text, folder / f"{name}.txt")

@@ -9,7 +9,7 @@ import pytest
 
 TESTS = Path(__file__).parent
 TEXT = (TESTS.parent / "docs" / "fsdp2.md").read_text()
-FOLDERS = (TESTS, TESTS / "distributed", TESTS / "passes")
+FOLDERS = (TESTS, *(path for path in TESTS.rglob("*") if path.is_dir()))
 
 
 def rows_of(text: str) -> list[list[str]]:

@@ -11,197 +11,42 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 ROOT = Path(__file__).parent.parent
 
-#: All modules, lowest layer first. A module may import from lower layers only.
-LAYERS: tuple[tuple[str, ...], ...] = (
-    # errors, and the words of the mesh and the parameters
-    (
-        "graphshard.errors",
-        "graphshard.params",
-        "graphshard.mesh",
-        "graphshard._compat",
-        "graphshard.versions",
-        "graphshard.prices",
-        "graphshard.rows",
-        "graphshard.processes",
-        "graphshard.sizes",
-    ),
-    ("graphshard.budgets",),
-    # how compiled code waits
-    ("graphshard.released",),
-    # how ranks that wait learn that another has stopped
-    ("graphshard.refusals", "graphshard.telling"),
-    # where another parallelism has the pieces of a parameter
-    ("graphshard.outer_layout",),
-    # ops, collectives, typed edits
-    ("graphshard.buckets", "graphshard.calls", "graphshard.user_comms", "graphshard.lockstep"),
-    (
-        "graphshard.collectives",
-        "graphshard.rewrite",
-        "graphshard.casts",
-        "graphshard.spread",
-        "graphshard.scratch.convolutions",
-        "graphshard.scratch.products",
-    ),
-    ("graphshard.scratch.attention", "graphshard.traits"),
-    ("graphshard.scratch",),
-    # a unit and its state; the ops find it
-    ("graphshard.together", "graphshard.extensions"),
-    ("graphshard.unit",),
-    ("graphshard.laying_out", "graphshard.uncompiled"),
-    ("graphshard.ops",),
-    # what can be said about a graph
-    (
-        "graphshard.graph_text",
-        "graphshard.context",
-        "graphshard.provenance",
-        "graphshard.emitted",
-        "graphshard.facts",
-        "graphshard.gpu_attention",
-        "graphshard.memory",
-        "graphshard.repeats",
-    ),
-    ("graphshard.repeat_export", "graphshard.donations"),
-    # what a graph costs on a machine
-    ("graphshard.cost.curves", "graphshard.cost.products"),
-    ("graphshard.cost.flops",),
-    ("graphshard.cost.cards", "graphshard.cost.kernels"),
-    (
-        "graphshard.cost.compute",
-        "graphshard.cost.links",
-        "graphshard.cost.overlaps",
-        "graphshard.cost.probes",
-        "graphshard.cost.tables",
-    ),
-    ("graphshard.cost.calibrate", "graphshard.cost.model"),
-    ("graphshard.cost",),
-    # where collectives may stand, and what that costs
-    ("graphshard.placement",),
-    ("graphshard.fitting", "graphshard.merging", "graphshard.splitting"),
-    # what is planned, without graphs
-    ("graphshard.planner",),
-    ("graphshard.planner.problem",),
-    ("graphshard.planner.simulate",),
-    (
-        "graphshard.planner.bound",
-        "graphshard.planner.condense",
-        "graphshard.planner.heuristic",
-        "graphshard.planner.splits",
-    ),
-    (
-        "graphshard.planner.constraints",
-        "graphshard.planner.exact",
-        "graphshard.planner.in_turn",
-        "graphshard.planner.polish",
-    ),
-    ("graphshard.planner.plan",),
-    ("graphshard.planner.solve",),
-    # from graphs and back
-    ("graphshard.planner.follow", "graphshard.planner.wishes", "graphshard.planner.writes"),
-    ("graphshard.planner.from_graph",),
-    ("graphshard.planner.any_order", "graphshard.planner.apply", "graphshard.planner.moving", "graphshard.keeping"),
-    ("graphshard.planner.moves",),
-    ("graphshard.graph_plan", "graphshard.recomputing"),
-    ("graphshard.schedule",),
+#: The rooms, lowest first. A room may import from the rooms in front of its own line; those of one line are apart.
+ROOMS: tuple[tuple[str, ...], ...] = (
+    ("graphshard.errors", "graphshard._compat", "graphshard.processes", "graphshard.progress"),
+    ("graphshard.ir",),
+    ("graphshard.coordination", "graphshard.memory", "graphshard.cost"),
     ("graphshard.pipeline",),
-    (
-        "graphshard.passes.bucket_collectives",
-        "graphshard.passes.exchange_reductions",
-        "graphshard.passes.insert_shards",
-        "graphshard.passes.join_pointwise",
-        "graphshard.passes.keep_gathered",
-        "graphshard.passes.lower_shards",
-        "graphshard.passes.merge_unshards",
-        "graphshard.passes.merge_sums",
-        "graphshard.passes.merge_waits",
-        "graphshard.passes.schedule_collectives",
-        "graphshard.passes.spread_parameters",
-        "graphshard.passes.tag_recompute",
-    ),
-    # asks what others would make of a graph; tags as another does
-    ("graphshard.passes.plan_collectives", "graphshard.passes.recompute_activations"),
+    ("graphshard.planner.search",),
+    ("graphshard.planner",),
     ("graphshard.passes",),
-    # what the backend is made of
-    (
-        "graphshard.options",
-        "graphshard.agreement",
-        "graphshard.shared_plan",
-        "graphshard.boundary",
-        "graphshard.inductor",
-        "graphshard.halves",
-        "graphshard.running_sizes",
-    ),
-    ("graphshard.joint_trials",),
-    ("graphshard.micro_batches",),
-    ("graphshard.planning",),
-    ("graphshard.backend", "graphshard.capture"),
-    ("graphshard.resharding", "graphshard.resizing"),
-    ("graphshard.plain_copy",),
-    # reports: what a scheduled graph costs, and how that is shown
-    (
-        "graphshard.report.data",
-        "graphshard.report.line_diff",
-        "graphshard.report.units",
-        "graphshard.report.walk",
-    ),
-    (
-        "graphshard.report",
-        "graphshard.report.categories",
-        "graphshard.report.compare",
-        "graphshard.report.exposure",
-        "graphshard.report.formulas",
-        "graphshard.report.optimizers",
-        "graphshard.report.polynomials",
-        "graphshard.report.summary",
-        "graphshard.report.sweep_data",
-        "graphshard.report.text",
-        "graphshard.report.trace",
-        "graphshard.report.worlds",
-    ),
-    (
-        "graphshard.report.compare_tables",
-        "graphshard.report.half",
-        "graphshard.report.html_parts",
-        "graphshard.report.link_formulas",
-        "graphshard.report.step",
-        "graphshard.report.sweep_views",
-    ),
-    ("graphshard.report.html_passes",),
-    ("graphshard.report.html",),
-    ("graphshard.inspection_settings", "graphshard.persistent_bytes", "graphshard.stages"),
-    ("graphshard.inspected_choice",),
-    ("graphshard.inspection", "graphshard.graph_inspection"),
-    ("graphshard.formula_sampling", "graphshard.sweeping"),
-    ("graphshard.mesh_formulas",),
-    ("graphshard.formula_fitting",),
-    ("graphshard.testing.capture", "graphshard.testing.golden", "graphshard.testing.ranks"),
-    ("graphshard.testing",),
-    # the front end: knows the ops, and nothing of the compiler
-    ("graphshard.naming", "graphshard.copying", "graphshard.fsdp_module", "graphshard.layouts"),
-    ("graphshard.module", "graphshard.api"),
-    ("graphshard",),
-    ("graphshard.diff_command", "graphshard.inspect_command"),
-    ("graphshard.sweep_command",),
+    ("graphshard.fsdp",),
+    ("graphshard.backend",),
+    ("graphshard.capture",),
+    ("graphshard.report",),
+    ("graphshard.inspection",),
+    ("graphshard.inspection.formulas",),
+    ("graphshard.testing", "graphshard"),
     ("graphshard.cli",),
+    ("graphshard.__main__",),
 )
 
-#: Imports within a layer: importer, imported.
-SAME_LAYER = {
-    ("graphshard.provenance", "graphshard.context"),
-    ("graphshard.provenance", "graphshard.graph_text"),
-    ("graphshard.facts", "graphshard.context"),
-    ("graphshard.facts", "graphshard.graph_text"),
-    ("graphshard.facts", "graphshard.provenance"),
-    ("graphshard.copying", "graphshard.naming"),
-    ("graphshard.fsdp_module", "graphshard.copying"),
-    ("graphshard.api", "graphshard.module"),
-}
+#: What a room may hold before it is two rooms, and a module before it is two ideas.
+MOST_FILES, MOST_LINES = 17, 450
+
+#: The longest chain of imports from the command line down.
+MOST_FLOORS = 14
 
 #: Modules that may use private torch names.
-MAY_BE_PRIVATE = ("graphshard._compat", "graphshard.inductor", "graphshard.testing")
+MAY_BE_PRIVATE = ("graphshard._compat", "graphshard.backend.inductor_config", "graphshard.testing")
+
+#: Modules that import behind a door: what a door would load with it takes seconds.
+LAZY = {"graphshard"}
 
 #: Private torch names that every module may use, with the reason.
 TOLERATED_PRIVATE = {
@@ -210,13 +55,13 @@ TOLERATED_PRIVATE = {
 
 #: Memoised functions, with the reason why their memory is harmless.
 TOLERATED_CACHES = {
-    "graphshard.traits._can_be_viewed": "a function of numbers; asked of every reshape many times",
-    "graphshard.traits._traits": "what an op is never changes; asked of every node many times",
+    "graphshard.ir.op_traits._can_be_viewed": "a function of numbers; asked of every reshape many times",
+    "graphshard.ir.op_traits._traits": "what an op is never changes; asked of every node many times",
     "graphshard._compat.is_composite": "how torch implements an op; asked of every node",
     "graphshard.cost.flops._count": "a formula of shapes; the blocks of a model are alike",
     "graphshard.cost.flops._count_parts": "a function of shapes; the blocks of a model are alike",
-    "graphshard.module.sharded_class": "equal blocks must share one class; a pure function of its arguments",
-    "graphshard.versions.watch_optimizers": "registers one hook with torch, once a process; returns nothing",
+    "graphshard.fsdp.sharded_class.sharded_class": "equal blocks must share one class; a pure function of its arguments",
+    "graphshard.fsdp.shard_versions.watch_optimizers": "registers one hook with torch, once a process; returns nothing",
 }
 
 MUTATORS = {
@@ -242,6 +87,16 @@ PACKAGES = {name for name, path in FILES.items() if path.name == "__init__.py"}
 MODULES = [pytest.param(name, id=name) for name in FILES]
 
 
+def exported_by(door: str) -> set[str]:
+    """The names in ``__all__`` of a room's door; a module may share its name with a function it exports."""
+    if door not in PACKAGES:
+        return set()
+    for node in ast.parse(FILES[door].read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
 def imported_modules(name: str, source: str) -> set[str]:
     """Modules of the project that ``source``, the module ``name``, imports anywhere in its text."""
     base = name if name in PACKAGES else name.rpartition(".")[0]
@@ -253,24 +108,58 @@ def imported_modules(name: str, source: str) -> set[str]:
             parent = base.rsplit(".", node.level - 1)[0] if node.level else ""
             stem = ".".join(filter(None, (parent, node.module)))
             for alias in node.names:
-                is_module = f"{stem}.{alias.name}" in FILES
+                is_module = f"{stem}.{alias.name}" in FILES and alias.name not in exported_by(stem)
                 found.add(f"{stem}.{alias.name}" if is_module else stem)
     return {module for module in found if module in FILES}
 
 
+def room_of(name: str) -> str:
+    """The room a module belongs to: the longest that its name begins with."""
+    rooms = [room for line in ROOMS for room in line if f"{name}.".startswith(f"{room}.") and room != "graphshard"]
+    return max(rooms, key=len, default="graphshard")
+
+
 def upward_imports(name: str, source: str) -> list[str]:
-    """Imports of ``source`` that do not go down."""
-    layer = {module: index for index, modules in enumerate(LAYERS) for module in modules}
+    """Imports of ``source`` from a room that is not below its own."""
+    floor = {room: index for index, line in enumerate(ROOMS) for room in line}
+    own = room_of(name)
     return [
         f"{name} imports {target}"
         for target in sorted(imported_modules(name, source))
-        if layer[target] >= layer[name] and (name, target) not in SAME_LAYER
+        if room_of(target) != own and floor[room_of(target)] >= floor[own]
     ]
 
 
-def test_every_module_has_one_layer():
-    listed = [module for layer in LAYERS for module in layer]
-    assert sorted(listed) == sorted(FILES)
+def deep_imports(name: str, source: str) -> list[str]:
+    """Imports of ``source`` from a module behind the door of another room."""
+    top = {room for line in ROOMS for room in line}
+    return [
+        f"{name} imports {target}: import it from {room_of(target)}"
+        for target in sorted(imported_modules(name, source))
+        if room_of(target) != room_of(name) and target not in top
+    ]
+
+
+def import_graph() -> nx.DiGraph:
+    """Which file imports which; a name that a door exports counts as an import of the door's file."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from(FILES)
+    for name, path in FILES.items():
+        graph.add_edges_from((name, target) for target in imported_modules(name, path.read_text()) if target != name)
+    return graph
+
+
+def room_graph() -> nx.DiGraph:
+    graph = nx.DiGraph()
+    for name, target in import_graph().edges:
+        if room_of(name) != room_of(target):
+            graph.add_edge(room_of(name), room_of(target))
+    return graph
+
+
+def test_every_module_has_a_room():
+    rooms = {room for line in ROOMS for room in line}
+    assert {room_of(name) for name in FILES} == rooms
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -279,30 +168,61 @@ def test_imports_go_down(name):
     assert not found
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_rooms_are_entered_by_their_doors(name):
+    assert name in LAZY or not deep_imports(name, FILES[name].read_text())
+
+
+def test_no_files_import_in_a_circle():
+    inside = import_graph()
+    doors = [name for name in PACKAGES if name != "graphshard"]
+    inside.remove_edges_from([(name, door) for door in doors for name in list(inside.predecessors(door)) if room_of(name) == room_of(door)])
+    assert list(nx.simple_cycles(inside)) == []
+
+
+def test_there_are_few_floors():
+    floors = nx.dag_longest_path(room_graph())
+    assert len(floors) < MOST_FLOORS, floors
+
+
+@pytest.mark.parametrize("room", sorted({room_of(name) for name in FILES} - {"graphshard.passes"}))
+def test_rooms_are_small(room):
+    files = [name for name in FILES if room_of(name) == room and name not in PACKAGES]
+    assert len(files) <= MOST_FILES, files
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_are_short(name):
+    assert len(FILES[name].read_text().splitlines()) <= MOST_LINES
+
+
 @pytest.mark.parametrize(
     "source",
     [
         "import graphshard.backend",
         "from graphshard.backend import graphshard",
-        "from .backend import graphshard",
-        "from . import backend",
+        "from ..backend import graphshard",
+        "from .. import backend",
         "from graphshard import passes",
-        "def later():\n    from .passes import MergeUnshards",
+        "def later():\n    from ..passes import MergeUnshards",
     ],
 )
 def test_an_upward_import_is_found(source):
-    assert upward_imports("graphshard.facts", source)
+    assert upward_imports("graphshard.pipeline.facts", source)
 
 
-def test_a_sideways_import_is_found():
-    assert upward_imports("graphshard.context", "from .facts import Fact")
-    assert not upward_imports("graphshard.facts", "from .context import PassContext")
+def test_an_import_between_rooms_of_one_line_is_found():
+    assert upward_imports("graphshard.memory.model", "from ..cost import CostModel")
+    assert not upward_imports("graphshard.memory.model", "from .budget import parse_bytes")
+
+
+def test_a_deep_import_is_found():
+    assert deep_imports("graphshard.pipeline.facts", "from ..ir.mesh import MeshAxis")
+    assert not deep_imports("graphshard.pipeline.facts", "from ..ir import MeshAxis\nfrom .context import PassContext")
 
 
 def test_a_submodule_imports_relative_to_its_package():
-    assert imported_modules(
-        "graphshard.testing.capture", "from ..backend import X\nfrom .ranks import Y"
-    ) == {
+    assert imported_modules("graphshard.testing.capture", "from ..backend import X\nfrom .ranks import Y") == {
         "graphshard.backend",
         "graphshard.testing.ranks",
     }
@@ -512,8 +432,6 @@ def test_tolerated_lists_name_what_exists():
     for name in TOLERATED_CACHES:
         module, _, function = name.rpartition(".")
         assert f"def {function}(" in FILES[module].read_text()
-    for importer, imported in SAME_LAYER:
-        assert imported in imported_modules(importer, FILES[importer].read_text()), (importer, imported)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from .._compat import gather_single, reduce_scatter_single, uses_gloo
-from ..collectives import EagerEmitter, emit_sum_of_exchange
 from ..errors import CalibrationError
+from ..ir import EagerEmitter, emit_sum_of_exchange
 from .cards import COLLECTIVE_KINDS, HardwareCard, LinkClass, MeasuredCollective, load_card
 from .probes import ComputeProbe, ProbeSizes, cold_product, probe_compute, say_nothing, typical
 

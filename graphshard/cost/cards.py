@@ -132,7 +132,7 @@ class HardwareCard:
         kernel_overhead_seconds: what each kernel costs beside its work.
         ranks_per_node: ranks that share a node.
         device_type: torch's word for the device, "cuda" or "cpu": which backend communicates there,
-            and so what it copies (:data:`graphshard.memory.BACKEND_COPIES`).
+            and so what it copies (:data:`graphshard.memory.model.BACKEND_COPIES`).
         intra_node, inter_node: the links inside a node and between nodes.
         collective_start_seconds: what each collective costs before its first byte moves.
         overlapped_latency_seconds: how much of a collective's latency passes while the one in front of it in its

@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..calls import argument, schema_call
-from ..sizes import tensor_bytes
+from ..ir import argument, schema_call, tensor_bytes
 from .cards import HardwareCard
 from .flops import executed_flops, kernel_class
 from .kernels import Kernel, kernels_of

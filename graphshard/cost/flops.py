@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.utils import flop_counter
 
 from .._compat import TorchDispatchMode, is_composite, run_and_save_rng_state
-from ..calls import argument, schema_call
+from ..ir import argument, schema_call
 from .products import FORMULAS, TOKENS_FIRST
 
 

@@ -1,8 +1,8 @@
 """Which nodes become one kernel, and what each kernel reads, writes and computes.
 
 Inductor fuses neighbouring pointwise ops and reductions, so the values between them never reach
-memory. A run of fusible nodes (:func:`graphshard.traits.fusion_runs`) is split by what cannot share a loop: reductions
-over rows and over columns, and domains of different sizes. Every other op is a kernel of its own; views, waits and the
+memory. A run of fusible nodes (:func:`graphshard.ir.op_traits.fusion_runs`) is split by what cannot share a loop:
+reductions over rows and over columns, and domains of different sizes. Every other op is a kernel of its own; views, waits and the
 starts of collectives are none.
 A cast, a reshape or ``contiguous`` that copies is as fusible as the ops it becomes.
 """
@@ -17,12 +17,20 @@ import torch
 from torch import fx
 
 from .._compat import tree_leaves
-from ..calls import argument, schema_call
-from ..collectives import is_collective, is_point_to_point, is_wait
-from ..ops import REDUCE_GRAD, UNSHARD
-from ..sizes import tensor_bytes
-from ..traits import fusion_runs, is_fusible, is_view
-from ..user_comms import ALL_REDUCE_HOOK
+from ..ir import (
+    ALL_REDUCE_HOOK,
+    REDUCE_GRAD,
+    UNSHARD,
+    argument,
+    fusion_runs,
+    is_collective,
+    is_fusible,
+    is_point_to_point,
+    is_view,
+    is_wait,
+    schema_call,
+    tensor_bytes,
+)
 from .flops import hinted_numel, hinted_shape
 
 aten = torch.ops.aten

@@ -30,19 +30,20 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from ..collectives import (
+from ..errors import OptionError, ShardingError
+from ..ir import (
     ALL_REDUCE,
+    ALL_REDUCE_HOOK,
     ALL_TO_ALL,
     FUNCTIONAL_FORMS,
     GATHERS,
     REDUCE_SCATTERS,
+    MeshAxis,
+    MeshLayout,
     c10d,
     operands,
+    tensor_bytes,
 )
-from ..errors import OptionError, ShardingError
-from ..mesh import MeshAxis, MeshLayout
-from ..sizes import tensor_bytes
-from ..user_comms import ALL_REDUCE_HOOK
 from .cards import HardwareCard, LinkClass, Protocol
 
 _FUNCTIONAL_KINDS = {

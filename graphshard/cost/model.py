@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from ..collectives import group_name
 from ..errors import OptionError, OptionTypeError, UnknownGroupError
-from ..mesh import MeshLayout
+from ..ir import MeshLayout, group_name
 from .cards import COLLECTIVE_KINDS, HardwareCard, MeasuredCollective
 from .compute import compute_seconds, copy_seconds
 from .links import (

@@ -12,7 +12,7 @@ class OverlapRows:
     """Overlapped seconds by the seconds of a collective alone: linear in between, their last ratio above.
 
     Neither what overlaps nor what is left of the collective falls where it takes longer, as planners need it
-    (:meth:`graphshard.prices.Prices.overlapped_seconds`).
+    (:meth:`graphshard.cost.prices.Prices.overlapped_seconds`).
 
     Attributes:
         rows: (seconds, overlapped seconds), from (0, 0) on, seconds rising.

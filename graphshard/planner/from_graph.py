@@ -21,39 +21,41 @@ import torch
 from torch import fx
 
 from .._compat import FakeTensor
-from ..calls import call_arguments
-from ..collectives import (
+from ..cost import GraphPrices, Prices, collective_bytes, collective_kind
+from ..errors import GraphShardError
+from ..ir import (
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_REDUCE_HOOK,
     ALL_TO_ALL,
     CUSTOM_ALL_GATHER,
     CUSTOM_REDUCE_SCATTER,
     FUNCTIONAL_FORMS,
     REDUCE_SCATTER,
+    RowPlace,
+    Writes,
+    base_of,
     c10d,
+    call_arguments,
+    dtype_text,
     group_name,
     is_c10d_op,
     is_collective,
     is_point_to_point,
+    is_view,
     is_wait,
     operands,
     short_name,
+    tensor_bytes,
+    tensors_of,
+    touches,
     waits_of,
+    writes_of,
 )
-from ..cost.links import collective_bytes, collective_kind
-from ..errors import GraphShardError
-from ..graph_text import dtype_text
 from ..memory import MemoryModel, copied_bytes, kept_inputs
-from ..prices import GraphPrices, Prices
-from ..provenance import is_accumulation, is_layout
-from ..rows import RowPlace
-from ..sizes import tensor_bytes, tensors_of
-from ..traits import is_view
-from ..user_comms import ALL_REDUCE_HOOK
-from .problem import Collective, Problem, Task
-from .simulate import Step, simulate
-from .wishes import NO_WISHES, Wishes
-from .writes import Writes, base_of, touches, writes_of
+from ..pipeline import is_accumulation, is_layout
+from .search import Collective, Problem, Step, Task, simulate
+from .user_constraints import NO_WISHES, Wishes
 
 #: Collectives that can move.
 MOVABLE = {

@@ -91,7 +91,7 @@ class CollectiveEvent:
         issued, began, finished: when it entered the queue of its group, moved, and ended.
         needed: when compute asks for its result.
         exposed_seconds: how long compute is expected to wait for it.
-        cause: one of :data:`graphshard.report.exposure.CAUSES`; "" if nothing is exposed.
+        cause: one of :data:`graphshard.inspection.exposure.CAUSES`; "" if nothing is exposed.
         reason: why it could not end sooner, in words.
         remedy: what would change that.
     """
@@ -141,7 +141,7 @@ class CollectivePrice:
         fixed_seconds: what no link changes.
         overlapped_seconds: what of the whole passes while the collective in front of it in its group still moves.
         overlapped_latency_seconds: what of that is latency; the rest is transfer.
-        spread_seconds: by how much it may end sooner or later; see :func:`graphshard.prices.behind_wait`.
+        spread_seconds: by how much it may end sooner or later; see :func:`graphshard.cost.prices.behind_wait`.
         ways: algorithms and protocols.
     """
 
@@ -193,7 +193,7 @@ class PassStep:
         seconds: how long the pass and its checks took.
         num_nodes, num_collectives, collective_bytes: of the graph, bytes being those of the inputs.
         counts, skipped: what the pass reports.
-        text: the graph (:func:`graphshard.graph_text.graph_text`); "" in JSON unless asked for.
+        text: the graph (:func:`graphshard.ir.graph_text.graph_text`); "" in JSON unless asked for.
     """
 
     graph: str

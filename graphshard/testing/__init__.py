@@ -1,7 +1,16 @@
-"""Helpers for tests of graphs and passes, ours and users': ranks in one process, goldens, capture."""
+"""Helpers for tests of graphs and passes, ours and users': ranks in one process, goldens, capture.
+
+Read first: ``capture``, ``ranks``, ``golden``.
+"""
 
 from .capture import CapturedGraphs, capture_graphs
 from .golden import check_golden
 from .ranks import CollectiveMismatchError, run_on_all_ranks
 
-__all__ = ["CapturedGraphs", "CollectiveMismatchError", "capture_graphs", "check_golden", "run_on_all_ranks"]
+__all__ = [
+    "CapturedGraphs",
+    "CollectiveMismatchError",
+    "capture_graphs",
+    "check_golden",
+    "run_on_all_ranks",
+]

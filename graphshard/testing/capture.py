@@ -11,12 +11,10 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from ..backend import JOINT_PIPELINE
-from ..boundary import cross_boundary
-from ..context import PassContext, context_from_shard_ops, pieces_of, read_shards_as_they_are
+from ..backend import JOINT_PIPELINE, cross_boundary
+from ..ir import copy_graph
 from ..passes import LowerShards
-from ..pipeline import Pipeline
-from ..rewrite import copy_graph
+from ..pipeline import PassContext, Pipeline, context_from_shard_ops, pieces_of, read_shards_as_they_are
 
 
 @dataclass

@@ -15,28 +15,33 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..calls import call_arguments
-from ..collectives import (
+from ..errors import GraphShardError
+from ..ir import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
+    KEEP_PIECE,
+    REDUCE_GRAD,
     REDUCE_SCATTER,
+    SPREAD,
+    UNSHARD,
     WAIT,
     EagerEmitter,
+    MeshAxis,
+    MeshLayout,
+    ReduceGradCall,
+    UnshardCall,
     c10d,
+    call_arguments,
     emit_reduce_grad,
     emit_unshard,
     functional_form,
     is_collective,
+    piece_of,
+    tensors_of,
+    value_text,
     written_operands,
 )
-from ..errors import GraphShardError
-from ..graph_text import value_text
-from ..memory import tensors_of
-from ..mesh import MeshAxis, MeshLayout
-from ..ops import REDUCE_GRAD, UNSHARD
-from ..params import ReduceGradCall, UnshardCall
-from ..spread import KEEP_PIECE, SPREAD, piece_of
 
 
 class CollectiveMismatchError(GraphShardError, RuntimeError):

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from all_ranks import assert_same, pieces, run_halves, run_values, step_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_graphs import (
+from support.all_ranks import assert_same, pieces, run_halves, run_values, step_inputs
+from support.small_graphs import (
     GROUP,
     LOWERING,
     GraphBuilder,
@@ -21,15 +21,15 @@ from small_graphs import (
     text_of,
 )
 
-from graphshard.buckets import JOIN, PACK
-from graphshard.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
-from graphshard.context import PassContext
 from graphshard.errors import OptionError
-from graphshard.facts import Fact, check_bucketed
-from graphshard.params import padded_shape
+from graphshard.ir.bucket_ops import JOIN, PACK
+from graphshard.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
+from graphshard.ir.params import padded_shape
+from graphshard.ir.rewrite import GraphEmitter, copy_graph
+from graphshard.ir.shard_rows import moved_to_row
 from graphshard.passes import BucketCollectives
-from graphshard.rewrite import GraphEmitter, copy_graph
-from graphshard.rows import moved_to_row
+from graphshard.pipeline.context import PassContext
+from graphshard.pipeline.facts import Fact, check_bucketed
 
 CONVERT = torch.ops.prims.convert_element_type.default
 HELD = (Fact.TYPED, Fact.WAITED, Fact.GATHERED, Fact.REDUCED, Fact.LOWERED)

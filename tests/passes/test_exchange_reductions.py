@@ -4,8 +4,8 @@ from itertools import chain
 
 import pytest
 import torch
-from all_ranks import assert_same, pieces, run_halves, run_values, step_inputs
-from small_graphs import (
+from support.all_ranks import assert_same, pieces, run_halves, run_values, step_inputs
+from support.small_graphs import (
     GROUP,
     LOWERING,
     GraphBuilder,
@@ -18,14 +18,14 @@ from small_graphs import (
     text_of,
 )
 
-from graphshard.collectives import ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WAIT
-from graphshard.context import PassContext
-from graphshard.facts import Fact
-from graphshard.merging import merge_reductions
-from graphshard.params import padded_shape
+from graphshard.ir.collectives import ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WAIT
+from graphshard.ir.params import padded_shape
+from graphshard.ir.rewrite import copy_graph
 from graphshard.passes import BucketCollectives, ExchangeReductions
-from graphshard.provenance import reduced_parameters
-from graphshard.rewrite import copy_graph
+from graphshard.pipeline.context import PassContext
+from graphshard.pipeline.facts import Fact
+from graphshard.pipeline.provenance import reduced_parameters
+from graphshard.planner.merge_collectives import merge_reductions
 
 HELD = (Fact.TYPED, Fact.WAITED, Fact.GATHERED, Fact.REDUCED, Fact.LOWERED)
 STEP = ExchangeReductions(groups=(GROUP,))

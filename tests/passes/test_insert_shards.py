@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from small_graphs import GraphBuilder, ParameterSpec, aten, num_targets, run_pass, run_twice, text_of
+from support.small_graphs import GraphBuilder, ParameterSpec, aten, num_targets, run_pass, run_twice, text_of
 
-from graphshard.context import PassContext, context_from_shard_ops
 from graphshard.errors import ShardingError
-from graphshard.ops import REDUCE_GRAD, UNSHARD
-from graphshard.params import PlainParameter
+from graphshard.ir.params import PlainParameter
+from graphshard.ir.rewrite import output_values
+from graphshard.ir.shard_ops import REDUCE_GRAD, UNSHARD
 from graphshard.passes import InsertShards
-from graphshard.rewrite import output_values
+from graphshard.pipeline.context import PassContext, context_from_shard_ops
 
 NUM_RANKS = 2
 

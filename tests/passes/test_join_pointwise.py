@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from small_graphs import GraphBuilder, aten, one_axis, run_pass, run_twice, text_of
+from support.small_graphs import GraphBuilder, aten, one_axis, run_pass, run_twice, text_of
 from torch._inductor.async_compile import AsyncCompile
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphshard.context import PassContext
-from graphshard.inductor import compile_fx_inner
-from graphshard.memory import DONATED, kept_inputs, memory_timeline
+from graphshard.backend.inductor_config import compile_fx_inner
+from graphshard.ir.rewrite import copy_graph
+from graphshard.memory.model import DONATED, kept_inputs, memory_timeline
 from graphshard.passes import JoinPointwise
-from graphshard.rewrite import copy_graph
+from graphshard.pipeline.context import PassContext
 
 CONTEXT = PassContext(mesh=one_axis(2))
 MM, MUL, ADD, EXP = aten.mm.default, aten.mul.Tensor, aten.add.Tensor, aten.exp.default

@@ -1,16 +1,16 @@
 """keep_gathered: which units keep their gathered parameters for the backward."""
 
 import pytest
-from all_ranks import assert_same, run_halves, step_inputs
-from small_graphs import GraphBuilder, aten, num_targets, run_pass, run_twice, text_of
+from support.all_ranks import assert_same, run_halves, step_inputs
+from support.small_graphs import GraphBuilder, aten, num_targets, run_pass, run_twice, text_of
 
-from graphshard.backend import JOINT_PIPELINE
-from graphshard.collectives import ALL_GATHER
-from graphshard.context import context_from_shard_ops
-from graphshard.ops import UNSHARD
-from graphshard.params import UnshardCall
+from graphshard.backend.entry import JOINT_PIPELINE
+from graphshard.ir.collectives import ALL_GATHER
+from graphshard.ir.params import UnshardCall
+from graphshard.ir.shard_ops import UNSHARD
 from graphshard.passes import KeepGathered, MergeUnshards, SpreadParameters, TagRecompute
-from graphshard.pipeline import Pipeline
+from graphshard.pipeline.context import context_from_shard_ops
+from graphshard.pipeline.pipeline import Pipeline
 from graphshard.testing import capture_graphs
 
 
@@ -71,7 +71,7 @@ def test_unknown_units_are_named(captured):
 
 @pytest.mark.parametrize("units", [(), ("blocks.1",), ("blocks.0", "blocks.1", "root")])
 def test_parity_and_gathers_of_the_backward(captured, fake_group, units):
-    from small_models import MODELS, example_batch, shard_units
+    from support.small_models import MODELS, example_batch, shard_units
 
     pipeline = Pipeline(MergeUnshards(), SpreadParameters(), KeepGathered(units=units), TagRecompute())
     assert pipeline.facts_at_end == JOINT_PIPELINE.facts_at_end

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from all_ranks import assert_same, pieces, run_joint, run_values, step_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_graphs import (
+from support.all_ranks import assert_same, pieces, run_joint, run_values, step_inputs
+from support.small_graphs import (
     GraphBuilder,
     ParameterSpec,
     aten,
@@ -15,14 +15,14 @@ from small_graphs import (
     text_of,
 )
 
-from graphshard.collectives import ALL_GATHER, REDUCE_SCATTER, short_name
-from graphshard.context import context_from_shard_ops
 from graphshard.errors import PipelineError
-from graphshard.facts import Fact
-from graphshard.ops import REDUCE_GRAD, UNSHARD
+from graphshard.ir.collectives import ALL_GATHER, REDUCE_SCATTER, short_name
+from graphshard.ir.rewrite import copy_graph
+from graphshard.ir.shard_ops import REDUCE_GRAD, UNSHARD
 from graphshard.passes import LowerShards, MergeUnshards, TagRecompute
-from graphshard.pipeline import Pipeline
-from graphshard.rewrite import copy_graph
+from graphshard.pipeline.context import context_from_shard_ops
+from graphshard.pipeline.facts import Fact
+from graphshard.pipeline.pipeline import Pipeline
 
 BEFORE = Pipeline(MergeUnshards(), TagRecompute())
 READY = BEFORE.facts_at_end

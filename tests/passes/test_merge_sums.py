@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_graphs import GraphBuilder, aten, one_axis, run_pass, run_twice, text_of
+from support.small_graphs import GraphBuilder, aten, one_axis, run_pass, run_twice, text_of
 from torch._inductor.async_compile import AsyncCompile
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphshard.context import PassContext
-from graphshard.emitted import emitted_order
-from graphshard.inductor import compile_fx_inner
+from graphshard.backend.emitted_order import emitted_order
+from graphshard.backend.inductor_config import compile_fx_inner
+from graphshard.ir.rewrite import copy_graph
 from graphshard.passes import MergeSums
-from graphshard.rewrite import copy_graph
+from graphshard.pipeline.context import PassContext
 
 CONTEXT = PassContext(mesh=one_axis(2))
 

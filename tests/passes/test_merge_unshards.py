@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from all_ranks import assert_all_gradients, assert_same, run_joint, step_inputs
-from small_graphs import (
+from support.all_ranks import assert_all_gradients, assert_same, run_joint, step_inputs
+from support.small_graphs import (
     GraphBuilder,
     ParameterSpec,
     aten,
@@ -16,12 +16,12 @@ from small_graphs import (
     unshard,
 )
 
-from graphshard.context import context_from_shard_ops
-from graphshard.facts import Fact
-from graphshard.ops import REDUCE_GRAD, UNSHARD
+from graphshard.ir.rewrite import copy_graph
+from graphshard.ir.shard_ops import REDUCE_GRAD, UNSHARD
 from graphshard.passes import MergeUnshards
-from graphshard.pipeline import Pipeline
-from graphshard.rewrite import copy_graph
+from graphshard.pipeline.context import context_from_shard_ops
+from graphshard.pipeline.facts import Fact
+from graphshard.pipeline.pipeline import Pipeline
 
 SHARED = [("tied_embedding", 2), ("tied_embedding", 4), ("called_thrice", 3)]
 

@@ -3,13 +3,22 @@
 import operator
 
 import torch
-from all_ranks import run_values
-from small_graphs import GROUP, GraphBuilder, aten, num_targets, one_axis, run_pass, run_twice, text_of
+from support.all_ranks import run_values
+from support.small_graphs import (
+    GROUP,
+    GraphBuilder,
+    aten,
+    num_targets,
+    one_axis,
+    run_pass,
+    run_twice,
+    text_of,
+)
 
-from graphshard.collectives import REDUCE_SCATTER, WAIT, is_collective, repeated_waits
-from graphshard.context import PassContext
+from graphshard.ir.collectives import REDUCE_SCATTER, WAIT, is_collective, repeated_waits
+from graphshard.ir.rewrite import copy_graph
 from graphshard.passes import MergeWaits
-from graphshard.rewrite import copy_graph
+from graphshard.pipeline.context import PassContext
 
 c10d = torch.ops._c10d_functional
 differentiable = torch.ops._c10d_functional_autograd

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from all_ranks import assert_same, run_halves, step_inputs
-from small_graphs import (
+from support.all_ranks import assert_same, run_halves, step_inputs
+from support.small_graphs import (
     GraphBuilder,
     aten,
     num_targets,
@@ -19,21 +19,21 @@ from small_graphs import (
     text_of,
 )
 
-from graphshard import memory
-from graphshard.buckets import JOIN_PARTS
-from graphshard.collectives import ALL_GATHER, REDUCE_SCATTER, is_collective, is_wait
-from graphshard.context import KnownPlan, PassContext
 from graphshard.errors import OptionError, OptionTypeError, PassError
-from graphshard.facts import Fact
-from graphshard.memory import kept_inputs, memory_timeline
+from graphshard.ir.bucket_ops import JOIN_PARTS
+from graphshard.ir.collectives import ALL_GATHER, REDUCE_SCATTER, is_collective, is_wait
+from graphshard.ir.rewrite import copy_graph
+from graphshard.memory import model
+from graphshard.memory.model import kept_inputs, memory_timeline
 from graphshard.passes import BucketCollectives, PlanCollectives, ScheduleCollectives
-from graphshard.pipeline import Pipeline
+from graphshard.pipeline.context import KnownPlan, PassContext
+from graphshard.pipeline.facts import Fact
+from graphshard.pipeline.pipeline import Pipeline
+from graphshard.pipeline.provenance import reduced_parameters, shards_behind
 from graphshard.planner import solve, splits
 from graphshard.planner.from_graph import problem_of_graph
-from graphshard.planner.plan import InfeasibleBudgetError
-from graphshard.planner.simulate import PlanError
-from graphshard.provenance import reduced_parameters, shards_behind
-from graphshard.rewrite import copy_graph
+from graphshard.planner.search.plan import InfeasibleBudgetError
+from graphshard.planner.search.simulate import PlanError
 
 plan_collectives = sys.modules[PlanCollectives.__module__]
 
@@ -43,7 +43,7 @@ HELD = (Fact.TYPED, Fact.WAITED, Fact.GATHERED, Fact.REDUCED, Fact.LOWERED)
 @pytest.fixture(autouse=True)
 def _boxed_gradients(monkeypatch):
     """Tangents live as long as with torch 2.13, in goldens too."""
-    monkeypatch.setattr(memory, "gradients_are_boxed", True)
+    monkeypatch.setattr(model, "gradients_are_boxed", True)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,17 @@
 """recompute_activations: activations that are computed again in the backward."""
 
 import pytest
-from all_ranks import assert_same, run_halves, step_inputs
-from small_graphs import GraphBuilder, aten, run_pass, run_twice, text_of
+from support.all_ranks import assert_same, run_halves, step_inputs
+from support.small_graphs import GraphBuilder, aten, run_pass, run_twice, text_of
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphshard.backend import JOINT_PIPELINE
-from graphshard.collectives import ALL_GATHER, WAIT
-from graphshard.context import context_from_shard_ops
-from graphshard.facts import Fact
+from graphshard.backend.entry import JOINT_PIPELINE
+from graphshard.ir.collectives import ALL_GATHER, WAIT
+from graphshard.ir.rewrite import output_values
 from graphshard.passes import RecomputeActivations
-from graphshard.pipeline import Pipeline
-from graphshard.rewrite import output_values
+from graphshard.pipeline.context import context_from_shard_ops
+from graphshard.pipeline.facts import Fact
+from graphshard.pipeline.pipeline import Pipeline
 from graphshard.testing import capture_graphs
 
 TAGGED = frozenset({Fact.MERGED, Fact.REDUCED, Fact.TAGGED})
@@ -116,7 +116,7 @@ def test_a_collective_runs_once():
 
 @pytest.mark.parametrize("name", ["two_linears", "blocks_2"])
 def test_parity_and_what_is_saved(captured, fake_group, name):
-    from small_models import MODELS, example_batch, shard_units
+    from support.small_models import MODELS, example_batch, shard_units
 
     plain = captured(name, 2)
     results = {value.name for value in output_values(plain.joint.graph) if value is not None}

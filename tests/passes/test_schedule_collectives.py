@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from all_ranks import assert_same, pieces, run_halves, run_values, step_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_graphs import (
+from support.all_ranks import assert_same, pieces, run_halves, run_values, step_inputs
+from support.small_graphs import (
     LOWERING,
     GraphBuilder,
     ParameterSpec,
@@ -22,7 +22,8 @@ from small_graphs import (
     unshard,
 )
 
-from graphshard.collectives import (
+from graphshard.errors import OptionError
+from graphshard.ir.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
     REDUCE_SCATTER,
@@ -31,16 +32,15 @@ from graphshard.collectives import (
     is_wait,
     short_name,
 )
-from graphshard.context import PassContext, context_from_shard_ops
-from graphshard.errors import OptionError
-from graphshard.facts import Fact
-from graphshard.fitting import fit
-from graphshard.memory import kept_inputs, memory_timeline
+from graphshard.ir.op_traits import is_view
+from graphshard.ir.rewrite import copy_graph
+from graphshard.memory.model import kept_inputs, memory_timeline
 from graphshard.passes import BucketCollectives, ScheduleCollectives
-from graphshard.placement import Decisions, Movable, Placement
-from graphshard.provenance import is_layout
-from graphshard.rewrite import copy_graph
-from graphshard.traits import is_view
+from graphshard.pipeline.context import PassContext, context_from_shard_ops
+from graphshard.pipeline.facts import Fact
+from graphshard.pipeline.provenance import is_layout
+from graphshard.planner.overlap_fit import fit
+from graphshard.planner.rule_order import Decisions, Movable, Placement
 
 HELD = (Fact.TYPED, Fact.WAITED, Fact.GATHERED, Fact.REDUCED, Fact.LOWERED)
 

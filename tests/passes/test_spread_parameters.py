@@ -3,8 +3,8 @@
 import math
 
 import pytest
-from all_ranks import assert_all_gradients, assert_same, run_halves, run_joint, step_inputs
-from small_graphs import (
+from support.all_ranks import assert_all_gradients, assert_same, run_halves, run_joint, step_inputs
+from support.small_graphs import (
     GraphBuilder,
     ParameterSpec,
     aten,
@@ -15,16 +15,16 @@ from small_graphs import (
     text_of,
 )
 
-from graphshard.collectives import ALL_GATHER, group_name
-from graphshard.context import context_from_shard_ops
 from graphshard.errors import PipelineError
-from graphshard.facts import Fact
-from graphshard.ops import UNSHARD
-from graphshard.params import UnshardCall, padded_shape
+from graphshard.ir.collectives import ALL_GATHER, group_name
+from graphshard.ir.params import UnshardCall, padded_shape
+from graphshard.ir.piece_ops import KEEP_PIECE, SPREAD
+from graphshard.ir.rewrite import copy_graph, output_values
+from graphshard.ir.shard_ops import UNSHARD
 from graphshard.passes import MergeUnshards, SpreadParameters, TagRecompute
-from graphshard.pipeline import Pipeline
-from graphshard.rewrite import copy_graph, output_values
-from graphshard.spread import KEEP_PIECE, SPREAD
+from graphshard.pipeline.context import context_from_shard_ops
+from graphshard.pipeline.facts import Fact
+from graphshard.pipeline.pipeline import Pipeline
 
 #: Model, ranks, and over how many of them a full parameter is spread.
 SPREADS = [("two_linears", 4, 2), ("tied_embedding", 4, 2), ("blocks_2", 6, 3)]

@@ -1,15 +1,15 @@
 """tag_recompute: what the partitioner keeps and what it gathers again."""
 
 import pytest
-from all_ranks import assert_same, run_halves, run_joint, step_inputs
-from small_graphs import GraphBuilder, ParameterSpec, aten, run_pass, run_twice, text_of, unshard
+from support.all_ranks import assert_same, run_halves, run_joint, step_inputs
+from support.small_graphs import GraphBuilder, ParameterSpec, aten, run_pass, run_twice, text_of, unshard
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphshard.context import context_from_shard_ops
-from graphshard.ops import UNSHARD
-from graphshard.params import UnshardCall
+from graphshard.ir.params import UnshardCall
+from graphshard.ir.shard_ops import UNSHARD
 from graphshard.passes import MergeUnshards, TagRecompute
-from graphshard.pipeline import Pipeline
+from graphshard.pipeline.context import context_from_shard_ops
+from graphshard.pipeline.pipeline import Pipeline
 
 
 def test_golden(captured, golden):

@@ -1,19 +1,19 @@
 """Plans of graphs: random ones with two process groups, and those of small models."""
 
+import importlib
 import operator
 from dataclasses import replace
 
 import pytest
 import torch
-from graphs import MESH, PRICES, NodePrices, in_memory_graph, inputs_of, random_graph
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import LinePrices
-from small_graphs import GraphBuilder, aten, text_of
+from support.planner_graphs import MESH, PRICES, NodePrices, in_memory_graph, inputs_of, random_graph
+from support.problems import LinePrices
+from support.small_graphs import GraphBuilder, aten, text_of
 
-from graphshard import graph_plan
-from graphshard.budgets import parse_bytes
-from graphshard.collectives import (
+from graphshard.errors import OptionError, OptionTypeError
+from graphshard.ir.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
     FUNCTIONAL_FORMS,
@@ -24,21 +24,24 @@ from graphshard.collectives import (
     is_collective,
     is_wait,
 )
-from graphshard.context import PassContext
-from graphshard.errors import OptionError, OptionTypeError
-from graphshard.facts import check_typed, check_waited
-from graphshard.graph_plan import measured_live
-from graphshard.memory import kept_inputs, memory_timeline
+from graphshard.ir.custom_collectives import ALL_REDUCE_HOOK
+from graphshard.ir.rewrite import copy_graph
+from graphshard.memory.budget import parse_bytes
+from graphshard.memory.model import kept_inputs, memory_timeline
+from graphshard.pipeline.context import PassContext
+from graphshard.pipeline.facts import check_typed, check_waited
 from graphshard.planner import solve
-from graphshard.planner.apply import planned_graph
-from graphshard.planner.bound import lower_bounds
 from graphshard.planner.from_graph import PriceError, UnpricedGroupError, problem_of_graph
-from graphshard.planner.plan import InfeasibleBudgetError
-from graphshard.planner.simulate import simulate
-from graphshard.rewrite import copy_graph
-from graphshard.schedule import schedule_with_prices
+from graphshard.planner.plan_graph import measured_live
+from graphshard.planner.schedule_graph import schedule_with_prices
+from graphshard.planner.search.bound import lower_bounds
+from graphshard.planner.search.plan import InfeasibleBudgetError
+from graphshard.planner.search.simulate import simulate
+from graphshard.planner.to_graph import planned_graph
 from graphshard.testing import run_on_all_ranks
-from graphshard.user_comms import ALL_REDUCE_HOOK
+
+#: The module; its package shows the function of the same name.
+graph_plan = importlib.import_module("graphshard.planner.plan_graph")
 
 CONTEXT = PassContext(mesh=MESH, full_checks=True)
 SEEDS = st.integers(0, 10**6)

@@ -1,0 +1,268 @@
+"""The edge between DTensor parameters and compiled code, crossed once for all parameters of a graph.
+
+Dynamo's graph takes each parameter as a DTensor and calls ``to_local()`` on it. Left like that,
+AOTAutograd unwraps and wraps every DTensor in Python at each step, and ranks with fewer rows trace
+another graph. :func:`cross_boundary` makes the graph take the *padded local tensors* instead, equal
+in shape on every rank, and one autograd function carries all of them: padded views on the way in,
+DTensor gradients on the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+
+from .._compat import detect_fake_mode, is_to_local
+from ..errors import ParameterStateError
+from ..fsdp import Version, version_of
+from ..ir import UNSHARD, UnshardCall, padded_shape
+
+#: How Dynamo writes ``torch.utils.checkpoint``: (body, *operands), the body a graph of its own.
+CHECKPOINTED_REGION = torch.ops.higher_order.tag_activation_checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """One parameter that enters as its padded shard: argument ``position``, shape and cut dim.
+
+    ``names`` are those under which the graph gathers it: one, more for a tied parameter, none at one rank.
+    """
+
+    position: int
+    shape: tuple[int, ...]
+    dim: int
+    names: tuple[str, ...] = ()
+
+
+def cross_boundary(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    compile_graph: Callable[[fx.GraphModule, list[Any]], Any],
+    regathered: Collection[str] = (),
+) -> Callable[..., Any]:
+    """Compiles ``gm`` on padded local tensors, and returns a function of the original inputs.
+
+    ``regathered`` names the parameters that the backward gathers again; ``compile_graph`` may fill it.
+
+    A DTensor that the graph uses in any other way than through ``to_local()``, in it or in a
+    checkpointed region, stays a DTensor.
+    """
+    inputs = list(example_inputs)
+    crossings = []
+    touched = {gm}
+    for position, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
+        example = inputs[position]
+        placeholders = _followed(placeholder) if isinstance(example, DTensor) else None
+        if placeholders is None or not _can_cross(locals_ := _locals_of(placeholders)):
+            continue
+        (shape, dim), names = _padded(locals_, example), _names(locals_)
+        inputs[position] = _fake_shard(example, shape)
+        for entrance in placeholders:
+            entrance.meta["example_value"] = inputs[position]
+            entrance.type = Tensor
+            touched.add(entrance.graph.owning_module)
+        for local in locals_:
+            local.replace_all_uses_with(local.args[0])
+            local.graph.erase_node(local)
+        crossings.append(Crossing(position=position, shape=shape, dim=dim, names=names))
+    for module in touched:
+        module.recompile()
+    compiled = compile_graph(gm, inputs)
+    return _at_runtime(compiled, crossings, frozenset(regathered)) if crossings else compiled
+
+
+def _followed(placeholder: fx.Node) -> list[fx.Node] | None:
+    """``placeholder``, then those it is handed to in checkpointed regions; None if it goes elsewhere."""
+    found = [placeholder]
+    for entrance in found:  # grows on the way
+        for user in entrance.users:
+            if is_to_local(user):
+                continue
+            inner = _entrances(user, entrance)
+            if inner is None:
+                return None
+            found += inner
+    return found
+
+
+def _entrances(call: fx.Node, value: fx.Node) -> list[fx.Node] | None:
+    """The placeholders of a checkpointed region that ``value`` becomes; None if ``call`` runs no such region."""
+    if call.target is not CHECKPOINTED_REGION or not isinstance(call.args[0], fx.Node):
+        return None
+    body, *operands = call.args
+    assert call.graph.owning_module is not None
+    region = getattr(call.graph.owning_module, str(body.target))
+    if len(body.users) != 1 or len(call.graph.find_nodes(op="get_attr", target=body.target)) != 1:
+        return None  # run twice, perhaps on different values
+    placeholders = region.graph.find_nodes(op="placeholder")
+    return [inner for inner, operand in zip(placeholders, operands, strict=True) if operand is value]
+
+
+def _locals_of(placeholders: list[fx.Node]) -> list[fx.Node]:
+    return [user for entrance in placeholders for user in entrance.users if is_to_local(user)]
+
+
+def _can_cross(uses: list[fx.Node]) -> bool:
+    """True when only gathers read the shard, or (at one rank) nothing gathers it."""
+    readers = [reader for use in uses for reader in use.users]
+    return len({reader.target is UNSHARD for reader in readers}) <= 1
+
+
+def _padded(locals_: list[fx.Node], example: DTensor) -> tuple[tuple[int, ...], int]:
+    """Padded shape and cut dim from the ``unshard`` that reads the shard; at one rank nothing is padded."""
+    for local in locals_:
+        for user in local.users:
+            if user.target is UNSHARD:
+                call = UnshardCall(*user.args)
+                return tuple(padded_shape(call.shape, call.dim, call.group_size)), call.dim
+    return tuple(example.to_local().shape), 0
+
+
+def _names(locals_: list[fx.Node]) -> tuple[str, ...]:
+    readers = [user for local in locals_ for user in local.users if user.target is UNSHARD]
+    return tuple(dict.fromkeys(UnshardCall(*reader.args).name for reader in readers))
+
+
+def _fake_shard(example: DTensor, shape: tuple[int, ...]) -> Tensor:
+    mode = detect_fake_mode([example])
+    assert mode is not None, "Dynamo hands fake inputs to its backends"
+    with mode:
+        return torch.empty(
+            shape, dtype=example.dtype, device=example.device, requires_grad=example.requires_grad
+        )
+
+
+def _at_runtime(
+    compiled: Callable[..., Any], crossings: list[Crossing], regathered: frozenset[str]
+) -> Callable[..., Any]:
+    watched = [
+        (crossing.position, crossing.names[0])
+        for crossing in crossings
+        if not regathered.isdisjoint(crossing.names)
+    ]
+
+    def run(*args: Any) -> Any:
+        values = list(args)
+        grads_wanted = torch.is_grad_enabled()
+        differentiable = []
+        for crossing in crossings:
+            param = args[crossing.position]
+            if grads_wanted and param.requires_grad:
+                differentiable.append(crossing)
+            else:
+                values[crossing.position] = padded_local(param, crossing)
+        if not differentiable:
+            return compiled(*values)
+        params = [args[crossing.position] for crossing in differentiable]
+        shards = _PaddedLocals.apply(differentiable, *params)
+        for crossing, shard in zip(differentiable, shards, strict=True):
+            values[crossing.position] = shard
+        read = [_ReadShard(name, args[position], version_of(args[position])) for position, name in watched]
+        outputs = compiled(*values)
+        if read:
+            _refuse_changed(outputs, shards[0].grad_fn, read)
+        return outputs
+
+    return run
+
+
+class _ReadShard(NamedTuple):
+    """A parameter that a backward will gather again, and its version in the forward."""
+
+    name: str
+    param: DTensor
+    version: Version
+
+
+def _refuse_changed(outputs: Any, entrance: Any, read: list[_ReadShard]) -> None:
+    """Makes the backward of ``outputs`` raise, on every rank alike, if a shard has changed by then.
+
+    Autograd's own check of saved tensors does not know the parameter, and misses in-place ops on
+    the DTensor, and shards that were copied to be padded: some ranks would raise and others wait.
+    """
+    compiled = _reader_of(entrance, outputs)
+    if compiled is None:
+        return
+
+    def check(_: Any) -> None:
+        changed = [shard.name for shard in read if version_of(shard.param) != shard.version]
+        if changed:
+            raise ParameterStateError(
+                f"parameter(s) {', '.join(changed)} changed in place after the forward whose backward now "
+                "gathers them again, so old activations would meet new weights: run backward() before "
+                "optimizer.step() or load_state_dict(), or keep the gathered parameters with "
+                "fully_shard(..., reshard_after_forward=False)"
+            )
+
+    compiled.register_prehook(check)
+
+
+def _reader_of(entrance: Any, outputs: Any) -> Any:
+    """The autograd node of the compiled graph: behind an output, at most one view away, in front of ``entrance``."""
+    for output in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
+        node = output.grad_fn if isinstance(output, Tensor) else None
+        for _ in range(2):
+            if node is None:
+                break
+            sources = [source for source, _ in node.next_functions]
+            if entrance in sources:
+                return node
+            node = sources[0] if sources else None
+    return None
+
+
+def padded_local(param: DTensor, crossing: Crossing) -> Tensor:
+    """The padded shard of a parameter: a view where its storage has room, a copy where it has not.
+
+    What stands in the padding does not matter: the gather drops it.
+    """
+    local = param._local_tensor.detach()
+    if local.shape == crossing.shape:
+        return local
+    numel = 1
+    for size in crossing.shape:
+        numel *= size
+    room = local.untyped_storage().nbytes() // local.element_size() - local.storage_offset()
+    if crossing.dim == 0 and room >= numel and local.is_contiguous():
+        return local.as_strided(crossing.shape, _contiguous_strides(crossing.shape))
+    padded = local.new_zeros(crossing.shape)
+    padded.narrow(crossing.dim, 0, local.shape[crossing.dim]).copy_(local)
+    return padded
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> list[int]:
+    strides = [1] * len(shape)
+    for index in range(len(shape) - 2, -1, -1):
+        strides[index] = strides[index + 1] * max(shape[index + 1], 1)
+    return strides
+
+
+class _PaddedLocals(torch.autograd.Function):
+    """DTensor parameters to padded local shards; gradients of shards to DTensor gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, crossings: list[Crossing], *params: DTensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.crossings = crossings
+        ctx.specs = [param._spec for param in params]
+        ctx.local_shapes = [param._local_tensor.shape for param in params]
+        return tuple(padded_local(param, crossing) for crossing, param in zip(crossings, params, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        result: list[Any] = [None]
+        for crossing, spec, shape, grad in zip(
+            ctx.crossings, ctx.specs, ctx.local_shapes, grads, strict=True
+        ):
+            if grad is not None:
+                if grad.shape != shape:
+                    grad = grad.narrow(crossing.dim, 0, shape[crossing.dim])
+                # What DTensor(...) calls, without its __init__, which does nothing but takes 2 us to say so.
+                grad = DTensor.__new__(DTensor, grad.contiguous(), spec, requires_grad=False)
+            result.append(grad)
+        return tuple(result)

@@ -1,0 +1,153 @@
+"""What a half with symbolic sizes holds at the sizes that it runs with, against the user's memory budget.
+
+Such a half is planned for the sizes that it was compiled with, and runs with others. Its collectives stay where
+the plan has them, so what it holds follows from the memory model of the planned graph at the sizes at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from torch import fx
+
+from ..ir import copy_graph, is_collective, stored_bytes, tensors_of
+from ..pipeline import PassContext
+from ..planner import held_beside, measured_peak
+from ..planner.search import InfeasibleBudgetError
+
+#: Values of symbols.
+Sizes = Mapping[sympy.Symbol, sympy.Integer]
+
+
+class OutgrownBudgetError(InfeasibleBudgetError):
+    """A graph with symbolic sizes does not keep the memory budget at the sizes that it is to run with."""
+
+    def __init__(
+        self, what: str, budget_bytes: int, needed_bytes: int, sizes: Sequence[int], planned: Sequence[int]
+    ) -> None:
+        super().__init__(budget_bytes, needed_bytes, is_smallest=False)
+        grown = ", ".join(
+            f"{size} where {before} was planned for"
+            for size, before in zip(sizes, planned, strict=True)
+            if size > before
+        )
+        self.args = (
+            f"{what} is compiled for any size and was planned for one; at size {grown}, its plan needs {needed_bytes} "
+            f"bytes of a memory budget of {budget_bytes} bytes. torch.compile(dynamic=False) plans each size by "
+            f"itself; or take a smaller batch, or allow {needed_bytes} bytes",
+        )
+
+
+class _Source(NamedTuple):
+    """Where the value of a symbol stands: an input and its dim (None for an input that is a number)."""
+
+    position: int
+    dim: int | None
+    symbol: sympy.Symbol
+    planned: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningSizes:
+    """The memory of one planned half, at any sizes.
+
+    Attributes:
+        gm: a half as it was planned; a copy, since what compiles it may change it.
+        context: what passes on it know.
+        resident: values of the inputs that live through the whole step, of the joint graph.
+        budget_bytes: the user's budget.
+        what: names the half in errors.
+        refusing: entered where a size is refused, for those that wait for this rank.
+    """
+
+    gm: fx.GraphModule
+    context: PassContext
+    resident: Sequence[Any]
+    budget_bytes: int
+    what: str
+    refusing: Callable[[], AbstractContextManager[None]]
+    _sources: list[_Source] = field(init=False)
+    _needed: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_sources", _sources(self.gm))
+
+    def check(self, args: Sequence[Any]) -> None:
+        """Called with the inputs of the half in front of each run; sizes are looked at once.
+
+        Raises:
+            OutgrownBudgetError: the half does not keep the budget at their sizes.
+        """
+        sizes = tuple(
+            int(args[source.position] if source.dim is None else args[source.position].shape[source.dim])
+            for source in self._sources
+        )
+        planned = tuple(source.planned for source in self._sources)
+        if all(size <= before for size, before in zip(sizes, planned, strict=True)):
+            return
+        if sizes not in self._needed:
+            self._needed[sizes] = self.needed_bytes(sizes)
+        if self._needed[sizes] > self.budget_bytes:
+            with self.refusing():
+                raise OutgrownBudgetError(self.what, self.budget_bytes, self._needed[sizes], sizes, planned)
+
+    def needed_bytes(self, sizes: Sequence[int]) -> int:
+        """What of a budget the half takes at some sizes, in the order of :func:`_sources`."""
+        values = {
+            source.symbol: sympy.Integer(size) for source, size in zip(self._sources, sizes, strict=True)
+        }
+        sized = copy_graph(self.gm)
+        for node in sized.graph.nodes:
+            if "val" in node.meta:
+                node.meta["val"] = _sized(node.meta["val"], values)
+        resident = sum(stored_bytes(_sized(value, values)) for value in self.resident)
+        beside = held_beside(sized, replace(self.context, resident_bytes=resident))
+        return beside + measured_peak(sized, self.context.device_type or _device_type(self.gm))
+
+
+def has_symbolic_sizes(gm: fx.GraphModule) -> bool:
+    """Whether a half may run with other sizes than it was planned for."""
+    return bool(_sources(gm))
+
+
+def _sources(gm: fx.GraphModule) -> list[_Source]:
+    """The symbols that are sizes of inputs, or inputs themselves, each where it is met first."""
+    found: dict[sympy.Symbol, _Source] = {}
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        value = node.meta.get("val")
+        dims = enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]
+        for dim, size in dims:
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.hint is not None:
+                source = _Source(position, dim, size.node.expr, int(size.node.hint))
+                found.setdefault(source.symbol, source)
+    return list(found.values())
+
+
+def _sized(value: Any, values: Sizes) -> Any:
+    """A value of a graph at the sizes at hand; what depends on data counts as in the memory model."""
+    if isinstance(value, torch.Tensor):
+        shape = [_number(size, values) for size in value.shape]
+        strides = [_number(stride, values) for stride in value.stride()]  # an expanded dim is in memory once
+        return torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
+    if isinstance(value, (tuple, list)):
+        return [_sized(part, values) for part in value]
+    return value
+
+
+def _number(size: int | torch.SymInt, values: Sizes) -> int:
+    if isinstance(size, int):
+        return size
+    known = size.node.expr.xreplace(values)
+    return int(known) if known.is_number else int(size.node.hint or 0)
+
+
+def _device_type(gm: fx.GraphModule) -> str | None:
+    """Where the collectives of a graph run."""
+    for node in filter(is_collective, gm.graph.nodes):
+        return tensors_of(node.meta["val"])[0].device.type
+    return None

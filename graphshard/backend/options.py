@@ -1,0 +1,147 @@
+"""The options of ``torch.compile(model, backend="graphshard", options={...})``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.fsdp import BackwardPrefetch
+
+from ..cost import HardwareCard, load_card
+from ..errors import OptionError
+from ..memory import parse_bytes
+
+#: Options of the planner.
+_NEED_HARDWARE = ("memory_budget", "bucket", "limit_all_gathers", "backward_prefetch")
+
+#: As many gathers in flight as FSDP1 with ``limit_all_gathers=True``.
+_FSDP1_GATHERS = 2
+
+_CHOICES = {
+    "bucket": ("unit", "none", "auto"),
+    "move_compute": (True, False),
+    "overlap": (True, False, "always"),
+    "verify": ("off", "cheap", "full"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendOptions:
+    """Validated backend options.
+
+    Attributes:
+        bucket: "unit" merges the collectives of one ``fully_shard`` unit; "none" leaves one per
+            parameter; "auto" merges what the planner finds best (needs ``hardware``).
+        overlap: start gathers before the compute that precedes their use, and wait for reductions
+            late, where that does not raise the predicted peak of memory; "always" does so whatever
+            it costs, False starts and waits in place. With ``hardware`` the planner decides.
+        hardware: a hardware card (its name, its file, or itself): collectives stand where the planner
+            finds the predicted time least.
+        memory_budget: the most that may be live on a rank while one graph runs, the inputs of its step included
+            (shards of all its parameters, saved activations; gradients that wait for a later micro-batch and gathered
+            parameters too, not reduced gradients and optimizer state of the caller): bytes, or a text like
+            "60GiB". The planner keeps it, if it must by computing activations again, or says what it needs (needs
+            ``hardware``). What is left is for units that keep their parameters for the backward, and between
+            micro-batches whose gradients are not reduced. None: with ``hardware``, no more than FSDP2's order
+            of units holds.
+        limit_all_gathers: all-gathers that may be in flight at a time, a bucket counting once; True for FSDP1's
+            two, 0 or False for as many as the plan finds best (needs ``hardware``; without it one is ahead).
+        backward_prefetch: when the backward gathers the next unit, as FSDP1 has it: "pre" (or ``BACKWARD_PRE``), one
+            bucket a unit, right after the unit before is gathered; "post" (``BACKWARD_POST``), not before that
+            unit's gradients exist. None where the plan finds it best. Units with prefetches of their own
+            (``set_modules_to_backward_prefetch``) keep those (needs ``hardware``; without it one is ahead).
+        move_compute: where the planner places collectives (``hardware``), compute may move beside those that compute
+            reads soon, tensor parallelism's for instance; False leaves compute in its order.
+        verify: "cheap" compares the collectives across ranks before the first one of a new graph
+            and checks the order Inductor emits; "full" also recomputes every fake value after each
+            pass, and makes another order an error; "off" does none of it.
+        dump: folder for the graph text after each pass, one file a graph and stage; None for none.
+        inductor: options for Inductor, as ``torch.compile(options=...)`` takes them.
+    """
+
+    bucket: str = "unit"
+    overlap: bool | str = True
+    hardware: HardwareCard | None = None
+    memory_budget: int | None = None
+    limit_all_gathers: int = 0
+    backward_prefetch: str | None = None
+    move_compute: bool = True
+    verify: str = "cheap"
+    dump: Path | None = None
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if not any(type(value) is type(choice) and value == choice for choice in choices):
+                listed = ", ".join(map(repr, choices))
+                raise OptionError(f"graphshard backend: option {name}={value!r} must be one of {listed}")
+        if type(self.limit_all_gathers) is not int or self.limit_all_gathers < 0:
+            raise OptionError(
+                f"graphshard backend: option limit_all_gathers={self.limit_all_gathers!r} must be True, False, or the "
+                "number of gathers that may be in flight, 0 for any number"
+            )
+        if self.backward_prefetch not in (None, "pre", "post"):
+            raise OptionError(
+                f"graphshard backend: option backward_prefetch={self.backward_prefetch!r} must be 'pre', 'post' or None"
+            )
+        needing = [name for name in _NEED_HARDWARE if getattr(self, name) not in (None, 0, "unit", "none")]
+        if needing and self.hardware is None:
+            raise OptionError(
+                f"graphshard backend: option {needing[0]}={getattr(self, needing[0])!r} needs a cost model: "
+                "give option hardware too, the name or the file of a card (`graphshard cards` lists them)"
+            )
+        if self.hardware is not None and self.overlap is not True:
+            raise OptionError(
+                f"graphshard backend: option overlap={self.overlap!r} has no meaning with option hardware, "
+                "since the planner places the collectives; leave out one of them"
+            )
+        if not isinstance(self.inductor, Mapping):
+            raise OptionError(
+                f"graphshard backend: option inductor={self.inductor!r} must be a dict of Inductor options"
+            )
+
+        if self.inductor.get("cpp_wrapper"):
+            raise OptionError(
+                "graphshard backend: Inductor option cpp_wrapper cannot be set: the C++ wrapper cannot call "
+                "graphshard's ops, and the order of the collectives is read from the Python wrapper; leave it out"
+            )
+
+    @staticmethod
+    def parse(options: Mapping[str, Any] | None) -> BackendOptions:
+        """From the dict a user gave.
+
+        Raises:
+            OptionError: an unknown key (the known ones are listed) or a value that cannot be.
+            CardError: a card that is unknown or wrong.
+        """
+        if options is not None and not isinstance(options, Mapping):
+            raise OptionError(f"graphshard backend: options={options!r} must be a dict of options by name")
+        given = dict(options or {})
+        known = [option.name for option in fields(BackendOptions)]
+        if unknown := sorted(set(given) - set(known)):
+            raise OptionError(
+                f"graphshard backend: unknown option(s) {', '.join(map(repr, unknown))}; "
+                f"known: {', '.join(known)} (options of Inductor go into 'inductor')"
+            )
+        dump = given.get("dump")
+        if dump is not None:
+            if not isinstance(dump, (str, Path)):
+                raise OptionError(f"graphshard backend: option dump={dump!r} must be the path of a folder")
+            given["dump"] = Path(dump)
+        hardware = given.get("hardware")
+        if isinstance(hardware, (str, Path)):
+            given["hardware"] = load_card(hardware)
+        elif hardware is not None and not isinstance(hardware, HardwareCard):
+            raise OptionError(
+                f"graphshard backend: option hardware={hardware!r} must be a card, its name or its file"
+            )
+        if type(given.get("limit_all_gathers")) is bool:
+            given["limit_all_gathers"] = _FSDP1_GATHERS if given["limit_all_gathers"] else 0
+        if isinstance(given.get("backward_prefetch"), BackwardPrefetch):
+            given["backward_prefetch"] = given["backward_prefetch"].name.removeprefix("BACKWARD_").lower()
+        if given.get("memory_budget") is not None:
+            given["memory_budget"] = parse_bytes(given["memory_budget"])
+        return BackendOptions(**given)

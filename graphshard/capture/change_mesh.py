@@ -1,0 +1,133 @@
+"""A captured step for another mesh, without another capture.
+
+The halves that the partitioner leaves depend on the mesh only through their shard ops, their shards and
+what is said of these: the partitioner counts parameters as free to keep and is told which gathers to
+repeat. A mesh without shards is the exception: nothing is gathered again there, so it needs a
+capture of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._compat import lazy_graph_modules
+from ..ir import (
+    REDUCE_GRAD,
+    UNSHARD,
+    MeshAxis,
+    MeshLayout,
+    ReduceGradCall,
+    ShardedShape,
+    UnshardCall,
+    copy_graph,
+    fake_result,
+    padded_shape,
+    row_offsets,
+)
+from ..pipeline import PassContext
+from .capture_step import CapturedStep
+
+
+def can_reshard(before: Mapping[str, int], after: Mapping[str, int]) -> bool:
+    """Whether a step captured for one mesh can become that of another."""
+    return (before["shard"] > 1) == (after["shard"] > 1)
+
+
+def reshard_step(captured: CapturedStep, mesh: Mapping[str, int]) -> CapturedStep:
+    """The same step on the ranks of another mesh: copies, the original stays as it is.
+
+    Args:
+        captured: a step whose halves no pass has lowered.
+        mesh: sizes of the axes: "shard", and "replicate" if there are copies.
+
+    Returns:
+        A step without texts and records; its joint graph is the original's.
+    """
+    with lazy_graph_modules():
+        offsets = _offsets(captured, mesh["shard"])
+        forward, backward = (
+            _resharded(gm, captured.context, mesh, offsets) for gm in (captured.forward, captured.backward)
+        )
+    context = _context_on_mesh(captured.context, mesh, offsets)
+    return replace(captured, forward=forward, backward=backward, context=context, text="", records=())
+
+
+def _offsets(captured: CapturedStep, num_shards: int) -> dict[str, int]:
+    """Where shards lie in the rows of their units, by the names of the parameters."""
+    bindings = {binding.name: binding for binding in captured.context.parameters}
+    dtypes = {
+        node.name: node.meta["val"].dtype for node in captured.forward.graph.find_nodes(op="placeholder")
+    }
+    ordered = [bindings[name] for name in captured.order if name in bindings]
+    return row_offsets(
+        {
+            each.name: ShardedShape(each.unit, each.shape, each.dim, num_shards, dtypes[each.placeholder])
+            for each in ordered
+        }
+    )
+
+
+def _axes(mesh: Mapping[str, int]) -> dict[str, Any]:
+    """The entries of a shard op that say over which ranks it communicates."""
+    num_replicas = mesh.get("replicate", 1)
+    replicate = "replicate" if num_replicas > 1 else ""
+    return {
+        "group_size": mesh["shard"],
+        "replicate_axis": replicate,
+        "replicate_size": num_replicas,
+        "replicate_group": replicate,
+    }
+
+
+def _context_on_mesh(
+    context: PassContext, mesh: Mapping[str, int], offsets: Mapping[str, int]
+) -> PassContext:
+    num_shards, num_replicas = mesh["shard"], mesh.get("replicate", 1)
+    sizes = {"replicate": num_replicas} if num_replicas > 1 else {}
+    sizes["shard"] = num_shards
+    bindings = tuple(
+        replace(
+            binding,
+            group_size=num_shards,
+            reshard=num_shards if binding.reshard > 1 else 1,
+            replicate_axis="replicate" if num_replicas > 1 else "",
+            replicate_size=num_replicas,
+            group_names=tuple(reversed(sizes)),
+            row_offset=offsets[binding.name],
+        )
+        for binding in context.parameters
+    )
+    axes = [MeshAxis(label=name, size=size, group_name=name) for name, size in sizes.items()]
+    return replace(context, mesh=MeshLayout.of_axes(axes), parameters=bindings)
+
+
+def _resharded(
+    gm: fx.GraphModule, context: PassContext, mesh: Mapping[str, int], offsets: Mapping[str, int]
+) -> fx.GraphModule:
+    gm = copy_graph(gm)
+    num_shards, axes = mesh["shard"], _axes(mesh)
+    inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
+    shapes = {}
+    for binding in context.parameters:
+        shapes[binding.name] = padded_shape(binding.shape, binding.dim, num_shards)
+        if binding.placeholder in inputs:
+            _retype(inputs[binding.placeholder], shapes[binding.name])
+    for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
+        call = UnshardCall(*node.args)
+        reshard = num_shards if call.reshard > 1 else 1
+        node.args = tuple(call._replace(reshard=reshard, row_offset=offsets[call.name], **axes))
+    for node in gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD):
+        reduction = ReduceGradCall(*node.args)
+        node.args = tuple(reduction._replace(shard_shape=shapes[reduction.name], **axes))
+        _retype(node, shapes[reduction.name])
+    return gm
+
+
+def _retype(node: fx.Node, shape: list[int]) -> None:
+    kwargs = {"dtype": node.meta["val"].dtype}
+    node.meta["val"] = fake_result(torch.ops.aten.new_empty.default, (node, shape), kwargs)

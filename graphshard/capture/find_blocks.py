@@ -1,0 +1,232 @@
+"""Finds the blocks that a captured model repeats, a transformer's layers for instance.
+
+A model calls its layers one after the other, so the calls of its graph are periodic for a stretch. Which
+call of a period comes first is free; a block begins where the fewest values that need a gradient cross.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._compat import storage_id
+from ..ir import type_key
+
+#: Fewer repetitions are not worth a capture of their own.
+_MIN_BLOCKS = 3
+
+#: So many distances between equal calls are tried as the period, the most frequent ones.
+_MAX_PERIODS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One repetition.
+
+    Attributes:
+        nodes: its calls, in order.
+        inputs: what it reads from outside: parameters, buffers, inputs and results of other calls.
+        outputs: those of its calls that others read.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+def find_blocks(gm: fx.GraphModule) -> tuple[Block, ...]:
+    """Blocks of ``gm`` that follow each other and do the same on inputs of the same types; () for none.
+
+    Gradients flow into a block through its outputs alone, and a value that needs a gradient enters one
+    block only and is read nowhere else: the gradients of such a block are its own.
+
+    Args:
+        gm: a graph of Dynamo, with ``meta["example_value"]`` on its values.
+    """
+    calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
+    if any(node.meta.get("example_value") is None for node in calls):
+        return ()  # a call without a result changes what the others mean: autocast, no_grad
+    typed: dict[Any, int] = {}
+    words = [typed.setdefault(_word(gm, node), len(typed)) for node in calls]
+    start, period, length = _periodic_stretch(words)
+    if length < _MIN_BLOCKS * period:
+        return ()
+    for first in _beginnings(calls, start, period, length):
+        blocks = _equal_blocks(gm, calls, first, period, (start + length - first) // period)
+        if len(blocks) >= _MIN_BLOCKS:
+            return blocks
+    return ()
+
+
+def _word(gm: fx.GraphModule, node: fx.Node) -> Any:
+    """What a call does, on values of which types: equal for equal calls of other blocks."""
+    if node.op == "call_module":
+        return node  # equal to no other
+    return (
+        node.op,
+        node.target,
+        _argument_word(gm, node.args),
+        _argument_word(gm, node.kwargs),
+        _type(node),
+        repr(node.meta.get("custom")),  # what the user wrote at the node, a memory budget for instance
+    )
+
+
+def _argument_word(gm: fx.GraphModule, value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        return _attribute_word(gm, value) if value.op == "get_attr" else _type(value)
+    if isinstance(value, (list, tuple)):
+        return (type(value), *(_argument_word(gm, part) for part in value))
+    if isinstance(value, dict):
+        return tuple((name, _argument_word(gm, part)) for name, part in value.items())
+    if isinstance(value, slice):
+        return (slice, *(_argument_word(gm, part) for part in (value.start, value.stop, value.step)))
+    return (type(value), repr(value))
+
+
+def _attribute_word(gm: fx.GraphModule, node: fx.Node) -> Any:
+    """The type of a tensor that the graph holds; of a function (a checkpointed region), what it does."""
+    value = operator.attrgetter(str(node.target))(gm)
+    if not isinstance(value, fx.GraphModule):
+        return _type(node) if isinstance(value, torch.Tensor) else (type(value), id(value))
+    # The user chooses what is saved, perhaps otherwise in each block.
+    if "_checkpoint_context_fn" in value.meta:
+        return (fx.GraphModule, id(value))
+    positions = {inner: index for index, inner in enumerate(value.graph.nodes)}
+    return tuple(
+        (
+            inner.op,
+            inner.target if inner.op.startswith("call") else None,
+            tuple(positions[source] for source in _operands(inner)),
+            _argument_word(value, inner.args),
+            _argument_word(value, inner.kwargs),
+            _attribute_word(value, inner) if inner.op == "get_attr" else _type(inner),
+            repr(inner.meta.get("custom")),
+        )
+        for inner in value.graph.nodes
+    )
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """Nodes that a call reads, as often as it does."""
+    operands: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), operands.append)
+    return operands
+
+
+def _type(node: fx.Node) -> Any:
+    return _value_type(node.meta.get("example_value"))
+
+
+def _value_type(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (type_key(value), value.requires_grad)
+    if isinstance(value, (list, tuple)):
+        return (type(value), *map(_value_type, value))
+    return (type(value), repr(value))
+
+
+def _periodic_stretch(words: Sequence[int]) -> tuple[int, int, int]:
+    """Start, period and length of the stretch with the most repeated words; of equals the shortest period."""
+    seen: dict[int, int] = {}
+    distances: Counter[int] = Counter()
+    for index, word in enumerate(words):
+        if word in seen:
+            distances[index - seen[word]] += 1
+        seen[word] = index
+    best, longest = (0, 1, 0), 0
+    for period, _ in sorted(distances.most_common(_MAX_PERIODS)):
+        differ = (index for index in range(len(words) - period) if words[index] != words[index + period])
+        ends = [-1, *differ, len(words) - period]
+        run, first = max((end - before - 1, -before) for before, end in itertools.pairwise(ends))
+        if run > longest:
+            best, longest = (1 - first, period, run + period), run
+    return best
+
+
+def _beginnings(calls: Sequence[fx.Node], start: int, period: int, length: int) -> Iterator[int]:
+    """Where the first block may begin: first where the fewest values with a gradient cross, then where most fit."""
+    position = {node: index for index, node in enumerate(calls)}
+    crossing = [0] * (len(calls) + 1)
+    for index, node in enumerate(calls):
+        if _needs_gradient(node):
+            last = max((position.get(user, len(calls)) for user in node.users), default=index)
+            for place in range(index + 1, min(last, start + 3 * period) + 1):
+                crossing[place] += 1
+    yield from sorted(
+        range(start, start + period),
+        key=lambda first: (crossing[first + period], -((start + length - first) // period), first),
+    )
+
+
+def _needs_gradient(node: fx.Node) -> bool:
+    values = node.meta.get("example_value")
+    parts = values if isinstance(values, (list, tuple)) else (values,)
+    return any(isinstance(part, torch.Tensor) and part.requires_grad for part in parts)
+
+
+def _sources(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
+    """Tensors that a call reads, as often as it does; Dynamo has one node for each, whatever its names."""
+    return [source for source in _operands(node) if not is_function(gm, source)]
+
+
+def is_function(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether a node reads a graph that a call runs, and no tensor."""
+    return node.op == "get_attr" and isinstance(operator.attrgetter(str(node.target))(gm), fx.GraphModule)
+
+
+def _equal_blocks(
+    gm: fx.GraphModule, calls: Sequence[fx.Node], first: int, period: int, count: int
+) -> tuple[Block, ...]:
+    """The longest run of equal blocks among ``count`` of them."""
+    starts = range(first, first + count * period, period)
+    blocks = [_block(gm, calls[start : start + period]) for start in starts]
+    shapes = [_shape(gm, block) if _is_separate(block) else None for block in blocks]
+    best: list[Block] = []
+    for shape, run in itertools.groupby(zip(shapes, blocks, strict=True), key=operator.itemgetter(0)):
+        equal = [block for _, block in run]
+        if shape is not None and len(equal) > len(best):
+            best = equal
+    return tuple(best)
+
+
+def _block(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> Block:
+    inside = set(nodes)
+    sources = dict.fromkeys(source for node in nodes for source in _sources(gm, node))
+    return Block(
+        nodes=tuple(nodes),
+        inputs=tuple(source for source in sources if source not in inside),
+        outputs=tuple(node for node in nodes if any(user not in inside for user in node.users)),
+    )
+
+
+def _shape(gm: fx.GraphModule, block: Block) -> Any:
+    """Which value each call reads, and what leaves: equal for blocks that do the same."""
+    numbers = {node: number for number, node in enumerate((*block.inputs, *block.nodes))}
+    reads = tuple(tuple(map(numbers.__getitem__, _sources(gm, node))) for node in block.nodes)
+    return reads, tuple(map(numbers.__getitem__, block.outputs))
+
+
+def _is_separate(block: Block) -> bool:
+    """Tensors alone cross, each output in memory of its own, and what needs a gradient enters nothing else."""
+    crossing = [node.meta.get("example_value") for node in (*block.inputs, *block.outputs)]
+    if not all(isinstance(value, torch.Tensor) for value in crossing):
+        return False
+    if not any(map(_needs_gradient, block.outputs)) or any(
+        value.is_conj() or value.is_neg() for value in crossing
+    ):
+        return False
+    memory = list(map(storage_id, crossing))
+    read, written = memory[: len(block.inputs)], memory[len(block.inputs) :]
+    if len(set(written)) < len(written) or set(written) & set(read):
+        return False
+    inside = set(block.nodes)
+    entering = filter(_needs_gradient, block.inputs)
+    return all(user in inside for node in entering for user in node.users)

@@ -1,0 +1,120 @@
+"""A sharded model as the plain one it was, without data, and what ``fully_shard`` was told about it.
+
+The capture of a plain model then does the rest: its parameters are described by the same calls of
+``unshard`` that training would make.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedShardingError
+from ..fsdp import SLOTS, UNIT, ParameterSlot, Unit, slots_of
+from ..ir import UnshardCall
+from .capture_step import ShardingRules
+
+#: Entries of a module that ``fully_shard`` makes, or that only loading and saving use.
+_LEFT_OUT = (UNIT, SLOTS, "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundRules(ShardingRules):
+    """Rules read off a sharded model.
+
+    Attributes:
+        calls: how each parameter is gathered, by its path.
+    """
+
+    calls: Mapping[str, UnshardCall]
+
+    def __post_init__(self) -> None:
+        """Axes have the names of the model's own mesh."""
+
+    def call_of(self, path: str, shape: torch.Size, is_float: bool) -> UnshardCall:
+        """The call that the parameter's own property makes."""
+        return self.calls[path]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ``fully_shard`` has been called on the model or on a part of it."""
+    return any(UNIT in part.__dict__ for part in model.modules())
+
+
+def plain_copy(model: nn.Module) -> tuple[nn.Module, FoundRules]:
+    """The model on the meta device, of its own classes, and its rules.
+
+    Raises:
+        UnsupportedShardingError: what a capture without ranks cannot follow: offloading, tensor
+            parallelism, ignored parameters, gather extensions, communication of one's own, or policies
+            that differ between units. All are listed.
+    """
+    slots = {id(slot): slot for owner in model.modules() for _, slot in slots_of(owner)}
+    units = {id(slot.unit): slot.unit for slot in slots.values()}
+    problems = list(dict.fromkeys(_problems(model, list(slots.values()), list(units.values()))))
+    if problems:
+        raise UnsupportedShardingError(
+            f"inspect cannot follow this sharded model: {'; '.join(problems)}; give it the model as it was before "
+            "fully_shard, with mesh=..., units=... and the policies"
+        )
+    first = next(iter(slots.values()))
+    replicate, shard = first.replicate, first.axis
+    mesh = {axis.label: axis.size for axis in (replicate, shard) if axis is shard or axis.size > 1}
+    rules = FoundRules(
+        mesh=mesh,
+        units=[unit.label for unit in units.values() if unit.label != "root"],
+        mp_policy=first.unit.mp_policy,
+        calls={slot.name: UnshardCall(None, None, *slot.arguments) for slot in slots.values()},
+    )
+    return _copied(model), rules
+
+
+def _problems(model: nn.Module, slots: list[ParameterSlot], units: list[Unit]) -> Iterator[str]:
+    known = {id(slot.param) for slot in slots}
+    for path, param in model.named_parameters():
+        if id(param) not in known:
+            yield f"parameter {path} is not sharded"
+    for slot in slots:
+        if slot.outer is not None:
+            yield f"parameter {slot.name} is a DTensor of another kind of parallelism"
+        if slot.is_extended:
+            yield f"parameter {slot.name} has a gather extension"
+        if slot.hidden is not None:
+            yield f"parameter {slot.name} is gathered now (call reshard())"
+        if (slot.axis, slot.replicate) != (slots[0].axis, slots[0].replicate):
+            yield "parameters are on different meshes"
+    for unit in units:
+        if unit.mp_policy != units[0].mp_policy:
+            yield "units have different mixed-precision policies"
+        if unit.compute_device is not None:
+            yield f"unit {unit.label} is offloaded"
+        if unit.comms.names():
+            yield f"unit {unit.label} has communication of its own"
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Modules of their plain classes whose parameters are full, and hold no data."""
+    memo: dict[int, Any] = {}
+    modules = list(model.modules())
+    for module in modules:
+        memo[id(module)] = object.__new__(getattr(type(module), "_graphshard_plain_class", type(module)))
+        for _, slot in slots_of(module):
+            full = torch.empty(slot.global_shape, dtype=slot.param.dtype, device="meta")
+            memo.setdefault(id(slot.param), nn.Parameter(full, requires_grad=slot.param.requires_grad))
+    for module in modules:
+        entries = {name: value for name, value in module.__dict__.items() if not _is_left_out(name, value)}
+        copied = memo[id(module)]
+        copied.__dict__.update(copy.deepcopy(entries, memo))
+        copied._state_dict_pre_hooks, copied._load_state_dict_pre_hooks = {}, {}
+    return memo[id(model)]
+
+
+def _is_left_out(name: str, value: Any) -> bool:
+    """Methods bound to the instance wrap the plain ones (``register_fsdp_forward_method``)."""
+    return name in _LEFT_OUT or isinstance(value, types.MethodType)

@@ -1,0 +1,271 @@
+"""``graphshard inspect PKG.MODULE:FACTORY``: the report of a model on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from ..errors import UsageError
+
+_RESHARD = {"default": None, "true": True, "false": False}
+_OUTPUTS = ("html", "text", "trace", "json")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options of ``graphshard inspect``; see :func:`graphshard.inspect`."""
+    add_model_arguments(parser)
+    add = parser.add_argument
+    add(
+        "--mesh",
+        action="append",
+        metavar="AXIS=N",
+        help="replicate=M,shard=N, outermost first (default shard=64)",
+    )
+    add(
+        "--formulas",
+        metavar="NAME=DIM",
+        help="print expressions in dims of the inputs instead: batch=0,sequence=1",
+    )
+    add("--html", type=Path, metavar="FILE", help="a page with everything, in one file")
+    add("--text", type=Path, metavar="FILE", help="graph text after each pass, and all collectives")
+    add("--trace", type=Path, metavar="FILE", help="trace for Perfetto or chrome://tracing")
+    add("--json", type=Path, metavar="FILE", help="the whole report as data")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares what is trained, on what, and how: all but the mesh."""
+    add = parser.add_argument
+    add(
+        "factory",
+        metavar="PKG.MODULE:FACTORY",
+        help="function that returns (model, args) or (model, args, kwargs)",
+    )
+    add("--hardware", default="h100-sxm", metavar="CARD", help="name or file of a card (default h100-sxm)")
+    add("--tables", metavar="CSV", help="measured times of collectives")
+    add("--unit", action="append", default=[], metavar="PATTERN", help="modules that are units: layers.*")
+    add("--loss", metavar="PKG.MODULE:FUNCTION", help="turns the model's output into a scalar")
+    add("--param-dtype", metavar="DTYPE", help="of compute and gathers: bfloat16")
+    add("--reduce-dtype", metavar="DTYPE", help="of reductions: float32")
+    add("--reshard-after-forward", choices=tuple(_RESHARD), default="default", help="as in fully_shard")
+    add("--optimizer", default="adamw", help="adamw, adam, sgd, sgd-momentum, adagrad, rmsprop or none")
+    add("--micro-batches", type=int, default=1, metavar="N", help="forwards and backwards in a step")
+    add("--memory-budget", metavar="BYTES", help='the most a rank may hold: "60GiB"')
+    add("--plan", default="unit", help="unit: the schedule of training; auto: by cost")
+    add(
+        "--checkpoint",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help='modules to recompute, or "units"',
+    )
+
+
+def run_inspect(options: argparse.Namespace) -> int:
+    """Captures, schedules, prices; prints the summary and writes what was asked for."""
+    refuse_missing_folders(options, _OUTPUTS)
+    mesh = parse_mesh(options.mesh or ["shard=64"])
+    given = inspect_options(options)
+    dynamic = None if options.formulas is None else parse_mesh([options.formulas], "--formulas")
+    # What follows loads Inductor, which takes seconds: mistakes above are told at once.
+    from rich.console import Console
+
+    from ..inspection import inspect
+    from ..ir import no_garbage_collection
+    from ..report import print_summary, report_text, write_html, write_trace
+
+    progress = _Progress()
+    progress("import the model")
+    loss = None if options.loss is None else load_attribute("--loss", options.loss)
+    model, args, kwargs = make_inputs(options.factory)
+    if dynamic is not None:
+        if given.pop("plan") != "unit":
+            raise UsageError(f"--plan {options.plan}: --formulas are those of --plan unit")
+        return _print_formulas(
+            options, (model, args, kwargs), dynamic=dynamic, mesh=mesh, loss=loss, progress=progress, **given
+        )
+    with no_garbage_collection():
+        report = inspect(model, args, kwargs, mesh=mesh, loss=loss, progress=progress, **given)
+        progress("done")
+        print_summary(report, Console(width=None if sys.stdout.isatty() else 160))
+        if options.html is not None:
+            write_html(report, options.html)
+        if options.text is not None:
+            options.text.write_text(report_text(report))
+        if options.trace is not None:
+            write_trace(report, options.trace)
+        if options.json is not None:
+            report.to_json(options.json)
+        if options.ends_process:
+            gc.freeze()
+    for name in _OUTPUTS:
+        if getattr(options, name) is not None:
+            print(f"wrote {getattr(options, name)}")
+    return 0
+
+
+def _print_formulas(options: argparse.Namespace, inputs: tuple[Any, ...], **given: Any) -> int:
+    from ..inspection.formulas import formulas
+    from ..report import formulas_text
+
+    unused = [f"--{name}" for name in ("html", "text", "trace") if getattr(options, name) is not None]
+    if unused:
+        raise UsageError(f"{', '.join(unused)}: --formulas writes none; leave it out")
+    found = formulas(*inputs, **given)
+    print(formulas_text(found), end="")
+    if options.json is not None:
+        options.json.write_text(json.dumps(found.to_dict(), allow_nan=False) + "\n")
+        print(f"wrote {options.json}")
+    return 0
+
+
+def refuse_missing_folders(options: argparse.Namespace, names: Sequence[str]) -> None:
+    """Tells of files that cannot be written before any work is done.
+
+    Raises:
+        UsageError: the folder of one does not exist, or it is a folder itself.
+    """
+    for name in names:
+        path = getattr(options, name)
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise UsageError(f"--{name} {path}: its folder does not exist, or it is a folder itself")
+
+
+def inspect_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of :func:`graphshard.inspect` from :func:`add_model_arguments`; loss and mesh apart.
+
+    Raises:
+        UsageError: a dtype that torch does not have.
+    """
+    return {
+        "hardware": options.hardware,
+        "tables": options.tables,
+        "units": options.unit,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=_dtype("--param-dtype", options.param_dtype),
+            reduce_dtype=_dtype("--reduce-dtype", options.reduce_dtype),
+        ),
+        "reshard_after_forward": _RESHARD[options.reshard_after_forward],
+        "optimizer": options.optimizer,
+        "micro_batches": options.micro_batches,
+        "memory_budget": options.memory_budget,
+        "plan": options.plan,
+        "checkpoint": options.checkpoint,
+    }
+
+
+class _Progress:
+    """A line on stderr for each stage, with the seconds so far."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+
+    def __call__(self, stage: str) -> None:
+        print(f"  {time.perf_counter() - self._began:6.1f} s  {stage}", file=sys.stderr, flush=True)
+
+
+def parse_mesh(words: list[str], option: str = "--mesh") -> dict[str, int]:
+    """{"replicate": 4, "shard": 16} of ["replicate=4,shard=16"] or ["replicate=4", "shard=16"].
+
+    Raises:
+        UsageError: something else.
+    """
+    mesh: dict[str, int] = {}
+    for word in ",".join(words).split(","):
+        name, equals, size = word.partition("=")
+        if not equals or not name.strip() or not size.strip().isdecimal():
+            example = "NAME=DIM, as in --formulas batch=0,sequence=1"
+            if option == "--mesh":
+                example = "AXIS=N, as in --mesh replicate=4,shard=16"
+            raise UsageError(f"{option} {word}: write {example}")
+        if name.strip() in mesh:
+            raise UsageError(f"{option} names the axis {name.strip()!r} twice")
+        mesh[name.strip()] = int(size)
+    return mesh
+
+
+def _dtype(option: str, name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UsageError(
+            f"{option} {name}: no floating-point dtype of torch; bfloat16, float16 or float32, say"
+        )
+    return dtype
+
+
+def make_inputs(factory: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Model, positional and keyword inputs of a factory, named as PKG.MODULE:FACTORY.
+
+    Raises:
+        UsageError: it cannot be imported or called, or returns something else.
+    """
+    return read_inputs(factory, {})
+
+
+def read_inputs(factory: str, options: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """:func:`make_inputs` of a factory that is called with keyword arguments."""
+    made = _call(factory, load_attribute("the factory", factory), options)
+    given = made if isinstance(made, tuple) else (made,)
+    model, args, kwargs = (*given, {}, {})[:3]
+    is_fine = (
+        len(given) in (2, 3)
+        and isinstance(model, (nn.Module, torch.export.ExportedProgram))
+        and isinstance(args, (tuple, list))
+        and isinstance(kwargs, dict)
+    )
+    if not is_fine:
+        kinds = ", ".join(type(part).__name__ for part in given)
+        raise UsageError(
+            f"{factory} returned ({kinds}); a factory returns (model, args) or (model, args, kwargs), the model "
+            "a torch.nn.Module, args a tuple and kwargs a dict"
+        )
+    return model, tuple(args), kwargs
+
+
+def _call(name: str, factory: Callable[..., Any], given: Mapping[str, Any]) -> Any:
+    try:
+        return factory(**given)
+    except Exception as error:  # whatever the user's code raises
+        first = str(error).strip().splitlines()
+        raise UsageError(f"{name} raised {type(error).__name__}: {first[0] if first else ''}") from error
+
+
+def load_attribute(what: str, name: str) -> Callable[..., Any]:
+    """What a text PKG.MODULE:NAME names; modules of the current folder are found too.
+
+    Raises:
+        UsageError: no such module or attribute, or one that cannot be called.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not colon or not module_name or not attribute:
+        raise UsageError(f"{what} {name!r}: write PKG.MODULE:NAME, as in examples.llama_model:llama_3_8b")
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's module raises
+        first = str(error).strip().splitlines()
+        raise UsageError(
+            f"{what} {name!r}: {module_name} cannot be imported: {type(error).__name__}: {first[0] if first else ''}"
+        ) from error
+    finally:
+        sys.path.remove(here)
+    found: Any = module
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise UsageError(f"{what} {name!r}: {module_name} has no function {attribute!r}")
+    return found

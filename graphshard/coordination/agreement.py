@@ -1,0 +1,130 @@
+"""Cross-rank agreement: before a newly compiled graph runs, the ranks compare its collectives.
+
+Ranks that plan differently do not fail politely: a collective hangs for minutes or aborts with a
+size mismatch. So each rank publishes a hash of the sequence its new graph will issue on a process
+group, the group's first rank compares them and publishes a verdict, and every rank reads it. All of
+it goes through the key-value store of the group, under a time limit, with no collective.
+
+A sequence all ranks agreed on before needs no second exchange: a rank that recompiles alone (its
+last batch was smaller) issues the same collectives as everyone else, and must not wait for ranks
+that have nothing to compile. A rank alone with a *new* sequence is exactly the divergence to report.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from .._compat import group_by_name, group_store, group_timeout_seconds
+from ..errors import AgreementError
+from ..ir import text_fingerprint
+from .refusals import Refusals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """The exchange on one process group.
+
+    Attributes:
+        store: a store all ranks of the group share, used under a prefix of its own.
+        rank: this rank's place in the group, from 0.
+        num_ranks: ranks in the group.
+        timeout_seconds: how long to wait for the slowest rank before reporting it.
+        refusals: where ranks that stop say so.
+    """
+
+    store: dist.Store
+    rank: int
+    num_ranks: int
+    timeout_seconds: float
+    refusals: Refusals
+
+    def require(self, sequence: Sequence[str], *, what: str) -> None:
+        """Returns when all ranks hold the same ``sequence``; ``what`` names the graph in errors.
+
+        Raises:
+            AgreementError: on every rank, if the sequences differ (names the first differing
+                collective and both ranks) or if ranks are missing at the time limit (names them).
+            RefusedError: a rank has stopped with an error of its own, and does not come.
+        """
+        digest = text_fingerprint("\n".join(sequence))
+        if self.num_ranks == 1 or self.store.check([f"agreed/{digest}"]):
+            return
+        number = self.refusals.round()
+        self.refusals.check(number)
+        exchange = f"{number}/{self.store.add(f'{number}/count/{self.rank}', 1)}"
+        self.store.set(f"{exchange}/sequence/{self.rank}", "\n".join([digest, what, *sequence]))
+        if self.rank == 0:
+            verdict = self._judge(exchange, number, digest)
+            if not verdict:
+                self.store.set(f"agreed/{digest}", "1")
+            self.store.set(f"{exchange}/verdict", json.dumps(verdict))
+        else:
+            # The judge itself may wait for the full time limit before it can name a missing rank.
+            verdict = self._read_verdict(exchange, number, limit=self.timeout_seconds + 10.0)
+        if verdict:
+            raise AgreementError(f"before the first collective of {what}: {verdict}")
+
+    def _judge(self, exchange: str, number: int, digest: str) -> str:
+        """The first disagreement in words, or "" if there is none."""
+        keys = [f"{exchange}/sequence/{rank}" for rank in range(self.num_ranks)]
+        if not self.refusals.wait(self.store, keys, number, self.timeout_seconds):
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            return (
+                f"rank(s) {missing} did not compile a graph with new collectives within "
+                f"{self.timeout_seconds:.0f} s, but rank(s) {sorted(set(range(self.num_ranks)) - set(missing))} "
+                "did; all ranks must run the same code on inputs of the same kind "
+                "(or have stopped with an error of their own: look at their output)"
+            )
+        mine = self._published(keys[0])
+        for rank, key in enumerate(keys):
+            theirs = self._published(key)
+            if theirs[0] != digest:
+                return _first_difference(mine, theirs, rank)
+        return ""
+
+    def _published(self, key: str) -> list[str]:
+        return self.store.get(key).decode().split("\n")
+
+    def _read_verdict(self, exchange: str, number: int, *, limit: float) -> str:
+        key = f"{exchange}/verdict"
+        if not self.refusals.wait(self.store, [key], number, limit):
+            return (
+                f"rank 0 published no verdict within {limit:.0f} s: it compiled no graph with new "
+                "collectives, or has stopped with an error of its own. Every rank must take the same "
+                "branches of compiled code"
+            )
+        return str(json.loads(self.store.get(key)))
+
+
+def agree_on_group(name: str, sequence: Sequence[str], *, what: str) -> None:
+    """:meth:`Agreement.require` among the ranks of the process group ``name``; nothing on a fake one."""
+    group = group_by_name(name)
+    if dist.get_backend(group) == "fake":  # there is no other rank to agree with
+        return
+    agreement = Agreement(
+        store=dist.PrefixStore(f"graphshard/{name}", group_store(group)),
+        rank=group.rank(),
+        num_ranks=group.size(),
+        timeout_seconds=group_timeout_seconds(group),
+        refusals=Refusals.of_group(name),
+    )
+    agreement.require(sequence, what=what)
+
+
+def _first_difference(mine: list[str], theirs: list[str], rank: int) -> str:
+    _, my_graph, *my_sequence = mine
+    _, their_graph, *their_sequence = theirs
+    for index in range(max(len(my_sequence), len(their_sequence))):
+        left = my_sequence[index] if index < len(my_sequence) else "nothing"
+        right = their_sequence[index] if index < len(their_sequence) else "nothing"
+        if left != right:
+            return (
+                f"the ranks would issue different collectives; the first difference is collective {index}: "
+                f"rank 0 ({my_graph}) has {left}, rank {rank} ({their_graph}) has {right}. "
+                "Every rank must build the same model and take the same branches"
+            )
+    return f"rank 0 and rank {rank} hash the same collectives differently: different graphshard versions?"

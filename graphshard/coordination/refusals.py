@@ -1,0 +1,113 @@
+"""A rank that refuses a graph tells those that wait for it, at once.
+
+Ranks that compile one graph wait for each other in several places. A rank that stops with an error of its own, a
+budget that its batch does not keep for instance, never comes there. So it writes why it stopped into the store of the
+group, and who waits looks there too. A refusal ends a *round* of the group: every rank leaves it exactly
+once, by a refusal of its own or by seeing another's, so an error reaches each rank once and is nothing to what comes
+after it. Exchanges between ranks are counted anew in each round, since some were left half done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from .._compat import TorchDynamoException, group_by_name, group_store
+from ..errors import RefusedError
+
+#: A rank that waits looks again after at least so long, then after a tenth of the time it has waited, and at most.
+_LEAST_SECONDS, _SHARE, _MOST_SECONDS = 0.001, 0.1, 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusals:
+    """The refusals of one process group.
+
+    Attributes:
+        store: a store all ranks of the group share, used under a prefix of its own.
+        rank: this rank's place in the group, from 0.
+    """
+
+    store: dist.Store
+    rank: int
+
+    @staticmethod
+    def of_group(name: str) -> Refusals:
+        """Of the process group of this name, which is no fake one."""
+        group = group_by_name(name)
+        store = dist.PrefixStore(f"graphshard/{name}/refusals", group_store(group))
+        return Refusals(store=store, rank=group.rank())
+
+    def round(self) -> int:
+        """How many refusals this rank has left behind."""
+        return int(self.store.add(f"round/{self.rank}", 0))
+
+    def refuse(self, number: int, reason: str) -> None:
+        """Ends a round for all, unless another rank did, and leaves it."""
+        self.store.compare_set(f"{number}/reason", "", reason)
+        self.leave(number)
+
+    def leave(self, number: int) -> None:
+        """Leaves a round that is over; nothing where this rank has done so."""
+        if self.round() == number:
+            self.store.add(f"round/{self.rank}", 1)
+
+    def check(self, number: int) -> None:
+        """Raises RefusedError if some rank has refused in this round."""
+        if self.store.check([f"{number}/reason"]):
+            raise RefusedError(self.store.get(f"{number}/reason").decode())
+
+    def wait(self, store: dist.Store, keys: Sequence[str], number: int, seconds: float) -> bool:
+        """Waits for keys of ``store``, some of which ranks that refuse in this round will not write.
+
+        It asks again and again: a store waits for all of several keys, not for one of them.
+
+        Returns:
+            Whether they are there; not at the time limit, or where the store is gone with the rank that served it.
+
+        Raises:
+            RefusedError: a rank has refused, and a key is missing.
+        """
+        started = time.monotonic()
+        with suppress(dist.DistError):
+            while not store.check(list(keys)):
+                self.check(number)
+                waited = time.monotonic() - started
+                if waited >= seconds:
+                    return False
+                pause = min(max(_LEAST_SECONDS, _SHARE * waited), _MOST_SECONDS)
+                time.sleep(min(pause, seconds - waited))
+            return True
+        return False
+
+
+@contextmanager
+def refusing(groups: Iterable[str], what: str) -> Iterator[None]:
+    """What stops this rank in here reaches the ranks of these process groups.
+
+    Where it is the refusal of another rank, that passes on to the groups that the other is not in.
+
+    Args:
+        groups: names of process groups.
+        what: what is done in here, for their error.
+    """
+    boards = [Refusals.of_group(name) for name in groups if dist.get_backend(group_by_name(name)) != "fake"]
+    rounds = [board.round() for board in boards]
+    try:
+        yield
+    except TorchDynamoException:
+        raise  # Dynamo starts again, or leaves the graph alone
+    except Exception as error:
+        told = (
+            str(error)
+            if isinstance(error, RefusedError)
+            else f"rank {dist.get_rank()} could not {what}: {error}"
+        )
+        with suppress(dist.DistError):  # a store that is gone must not hide the error
+            for board, number in zip(boards, rounds, strict=True):
+                board.refuse(number, told)
+        raise

@@ -1,0 +1,71 @@
+"""``copy.deepcopy`` of a sharded model: a model of its own, with its own shards, units and forward."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import AlreadyShardedError
+from ..ir import padded_shape
+from .naming import relabel
+from .row_layout import lay_out
+from .unit import UNIT, ParameterSlot, Unit, slots_of
+
+
+def copy_sharded(module: Any, memo: dict[int, Any], has_own: bool) -> nn.Module:
+    """The copy of a unit's module; as with any module, without gradients.
+
+    A copied unit whose outer module is not copied along becomes a root.
+
+    Args:
+        memo: as ``__deepcopy__`` gets it.
+        has_own: the module's plain class has a ``__deepcopy__`` of its own.
+
+    Raises:
+        AlreadyShardedError: (an AssertionError) such a class: what it copies cannot be known.
+    """
+    if has_own:
+        raise AlreadyShardedError(
+            f"a sharded {type(module).__name__} cannot be deep-copied: its class has a __deepcopy__ of its own; "
+            "build a second model, shard it like the first and load_state_dict()"
+        )
+    module.__dict__[UNIT].reshard()
+    for owner in module.modules():
+        for name, slot in slots_of(owner):
+            param = owner._parameters[name]
+            if isinstance(param, DTensor) and id(param) not in memo:
+                memo[id(param)] = _copy_parameter(param, slot)
+    copied: Any = object.__new__(type(module))
+    memo[id(module)] = copied
+    copied.__setstate__(copy.deepcopy(module.__getstate__(), memo))
+    _regroup_copies(copied)
+    return copied
+
+
+def _copy_parameter(param: DTensor, slot: ParameterSlot) -> nn.Parameter:
+    """The same values in a storage of their own, with room for the padding."""
+    local = param.to_local().detach()
+    padded = local.new_zeros(padded_shape(slot.shape, slot.dim, slot.axis.size))
+    copied = padded.narrow(slot.dim, 0, local.shape[slot.dim]).contiguous()
+    copied.copy_(local)
+    return nn.Parameter(DTensor(copied, param._spec, requires_grad=False), requires_grad=param.requires_grad)
+
+
+def _regroup_copies(copied: nn.Module) -> None:
+    """What ``fully_shard`` does at the end: inner modules are copied first, so the outermost decides."""
+    unit: Unit = copied.__dict__[UNIT]
+    if copied not in unit.modules:
+        unit.modules.append(copied)
+    for owner in copied.modules():
+        for name, slot in slots_of(owner):
+            if (owner, name) not in slot.owners:
+                slot.owners.append((owner, name))
+            if slot not in slot.unit.slots:
+                slot.unit.slots.append(slot)
+            if not slot.unit.modules:  # tied to a parameter that a unit outside of the copy owns
+                slot.unit.tree = unit.tree
+    lay_out(unit)
+    relabel(unit.modules)

@@ -1,0 +1,98 @@
+"""How a unit runs without a compiler: gathered as a whole, reduced as a whole.
+
+The first parameter that a forward of the unit reads gathers all of them, in one autograd node whose
+backward reduces all gradients the unit got. So which of its parameters a rank uses does not change
+what is gathered, and one collective serves a unit each way. Code that Dynamo traces reads
+parameters one by one (:func:`graphshard.fsdp.sharded_class.read_parameter`); it never gets here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..ir import UnshardCall, gradient_call
+from .tensor_trees import tensors_in
+from .unit import ParameterSlot, Tree, Unit, local_shard
+
+
+class _GatherUnit(torch.autograd.Function):
+    """Shards of a unit to full parameters; backward: gradients of those to gradients of the shards."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, slots: list[ParameterSlot], *shards: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        fulls = unit.gather(slots)
+        ctx.unit = unit
+        ctx.calls = [
+            gradient_call(
+                UnshardCall(None, unit.handle, *slot.arguments), None, shard.shape, shard.dtype, shard.device
+            )
+            for slot, shard in zip(slots, shards, strict=True)
+        ]
+        frozen = [full for slot, full in zip(slots, fulls, strict=True) if not slot.param.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(fulls)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = [index for index, grad in enumerate(grads) if grad is not None]
+        reduced = ctx.unit.reduce([ctx.calls[index]._replace(grad=grads[index]) for index in given])
+        result: list[Tensor | None] = [None] * len(grads)
+        for index, grad in zip(given, reduced, strict=True):
+            result[index] = grad
+        return (None, None, *result)
+
+
+def full_parameter(slot: ParameterSlot) -> Tensor:
+    """The full parameter; the first one asked for in a forward of its unit gathers the unit.
+
+    Read by another unit, or by a checkpointed region that runs again, it is gathered alone.
+    """
+    in_use = slot.unit.in_use
+    if in_use is None:
+        in_use = {}
+        _gather(slot.unit, [slot], in_use)
+    elif slot.name not in in_use:
+        _gather_all(slot.unit, in_use)
+    return in_use[slot.name]
+
+
+def take_part_unused(unit: Unit) -> None:
+    """A unit that reduces zeros for unused parameters gathers even if this rank reads none of them."""
+    if torch.is_grad_enabled():
+        unit.mark_run()
+    if unit.in_use is not None and any(slot.needs_op for slot in unit.slots):
+        _gather_all(unit, unit.in_use)
+
+
+def watch_outputs(tree: Tree, outputs: Any) -> None:
+    """Has a backward of the model's outputs end properly even if it reaches no parameter on this rank."""
+    if not torch.is_grad_enabled() or not any(unit.reduces_unused for unit in tree.units()):
+        return
+    for output in tensors_in(outputs):
+        if output.requires_grad:
+            output.register_hook(lambda _: tree.queue_end_of_backward())
+
+
+def drop_prefetched(tree: Tree) -> None:
+    """Frees gathers that were started for units which then did not run."""
+    for unit in tree.units():
+        unit.drop_prefetched()
+
+
+def _gather_all(unit: Unit, in_use: dict[str, Tensor]) -> None:
+    _gather(unit, [slot for slot in unit.slots if slot.needs_op], in_use)
+    for other in unit.forward_prefetch:
+        other.prefetch()
+
+
+def _gather(unit: Unit, slots: list[ParameterSlot], in_use: dict[str, Tensor]) -> None:
+    # Also under no_grad: what is read there first may be read again where gradients are wanted.
+    with torch.enable_grad():
+        fulls = _GatherUnit.apply(unit, slots, *map(local_shard, slots))
+    in_use.update(zip((slot.name for slot in slots), fulls, strict=True))

@@ -1,0 +1,376 @@
+"""``FSDPModule``: the methods a module has once it was given to ``fully_shard``.
+
+Names, arguments and meaning are those of ``torch.distributed.fsdp.FSDPModule``. The setters take
+effect at once: between a forward and its backward, and between two micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .._compat import group_by_name
+from ..errors import (
+    ConflictingCommError,
+    NotRootError,
+    OptionError,
+    OptionTypeError,
+    ParameterStateError,
+    UnsupportedShardingError,
+)
+from .deepcopy import copy_sharded
+from .row_layout import lay_out
+from .unit import UNIT, PendingGather, Unit, slots_of
+
+
+class UnshardHandle:
+    """What ``unshard(async_op=True)`` returns: :meth:`wait` before the parameters are used."""
+
+    def __init__(self, pending: PendingGather) -> None:
+        self._pending = pending
+
+    def wait(self) -> None:
+        """Waits for the gather; the module's parameters are the full ones from then on."""
+        self._pending.wait()
+
+
+class FSDPModule:
+    """Mixed into the class of each module given to :func:`graphshard.fully_shard`.
+
+    The class of ``module`` becomes ``FSDP<Class>``, a subclass of both; the object stays the same.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Called with arguments, as ``nn.Sequential`` and ``nn.ModuleList`` do for a slice: the plain class.
+
+        Without (copying, unpickling): an empty object of this class.
+        """
+        plain: Any = getattr(cls, "_graphshard_plain_class", None)
+        return plain(*args, **kwargs) if plain is not None and (args or kwargs) else super().__new__(cls)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A model of its own: own shards, units and forward; as with any module, without gradients."""
+        return copy_sharded(self, memo, has_own=hasattr(super(), "__deepcopy__"))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """nn.Module's, on the way through which every ``load_state_dict`` passes; wants shards."""
+        _refuse_unsharded_state(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers this unit's parameters (not those of units below) and keeps them until :meth:`reshard`.
+
+        ``module.parameters()`` shows the full parameters meanwhile; writes to them are lost.
+
+        Args:
+            async_op: return a handle at once and gather in the background.
+        """
+        pending = _unit(self).start_unshard()
+        if async_op:
+            return UnshardHandle(pending)
+        pending.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Frees this unit's gathered parameters; ``module.parameters()`` shows the shards again."""
+        _unit(self).reshard()
+
+    def reset_iter_state(self) -> None:
+        """Recovers after an exception in a forward or a backward: drops what that iteration has left.
+
+        Frees gathered parameters and drops gradients that are not reduced, those of earlier
+        micro-batches too. Gradients already in ``.grad`` stay: call ``zero_grad()``. On all ranks.
+
+        Raises:
+            NotRootError: (a RuntimeError) this is not the outermost unit.
+        """
+        unit = _unit(self)
+        if not unit.is_root:
+            raise NotRootError(
+                f"reset_iter_state was called on unit {unit.label}; call it on the outermost module given to "
+                "fully_shard"
+            )
+        unit.tree.reset()
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """``nn.Module._apply`` (``.to()`` and its like) on the shards, never on gathered parameters."""
+        self.reshard()
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        lay_out(_unit(self))
+        return result
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backwards reduce gradients; False adds them up unreduced, in the reduction's dtype.
+
+        The next backward that reduces includes what was added up.
+        """
+        for unit in _units(self, recurse):
+            unit.reduce_grads = unit.all_reduce_grads = _flag(
+                requires_gradient_sync, "requires_gradient_sync"
+            )
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backwards sum gradients over the replicate axis; False keeps each group's sum."""
+        for unit in _units(self, recurse):
+            unit.all_reduce_grads = _flag(requires_all_reduce, "requires_all_reduce")
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether parameters are freed after the forward; compiled graphs are traced again."""
+        value = _flag(reshard_after_forward, "reshard_after_forward")
+        for unit in _units(self, recurse):
+            unit.reshard_after_forward = value
+            unit.refresh()
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether parameters kept from the forward are freed by the backward; False keeps them on."""
+        for unit in _units(self, recurse):
+            unit.reshard_after_backward = _flag(reshard_after_backward, "reshard_after_backward")
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """False leaves what a backward did not reduce for a later one; for the whole model."""
+        _unit(self).tree.is_last_backward = _flag(is_last_backward, "is_last_backward")
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """What this unit's summed gradients are divided by, in place of the number of ranks."""
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor <= 0:
+            raise OptionError(f"set_gradient_divide_factor: {factor!r} must be a positive number")
+        unit = _unit(self)
+        unit.divide_factor = float(factor)
+        unit.refresh()
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Whether this unit's gradients are summed and divided, never averaged by the process group."""
+        unit = _unit(self)
+        unit.force_sum = _flag(enable, "enable")
+        unit.refresh()
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """The units whose gathers start in a forward once this unit's parameters are copied out.
+
+        It replaces the compiled schedule's next unit; compiled graphs are traced again. Uncompiled,
+        only gathers named here start early.
+
+        Raises:
+            OptionError: (a ValueError) an entry is not an :class:`FSDPModule`.
+        """
+        unit = _unit(self)
+        unit.forward_prefetch = _units_of(modules, "set_modules_to_forward_prefetch")
+        unit.refresh()
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """The same for the backward. Uncompiled, a backward gathers nothing, so it has no effect there."""
+        unit = _unit(self)
+        unit.backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
+        unit.refresh()
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gathers this unit's parameters with ``comm``, an object as FSDP2's ``AllGather``.
+
+        It is called once per dtype with one flat buffer, and waited for at once: compiled, it starts
+        where the schedule puts it but nothing overlaps with it.
+        """
+        _check_comm(comm, "set_custom_all_gather")
+        unit = _unit(self)
+        unit.comms.all_gather = comm
+        unit.refresh()
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduce-scatters this unit's gradients with ``comm``, an object as FSDP2's ``ReduceScatter``."""
+        _check_comm(comm, "set_custom_reduce_scatter")
+        unit = _unit(self)
+        unit.comms.reduce_scatter = comm
+        unit.refresh()
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], Any], *, stream: Any = None) -> None:
+        """Has ``hook(flat)`` change this unit's sums in place before they are divided and cast.
+
+        It sees the result of the reduce-scatter, with hybrid sharding that of the all-reduce, as one
+        flat tensor per dtype, on every rank in the same order.
+
+        Args:
+            hook: may communicate on groups of its own.
+            stream: None; a hook runs on the stream of the collectives.
+
+        Raises:
+            OptionError: (a ValueError) a stream with hybrid sharding.
+            UnsupportedShardingError: any other stream.
+        """
+        unit = _unit(self)
+        if not callable(hook):
+            raise OptionError(f"set_all_reduce_hook: {hook!r} is not callable")
+        if stream is not None and any(slot.replicate.size > 1 for slot in unit.slots):
+            raise OptionError(
+                "set_all_reduce_hook: with hybrid sharding the hook runs where the all-reduce does; leave stream out"
+            )
+        if stream is not None:
+            raise UnsupportedShardingError(
+                "set_all_reduce_hook: stream= is not supported, since a hook is a node of the graph and runs on "
+                "its stream; switch streams inside the hook"
+            )
+        unit.comms.all_reduce_hook = hook
+        unit.refresh()
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Has what follows on the current stream, the next gathers among it, wait for ``event``."""
+        event.wait()
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether parameters that got no gradient take part in the reductions, with zeros.
+
+        For models whose ranks use different parameters in one step. Uncompiled, the unit's gradients
+        are then reduced together at the end of the backward. Compiled, ranks run equal graphs, so what
+        one leaves unused all do: its gradient becomes zeros.
+        """
+        for unit in _units(self, recurse):
+            unit.reduces_unused = _flag(reduce_scatter_unused_params, "reduce_scatter_unused_params")
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reductions of a compiled backward may be open at a time; the model's largest counts.
+
+        Raises:
+            OptionTypeError: (a TypeError) not an int.
+            OptionError: (a ValueError) less than 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise OptionTypeError(
+                f"set_reduce_scatter_max_input_buffers: {max_input_buffers!r} is a "
+                f"{type(max_input_buffers).__name__}; give an int"
+            )
+        if max_input_buffers < 1:
+            raise OptionError(f"set_reduce_scatter_max_input_buffers: {max_input_buffers} must be at least 1")
+        for unit in _units(self, recurse):
+            unit.max_reductions = max_input_buffers
+        tree = _unit(self).tree
+        tree.max_reductions = max((unit.max_reductions for unit in tree.units()), default=max_input_buffers)
+        for unit in tree.units():
+            unit.refresh()
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Whether reduce-scatters run on a process group of their own, so that gathers do not queue behind them.
+
+        Makes one group per set of ranks; call it on all of them.
+        """
+        enable = _flag(enable, "enable")
+        made: dict[str, str] = {}
+        for unit in _units(self, recurse):
+            unit.reduce_group = ""
+            for slot in unit.slots if enable else ():
+                name = slot.axis.group_name
+                if name not in made:
+                    ranks = dist.get_process_group_ranks(group_by_name(name))
+                    made[name] = dist.new_group(ranks, use_local_synchronization=True).group_name
+                unit.reduce_group = made[name]
+            unit.refresh()
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Accepted for compatibility: a compiled backward gathers exactly the parameters it reads."""
+        _flag(unshard_in_backward, "unshard_in_backward")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Refused when enabled: the buffers of a compiled graph are Inductor's.
+
+        Raises:
+            ConflictingCommError: (an AssertionError) a custom collective was set before.
+            UnsupportedShardingError: otherwise.
+        """
+        if not _flag(enable, "enable"):
+            return
+        self._refuse_buffers("set_allocate_memory_from_process_group_for_comm")
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Refused, as :meth:`set_allocate_memory_from_process_group_for_comm`."""
+        if backend != "NCCL":
+            raise OptionError(f"set_symm_mem_for_comm: backend={backend!r} must be 'NCCL'")
+        self._refuse_buffers("set_symm_mem_for_comm")
+
+    def _refuse_buffers(self, method: str) -> NoReturn:
+        comms = _unit(self).comms
+        if comms.all_gather is not None or comms.reduce_scatter is not None:
+            raise ConflictingCommError(
+                f"{method}: this unit has a custom collective, which allocates its own buffers"
+            )
+        raise UnsupportedShardingError(
+            f"{method} is not supported: the buffers of a compiled graph belong to Inductor; give the unit "
+            "set_custom_all_gather / set_custom_reduce_scatter objects whose allocate() uses the memory you want"
+        )
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted for compatibility: gathers allocate on the stream of the compute as it is."""
+        _flag(async_op, "async_op")
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Accepted for compatibility: models share no streams because they have none of their own.
+
+    Raises:
+        OptionError: (a ValueError) an entry is not an :class:`FSDPModule`.
+    """
+    _units_of(modules, "share_comm_ctx")
+
+
+def _units_of(modules: Iterable[Any], method: str) -> list[Unit]:
+    found = []
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise OptionError(
+                f"{method}: a {type(module).__name__} is not an FSDPModule; give it to fully_shard first"
+            )
+        found.append(_unit(module))
+    return found
+
+
+def _check_comm(comm: Any, method: str) -> None:
+    if not callable(comm) or not callable(getattr(comm, "allocate", None)):
+        raise OptionError(
+            f"{method}: a {type(comm).__name__} is no collective; it needs allocate(size, *, dtype, device) "
+            "and __call__(output_tensor=, input_tensor=, group=, ...)"
+        )
+
+
+def _refuse_unsharded_state(module: Any, state_dict: dict[str, Any], prefix: str) -> None:
+    """A plain tensor cannot be copied into a shard, and assigned it would silently stay unsharded."""
+    plain = []
+    for path, owner in module.named_modules(prefix=prefix.removesuffix(".")):
+        for name, _ in slots_of(owner):
+            key = f"{path}.{name}" if path else name
+            value = state_dict.get(key)
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                plain.append(f"{key} {tuple(value.shape)}")
+    if plain:
+        shown = ", ".join(plain[:5]) + (f" and {len(plain) - 5} more" if len(plain) > 5 else "")
+        raise ParameterStateError(
+            f"load_state_dict: {len(plain)} value(s) of an unsharded model: {shown}; load them with "
+            "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state, "
+            "options=StateDictOptions(full_state_dict=True)), or cut each with distribute_tensor() first"
+        )
+
+
+def _unit(module: Any) -> Unit:
+    return module.__dict__[UNIT]
+
+
+def _units(module: Any, recurse: bool) -> Iterator[Unit]:
+    assert isinstance(module, nn.Module)
+    seen: set[int] = set()
+    for each in module.modules() if recurse else (module,):
+        unit = each.__dict__.get(UNIT)
+        if unit is not None and id(unit) not in seen:
+            seen.add(id(unit))
+            yield unit
+
+
+def _flag(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise OptionError(f"{name}={value!r} must be True or False")
+    return value

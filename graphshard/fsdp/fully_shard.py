@@ -1,0 +1,409 @@
+"""``fully_shard``: FSDP2's function over the compiler.
+
+Signature, argument names and error types are those of ``torch.distributed.fsdp.fully_shard``;
+changing one import is the migration.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from ..errors import (
+    AlreadyShardedError,
+    GraphShardError,
+    ShardingError,
+    StaleOptimizerError,
+    UnsupportedShardingError,
+)
+from ..ir import NO_AXIS, MeshAxis, axis_of, padded_rows, padded_shape, shard_shape
+from .fsdp_module import FSDPModule
+from .gather_extensions import has_extension
+from .naming import relabel
+from .placements import DataParallelAxes, Layout, layout_of
+from .row_layout import give_places
+from .shard_versions import watch_optimizers
+from .sharded_class import sharded_class
+from .unit import SLOTS, UNIT, ParameterSlot, Tree, Unit
+
+ModuleOrModules = TypeVar("ModuleOrModules", bound="nn.Module | list[nn.Module]")
+
+#: Set on a parameter that ``fully_shard`` replaced: its sharded successor and slot. A module outside
+#: the unit that ties to it finds its way from here.
+_SUCCESSOR = "_graphshard_successor"
+
+
+def fully_shard(
+    module: ModuleOrModules,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen, as in FSDP2's signature
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+) -> ModuleOrModules:
+    """Shards a module's parameters over a mesh axis, in place, and makes it one unit.
+
+    The unit holds all parameters below ``module`` that no earlier call claimed: call it on the inner
+    modules first, on the root last. Each parameter becomes a DTensor cut along dim 0; as with
+    ``torch.chunk``, trailing ranks may hold fewer rows or none. A parameter that is a DTensor
+    already, over an axis of tensor or expert parallelism, becomes one over both axes: its local
+    piece is cut.
+
+    Args:
+        module: the module, or a list of modules that form one unit.
+        mesh: ``DeviceMesh``: 1-D (parameters are cut over it) or 2-D with names (copied over its first
+            axis, cut over its second: hybrid sharding); all ranks of the default group when None.
+        reshard_after_forward: free the gathered parameters after the forward and gather them again
+            in the backward (True), keep them (False), or keep a piece on each of this many
+            neighbouring ranks (a divisor of the shard axis); None frees them except at the root.
+        mp_policy: dtypes of compute and gathers, of reductions, of inputs and outputs.
+        shard_placement_fn: called with each parameter; returns None (cut dim 0), ``Shard(dim)``
+            (negative counts from the end) or torch's ``ShardPlacementResult``, which also gives the
+            parameter a mesh of its own.
+        ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
+        dp_mesh_dims: torch's ``DataParallelMeshDims``: ``mesh`` is then the mesh of all parallelisms,
+            these are the axes of data parallelism in it, and every parameter is a DTensor on it.
+        offload_policy: ``CPUOffloadPolicy`` keeps shards, gradients and so the optimizer's state on the
+            CPU; they are copied to the mesh's device before each gather and back after each reduction.
+
+    Returns:
+        ``module`` itself, its class renamed ``FSDP<Class>``.
+
+    Raises:
+        ShardingError: (a ValueError) a module, mesh or parameter cannot be sharded; all offending
+            parameters are listed.
+        ShardDimError: (an AssertionError) ``shard_placement_fn`` names a dim a parameter does not have.
+        AlreadyShardedError: (an AssertionError) the module is a unit already.
+        UnnamedMeshError: (an AssertionError) a 2-D mesh without names of its axes.
+        UnsupportedShardingError: (a NotImplementedError) a mesh, policy or layout that graphshard
+            does not handle.
+        StaleOptimizerError: (a RuntimeError) an optimizer holds parameters that would be replaced.
+    """
+    modules = list(module) if isinstance(module, list) else [module]
+    _refuse_unsupported(offload_policy)
+    _check_modules(modules)
+    mesh = mesh if mesh is not None else _default_mesh()
+    axes = (
+        DataParallelAxes.of(mesh) if dp_mesh_dims is None else DataParallelAxes.of_named(mesh, dp_mesh_dims)
+    )
+    reshard_after_forward = _check_reshard(reshard_after_forward, axes.shard.size)
+    ignored = {id(param) for param in ignored_params or ()}
+    owned = [entry for entry in _owned_parameters(modules) if id(entry.param) not in ignored]
+    fresh = [entry for entry in owned if not _is_sharded(entry) and not hasattr(entry.param, _SUCCESSOR)]
+    layouts = _choose_layouts(fresh, axes, shard_placement_fn)
+    _refuse_unsupported_regather(reshard_after_forward, axes, fresh, layouts)
+    _refuse_stale_optimizers(fresh)
+    watch_optimizers()
+    unit = Unit(
+        tree=Tree(), modules=modules, reshard_after_forward=reshard_after_forward, mp_policy=mp_policy
+    )
+    if mesh.device_type != "cpu":
+        unit.input_device = _mesh_device(mesh)
+        unit.compute_device = unit.input_device if isinstance(offload_policy, CPUOffloadPolicy) else None
+    unit.regather = _regather_axis(axes.mesh, reshard_after_forward)
+    _move_buffers(modules, mesh)
+    for entry in owned:
+        if not _is_sharded(entry):
+            _install(entry, unit, layouts, offload_policy)
+    give_places(unit)
+    _swap_classes(modules, unit)
+    relabel(modules)
+    for each in modules:
+        each.register_state_dict_pre_hook(_show_shards)
+        each.register_load_state_dict_pre_hook(_reshard)
+    return module
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Owned:
+    """One entry of one module's ``_parameters``; a tied parameter has several."""
+
+    owner: nn.Module
+    name: str
+    path: str
+    param: nn.Parameter
+
+
+def _refuse_unsupported(offload_policy: Any) -> None:
+    if type(offload_policy) not in (OffloadPolicy, CPUOffloadPolicy):
+        raise UnsupportedShardingError(
+            f"fully_shard: offload_policy={type(offload_policy).__name__} is unknown; use OffloadPolicy() or "
+            "CPUOffloadPolicy()"
+        )
+
+
+def _check_reshard(value: Any, num_ranks: int) -> bool | int | None:
+    """The value with the two numbers that mean True and False replaced."""
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, int):
+        raise ShardingError(
+            f"fully_shard: reshard_after_forward={value!r} must be True, False, None or a number of ranks"
+        )
+    if value < 1 or num_ranks % value != 0:
+        raise ShardingError(
+            f"fully_shard: reshard_after_forward={value} must divide the {num_ranks} ranks of the shard axis"
+        )
+    if value == 1:
+        warnings.warn(
+            "fully_shard: reshard_after_forward=1 keeps whole parameters; write False instead", stacklevel=3
+        )
+        return False
+    return True if value == num_ranks else value
+
+
+def _regather_axis(mesh: DeviceMesh, reshard: bool | int | None) -> MeshAxis:
+    """The axis of neighbouring ranks over which parameters are spread after the forward, if any."""
+    if reshard is None or isinstance(reshard, bool):
+        return NO_AXIS
+    rows = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, reshard))
+    return axis_of(rows, 1, default_label=f"shard/{reshard}")
+
+
+def _check_modules(modules: list[nn.Module]) -> None:
+    if not modules:
+        raise ShardingError("fully_shard: the list of modules is empty")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise ShardingError(f"fully_shard: expected an nn.Module, got {type(module).__name__}")
+        if isinstance(module, FSDPModule):
+            raise AlreadyShardedError(
+                f"fully_shard was already called on this {type(module).__name__}; call it once per module"
+            )
+        if type(module).forward is nn.Module.forward:
+            raise ShardingError(
+                f"fully_shard: {type(module).__name__} has no forward, so nothing can gather its parameters; "
+                "shard each of its children, or pass them as a list"
+            )
+
+
+def _default_mesh() -> DeviceMesh:
+    if not dist.is_initialized():
+        if "RANK" not in os.environ:
+            raise ShardingError(
+                "fully_shard: no process group; start the script with torchrun, "
+                "call torch.distributed.init_process_group(), or pass mesh="
+            )
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator()
+    backend = dist.get_backend()
+    device_type = accelerator.type if accelerator is not None and backend != "gloo" else "cpu"
+    return init_device_mesh(device_type, (dist.get_world_size(),))
+
+
+def _owned_parameters(modules: list[nn.Module]) -> Iterable[_Owned]:
+    seen: set[int] = set()
+    for index, root in enumerate(modules):
+        prefix = f"{index}." if len(modules) > 1 else ""
+        for path, owner in root.named_modules(remove_duplicate=True):
+            if id(owner) in seen:
+                continue
+            seen.add(id(owner))
+            for name, param in owner._parameters.items():
+                if param is not None:
+                    full_path = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
+                    yield _Owned(owner=owner, name=name, path=full_path, param=param)
+
+
+def _is_sharded(entry: _Owned) -> bool:
+    return entry.name in entry.owner.__dict__.get(SLOTS, {})
+
+
+def _choose_layouts(
+    entries: list[_Owned], axes: DataParallelAxes, placement_fn: Callable[[nn.Parameter], Any] | None
+) -> dict[int, Layout]:
+    """The layout of each parameter, by its id; an error names every parameter with that kind of fault."""
+    layouts: dict[int, Layout] = {}
+    errors: list[GraphShardError] = []
+    for entry in entries:
+        if id(entry.param) in layouts:
+            continue
+        try:
+            placement = placement_fn(entry.param) if placement_fn is not None and entry.param.ndim else None
+            layouts[id(entry.param)] = layout_of(entry.param, entry.path, axes, placement)
+        except GraphShardError as error:
+            errors.append(error)
+    if errors:
+        kind = type(errors[0])
+        raise kind("; ".join(str(error) for error in errors if type(error) is kind)) from errors[0]
+    return layouts
+
+
+def _refuse_unsupported_regather(
+    reshard: bool | int | None, axes: DataParallelAxes, entries: list[_Owned], layouts: dict[int, Layout]
+) -> None:
+    """A number of ranks is refused where its groups would not be those of neighbours on one shard axis."""
+    if reshard is None or isinstance(reshard, bool):
+        return
+    others = [
+        entry.path
+        for entry in entries
+        if layouts[id(entry.param)].outer is not None or layouts[id(entry.param)].axes is not axes
+    ]
+    if others or axes.mesh.size() < dist.get_world_size():
+        reason = f"parameter(s) {', '.join(others)} are" if others else f"the mesh {axes.mesh} is"
+        raise UnsupportedShardingError(
+            f"fully_shard: reshard_after_forward={reshard} is for one mesh of all ranks, but {reason} on another; "
+            "use True or False"
+        )
+
+
+def _refuse_stale_optimizers(entries: list[_Owned]) -> None:
+    """An optimizer made earlier would go on stepping the replaced parameters: nothing would train."""
+    params = {id(entry.param): entry for entry in entries}
+    # A parameter that only modules hold has one reference per entry, plus the two named here.
+    held = {id(entry.param): 0 for entry in entries}
+    for entry in entries:
+        held[id(entry.param)] += 2  # the module's dict and the entry
+    if all(sys.getrefcount(entry.param) <= held[id(entry.param)] + 1 for entry in entries):
+        return
+    for candidate in gc.get_objects():
+        if not issubclass(type(candidate), torch.optim.Optimizer):  # proxies may fake isinstance
+            continue
+        stale = [
+            params[id(p)].path for group in candidate.param_groups for p in group["params"] if id(p) in params
+        ]
+        if stale:
+            shown = ", ".join(stale[:5]) + (f" and {len(stale) - 5} more" if len(stale) > 5 else "")
+            raise StaleOptimizerError(
+                f"fully_shard: this {type(candidate).__name__} was made before sharding and holds {shown}, "
+                "which sharding replaces: make the optimizer after fully_shard "
+                "(and delete the old one)"
+            )
+
+
+def _move_buffers(modules: list[nn.Module], mesh: DeviceMesh) -> None:
+    device = _mesh_device(mesh)
+    for root in modules:
+        for owner in root.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and not buffer.is_meta and buffer.device != device:
+                    owner._buffers[name] = buffer.to(device)
+
+
+def _mesh_device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def _install(entry: _Owned, unit: Unit, layouts: dict[int, Layout], offload_policy: OffloadPolicy) -> None:
+    successor = getattr(entry.param, _SUCCESSOR, None)
+    if successor is None:
+        layout = layouts[id(entry.param)]
+        slot = ParameterSlot(
+            unit=unit,
+            name=entry.path,
+            shape=_local_piece(entry.param).shape,
+            dim=layout.dim,
+            axis=layout.axes.shard,
+            replicate=layout.axes.replicate,
+            outer=layout.outer,
+        )
+        unit.slots.append(slot)
+        slot.is_extended = has_extension(_local_piece(entry.param).detach(), entry.path)
+        shard = _shard_extended if slot.is_extended else _shard
+        successor = (shard(entry.param, layout, offload_policy), slot)
+        setattr(entry.param, _SUCCESSOR, successor)
+    param, slot = successor
+    slot.owners.append((entry.owner, entry.name))
+    entry.owner._parameters[entry.name] = param
+    entry.owner.__dict__.setdefault(SLOTS, {})[entry.name] = slot
+
+
+def _local_piece(param: nn.Parameter) -> torch.Tensor:
+    """What data parallelism cuts: the parameter, or this rank's piece of a DTensor."""
+    return param._local_tensor if isinstance(param, DTensor) else param
+
+
+def _shard(param: nn.Parameter, layout: Layout, offload_policy: OffloadPolicy) -> nn.Parameter:
+    """This rank's shard as a DTensor parameter; the values of the other ranks' shards are dropped."""
+    full, dim = _local_piece(param).detach(), layout.dim
+    is_offloaded = isinstance(offload_policy, CPUOffloadPolicy)
+    device = full.device if full.is_meta else _home(layout, offload_policy)
+    rank, num_ranks = layout.axes.shard_rank, layout.axes.shard.size
+    size = shard_shape(full.shape, dim, num_ranks, rank)[dim]
+    start = min(rank * padded_rows(full.shape[dim], num_ranks), full.shape[dim])
+    # A storage of its own, so that the full one is freed, with room for the padding.
+    padded = torch.zeros(padded_shape(full.shape, dim, num_ranks), dtype=param.dtype, device=device)
+    if is_offloaded and offload_policy.pin_memory and device.type == "cpu" and torch.cuda.is_available():
+        padded = padded.pin_memory()
+    # An uneven cut along another dim than the first would not be contiguous: it does without the room.
+    local = padded.narrow(dim, 0, size).contiguous()
+    if not full.is_meta:
+        local.copy_(full.narrow(dim, start, size))
+    # from_local would move an offloaded shard to the mesh's device: it makes the spec only.
+    like = local if local.device.type == layout.mesh.device_type else torch.empty_like(local, device="meta")
+    sharded = DTensor.from_local(
+        like, layout.mesh, layout.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+    if like is not local:
+        sharded = DTensor(local, sharded._spec, requires_grad=False)
+    return nn.Parameter(sharded, requires_grad=param.requires_grad)
+
+
+def _shard_extended(param: nn.Parameter, layout: Layout, offload_policy: OffloadPolicy) -> nn.Parameter:
+    """The same of a tensor subclass that says itself how it is gathered: its rows stay what they are."""
+    full = _local_piece(param).detach()
+    rank, num_ranks = layout.axes.shard_rank, layout.axes.shard.size
+    device = _home(layout, offload_policy)
+    pieces = torch.chunk(full, num_ranks)
+    local = pieces[rank] if rank < len(pieces) else full.narrow(0, 0, 0)
+    local = local.clone() if local.device == device else local.to(device)
+    sharded = DTensor.from_local(
+        local, layout.mesh, layout.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+    return nn.Parameter(sharded, requires_grad=param.requires_grad)
+
+
+def _home(layout: Layout, offload_policy: OffloadPolicy) -> torch.device:
+    """Where shards live."""
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        return torch.device("cpu")
+    return _mesh_device(layout.mesh)
+
+
+def _swap_classes(modules: list[nn.Module], unit: Unit) -> None:
+    for root in modules:
+        for owner in root.modules():
+            names = tuple(owner.__dict__.get(SLOTS, {}))
+            is_unit = owner in modules
+            if is_unit:
+                owner.__dict__[UNIT] = unit
+            if is_unit or (names and UNIT not in owner.__dict__):
+                owner.__class__ = sharded_class(_plain_class(owner), names, is_unit)
+            if names:
+                owner.__dict__.pop("_flat_weights", None)  # an RNN's list would keep the full weights alive
+
+
+def _show_shards(module: nn.Module, *_: Any) -> None:
+    """State dicts hold shards, whether or not the parameters are gathered.
+
+    What is gathered stays so: one rank alone may ask for a state dict, and must not gather alone afterwards.
+    """
+    module.__dict__[UNIT].hide()
+
+
+def _reshard(module: nn.Module, *_: Any) -> None:
+    """What is gathered is not what is loaded."""
+    module.__dict__[UNIT].reshard()
+
+
+def _plain_class(owner: nn.Module) -> Any:
+    """The class the user wrote, whether or not it was swapped before."""
+    return getattr(type(owner), "_graphshard_plain_class", type(owner))

@@ -1,0 +1,192 @@
+"""The class swap: modules whose parameter attributes gather on read, and the state they share.
+
+``_parameters`` keeps DTensor shards, so optimizers, ``clip_grad_norm_``, state dicts and
+``torch.distributed.checkpoint`` see what they see under FSDP2 and names never change. While a forward
+of the model runs, reading ``self.weight`` returns ``unshard(shard)`` instead; Dynamo traces the
+property to one node.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._compat import in_recomputation
+from ..errors import ParameterStateError, ShardingError, UnsupportedShardingError
+from ..ir import UNSHARD
+from .eager_autograd import drop_prefetched, full_parameter, take_part_unused, watch_outputs
+from .fsdp_module import FSDPModule
+from .shard_versions import version_of
+from .tensor_trees import cast_tensors, move_tensors
+from .unit import SLOTS, UNIT, ParameterSlot, Unit, local_shard
+
+
+def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
+    """What ``module.<name>`` is: the parameter outside of a forward, the full tensor inside.
+
+    A checkpointed region that runs again in a backward counts as inside, whether it is entered
+    through a unit's forward or not.
+    """
+    param = module._parameters[name]
+    slot: ParameterSlot = module.__dict__[SLOTS][name]
+    unit = slot.unit
+    if param is None or not (unit.tree.in_forward or _in_recomputation()):
+        return param
+    if not torch.compiler.is_compiling():
+        _check_version(slot)
+        return slot.as_read(full_parameter(slot) if slot.needs_op else local_shard(slot))
+    if slot.is_extended:
+        raise UnsupportedShardingError(
+            f"parameter {slot.name} has an all-gather extension (fsdp_pre_all_gather), which cannot be compiled: "
+            "leave the module that holds it out of torch.compile (torch.compiler.disable on its forward), or store "
+            "plain tensors and use MixedPrecisionPolicy(param_dtype=...)"
+        )
+    local = local_shard(slot)
+    return slot.as_read(UNSHARD(local, unit.handle, *slot.arguments) if slot.needs_op else local)
+
+
+def _in_recomputation() -> bool:
+    # Dynamo cannot trace the question; what it traces is entered through a unit's forward.
+    return not torch.compiler.is_compiling() and in_recomputation()
+
+
+def _check_version(slot: ParameterSlot) -> None:
+    """A recomputation must gather what the forward gathered."""
+    if not torch.is_grad_enabled():
+        return
+    version = version_of(slot.param)
+    if not in_recomputation():
+        slot.version = version
+    elif slot.version not in (None, version):
+        raise ParameterStateError(
+            f"parameter {slot.name} changed in place after the forward that a checkpointed region now runs "
+            "again, so old activations would meet new weights: run backward() before optimizer.step() "
+            "or load_state_dict()"
+        )
+
+
+def _make_property(name: str) -> property:
+    def read(self: nn.Module) -> torch.Tensor | None:
+        return read_parameter(self, name)
+
+    def write(self: nn.Module, value: Any) -> None:
+        self.register_parameter(name, value)
+
+    def delete(self: nn.Module) -> None:
+        del self._parameters[name]
+
+    return property(read, write, delete)
+
+
+def _register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    """``nn.Module.register_parameter`` that replaces a sharded parameter without reading it."""
+    slot = self.__dict__[SLOTS].get(name)
+    if slot is None or name not in self._parameters:
+        nn.Module.register_parameter(self, name, param)
+        return
+    if param is not None and tuple(param.shape) != tuple(slot.global_shape):
+        raise ShardingError(
+            f"parameter {slot.name} has shape {tuple(slot.global_shape)}; it cannot be replaced by one of "
+            f"shape {tuple(param.shape)} after fully_shard"
+        )
+    slot.replace(self, name, param)
+
+
+def _flat_weights(self: nn.RNNBase) -> list[torch.Tensor | None]:
+    """RNNs keep a list of their weights beside the attributes: read it from the attributes."""
+    return [getattr(self, name) if hasattr(self, name) else None for name in self._flat_weights_names]
+
+
+def _ignore(self: nn.Module, value: Any) -> None:
+    """Writes to ``_flat_weights`` have nothing to keep up to date."""
+
+
+@functools.cache
+def sharded_class(cls: type[nn.Module], names: tuple[str, ...], is_unit: bool) -> type[nn.Module]:
+    """The subclass of ``cls`` whose attributes ``names`` gather; memoised so that blocks share one.
+
+    A unit's class is named ``FSDP<Class>`` and mixes in :class:`FSDPModule`; another module that owns
+    sharded parameters keeps its class name.
+    """
+    body: dict[str, Any] = {name: _make_property(name) for name in names}
+    body["__module__"] = cls.__module__
+    body["_graphshard_plain_class"] = cls
+    if names:
+        body["register_parameter"] = _register_parameter
+        if issubclass(cls, nn.RNNBase):
+            body["_flat_weights"] = property(_flat_weights, _ignore)
+    if is_unit:
+        body["forward"] = _forward_inside_tree(cls)
+    name = f"FSDP{cls.__name__}" if is_unit else cls.__name__
+    body["__qualname__"] = name if is_unit else cls.__qualname__
+    return type(name, (FSDPModule, cls) if is_unit else (cls,), body)
+
+
+def _forward_inside_tree(cls: type[nn.Module]) -> Any:
+    original = cls.forward
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run_inside_tree(self, functools.partial(original, self), args, kwargs)
+
+    return forward
+
+
+def run_inside_tree(
+    module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Runs a method of a unit's module as a forward: inputs moved and cast, parameters gathered."""
+    unit: Unit = module.__dict__[UNIT]
+    tree, policy = unit.tree, unit.mp_policy
+    if unit.input_device is not None:
+        args, kwargs = move_tensors((args, kwargs), unit.input_device)
+    if policy.cast_forward_inputs and policy.param_dtype is not None:
+        args, kwargs = cast_tensors((args, kwargs), policy.param_dtype)
+    is_compiling = torch.compiler.is_compiling()
+    was_in_forward = tree.in_forward
+    if not was_in_forward:  # Dynamo of torch 2.11 traces no write inside of a checkpointed region
+        tree.in_forward = True
+    outer = None if is_compiling else unit.begin_forward()
+    try:
+        if not is_compiling and unit.reduces_unused:
+            take_part_unused(unit)
+        outputs = method(*args, **kwargs)
+        if not is_compiling and not was_in_forward:
+            watch_outputs(tree, outputs)
+    finally:
+        if not was_in_forward:
+            tree.in_forward = False
+        if not is_compiling:
+            unit.end_forward(outer)
+            if not was_in_forward:
+                drop_prefetched(tree)
+    if policy.output_dtype is not None:
+        outputs = cast_tensors(outputs, policy.output_dtype)
+    return outputs
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Has another method of a unit's module gather parameters and cast inputs as ``forward`` does.
+
+    Does nothing to a module that is no unit, so that a model may call it sharded or not.
+
+    Raises:
+        ShardingError: (a ValueError) the module has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    original = getattr(module, method_name, None)
+    if not callable(original):
+        name = type(module).__name__
+        raise ShardingError(f"register_fsdp_forward_method: {name} has no method {method_name!r}")
+
+    @functools.wraps(original)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run_inside_tree(self, original, args, kwargs)
+
+    setattr(module, method_name, types.MethodType(method, module))

@@ -1,0 +1,357 @@
+"""``graphshard.formulas``: what a training step costs as expressions in its dynamic dims and the mesh.
+
+The step is captured at a few sizes of its dynamic dims. Every number of bytes is then a polynomial in
+these, found exactly and checked at further, random sizes by further captures: one byte off is an error.
+Bytes in the mesh axes follow from the shapes of parameters, and are checked the same way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+
+from ...cost import HardwareCard, Kernel, kernel_seconds
+from ...errors import FormulaError, OptionError
+from ...report import Formulas
+from .. import plain_inputs, read_settings, refuse_sharded
+from .links import halves_seconds, stops_hiding
+from .mesh import by_kind, largest_unit, shard_bytes, traffic_expressions
+from .polynomials import Basis, expression, fit, undominated, value_at
+from .sampling import Group, Sample, Sampler, groups_of, works_of
+
+#: Degrees in each dim that are tried, in this order: bytes are rarely more than quadratic in a dim.
+_DEGREES = (1, 2)
+
+#: So many random points check the expressions.
+_NUM_CHECKS = 2
+
+#: The largest size of a dim that a search looks at.
+_LARGEST = 1 << 40
+
+#: So many meshes are tried one by one before memory is taken to fall with the ranks.
+_NUM_TRIED = 12
+
+#: The widest mesh axis that a search looks at.
+_MOST_RANKS = 1 << 16
+
+_NOTES = (
+    "Bytes are exact while the graph stays as at the reference; the points checked say that it does there. Dims "
+    "of size 1 are special to torch: expressions start at 2. The peak is that of the reference's order of "
+    "collectives; at other sizes the schedule may choose another, so sizes that are solved were captured, too.",
+    "Seconds keep each kernel in its regime and at its efficiency at the reference, and copies into and out of "
+    "buckets as they are there; collectives of a kind have their average size and no low-latency protocol. A half "
+    "takes the longer of its compute and its communication: what cannot overlap (the first gather, the last "
+    "reduction) is in the simulation only.",
+)
+
+
+def formulas(
+    model: nn.Module | torch.export.ExportedProgram,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic: Mapping[str, int],
+    mesh: Mapping[str, int] | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    progress: Callable[[str], None] | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Formulas:
+    """Expressions of memory, communication and time, and what solving them says.
+
+    Args:
+        model, args, kwargs, loss: as in :func:`graphshard.inspect`; the sizes of the inputs are the reference.
+        dynamic: names of dims of the inputs: {"batch": 0, "sequence": 1}. Every input tensor whose size
+            there is that of the first one is resized.
+        mesh: the reference mesh; default 64 shards.
+        progress: is told the name of each stage as it begins.
+        seed: of the random points.
+        options: others of :func:`graphshard.inspect`: hardware, tables, units, mp_policy,
+            reshard_after_forward, optimizer, micro_batches, checkpoint. ``memory_budget`` is the limit
+            in what is solved; ``plan`` is "unit".
+
+    Raises:
+        OptionError: ``dynamic`` names no dims of the inputs, or names that the mesh uses; unknown options.
+        FormulaError: the graph changes with the sizes, or a capture disagrees with the expressions.
+        GraphShardError: as :func:`graphshard.inspect`.
+    """
+    known: dict[str, Any] = dict.fromkeys(("tables", "mp_policy", "reshard_after_forward", "memory_budget"))
+    known |= {"hardware": "h100-sxm", "units": (), "optimizer": "adamw", "micro_batches": 1, "checkpoint": ()}
+    if unknown := sorted(set(options) - set(known)):
+        raise OptionError(f"formulas has no option {', '.join(unknown)}; known: {', '.join(known)}")
+    settings = read_settings(rules=None, mesh=mesh or {"shard": 64}, plan="unit", **{**known, **options})
+    _, module, args, kwargs, sharded = plain_inputs(model, args, kwargs)
+    refuse_sharded(sharded)
+    sizes = _reference_sizes((*args, *kwargs.values()), dynamic)
+    sampler = Sampler(
+        module=module, args=args, kwargs=kwargs, dynamic=dynamic, sizes=sizes, loss=loss,
+        settings=settings, progress=progress or (lambda stage: None), known={},
+    )  # fmt: skip
+    return _Fitted.through(sampler, random.Random(seed)).formulas()
+
+
+def _reference_sizes(inputs: Sequence[Any], dynamic: Mapping[str, int]) -> dict[str, int]:
+    if not dynamic or {"shard", "replicate"} & set(dynamic):
+        raise OptionError(
+            'dynamic: name dims of the inputs, {"batch": 0}, and not "shard" or "replicate", which are mesh axes'
+        )
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    found = {}
+    for name, dim in dynamic.items():
+        sizes = [value.shape[dim] for value in tensors if type(dim) is int and 0 <= dim < value.dim()]
+        if not sizes:
+            shapes = ", ".join(str(list(value.shape)) for value in tensors) or "no tensors"
+            raise OptionError(f"dynamic: {name}={dim!r} is no dim of the inputs ({shapes})")
+        found[name] = sizes[0]
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fitted:
+    """Polynomials through samples, and the points that confirmed them."""
+
+    sampler: Sampler
+    reference: tuple[int, ...]
+    sample: Sample
+    groups: tuple[tuple[Group, ...], ...]
+    basis: Basis
+    coefficients: list[tuple[Fraction, ...]]
+    checked: tuple[dict[str, int], ...]
+
+    @staticmethod
+    def through(sampler: Sampler, chance: random.Random) -> _Fitted:
+        """Raises the degrees until random points agree."""
+        names = list(sampler.dynamic)
+        reference = tuple(sampler.sizes.values())
+        first = sampler.sample(reference)
+        groups = tuple(tuple(groups_of(kernels, sampler.settings.card)) for kernels in first.kernels)
+        grids = [_grid(size) for size in reference]
+        choices = [[size * factor for factor in range(4, 9)] for size in reference]
+        checks = chance.sample(list(itertools.product(*choices)), _NUM_CHECKS)
+
+        def numbers(point: tuple[int, ...]) -> list[int]:
+            structure = tuple(
+                node.name
+                for gm in (sampler.captured(point).forward, sampler.captured(point).backward)
+                for node in gm.graph.nodes
+            )
+            sample = sampler.sample(point, orders=first.orders) if structure == first.structure else None
+            if sample is None or [*map(len, sample.kernels)] != [*map(len, groups)]:
+                raise FormulaError(
+                    f"the graph at {_text(names, point)} is not the one at {_text(names, reference)}: there are no "
+                    "expressions for both; start from larger sizes, or inspect each of them"
+                )
+            return sample.whole_numbers(groups)
+
+        wrong = ""
+        for degrees in sorted(itertools.product(_DEGREES, repeat=len(names)), key=sum):
+            basis = Basis.of_degrees(degrees, grids)
+            coefficients = fit(basis, {point: numbers(point) for point in basis.points})
+            wrong = ""
+            for point in checks:
+                expected = [value_at(basis, one, point) for one in coefficients]
+                bad = [index for index, (want, have) in enumerate(zip(expected, numbers(point), strict=True))
+                       if want != have]  # fmt: skip
+                if bad:
+                    wrong = f"{len(bad)} of {len(expected)} numbers at {_text(names, point)}"
+                    break
+            if not wrong:
+                return _Fitted(
+                    sampler=sampler, reference=reference, sample=first, groups=groups, basis=basis,
+                    coefficients=coefficients, checked=tuple(dict(zip(names, point, strict=True)) for point in checks),
+                )  # fmt: skip
+        raise FormulaError(
+            f"no polynomial of degree {_DEGREES[-1]} in {', '.join(names)} gives what captures need: {wrong} differ; "
+            "inspect the sizes you need instead"
+        )
+
+    def formulas(self) -> Formulas:
+        settings, sampler = self.sampler.settings, self.sampler
+        card, mesh = settings.card, settings.rules.mesh
+        names = list(sampler.dynamic)
+        symbols = {name: sympy.Symbol(name, integer=True, positive=True)
+                   for name in (*names, *mesh)}  # fmt: skip
+        dims = [symbols[name] for name in names]
+        num_shards, num_replicas = symbols["shard"], symbols.get("replicate")
+        found = iter(self.coefficients)
+        fitted = {
+            name: expression(self.basis, next(found), dims) for name in ("activations", "inputs", "gathered")
+        }
+        compute = [
+            self._compute(kernels, groups, found, dims, card) + sympy.Float(copies)
+            for kernels, groups, copies in zip(
+                self.sample.kernels, self.groups, self.sample.copy_seconds, strict=True
+            )
+        ]
+        moments = undominated(list(found))
+        peak = sympy.Max(*(expression(self.basis, one, dims) for one in moments), evaluate=False)
+        captured = sampler.captured(self.reference)
+        shards = shard_bytes(sampler.module, captured, num_shards)
+        memory = {
+            "parameters": shards["parameters"],
+            "gradients": shards["gradients"],
+            "optimizer": settings.optimizer.num_states * shards["trained"],
+            **fitted,
+            "largest unit": sympy.Integer(largest_unit(captured)),
+        }
+        traffic = traffic_expressions(captured, self.sample, num_shards, num_replicas)
+        optimizer = settings.optimizer
+        rate = card.memory_bandwidth * card.efficiency["memory"].at(
+            (optimizer.num_reads + optimizer.num_writes) * self.sample.persistent["trained"]
+        )
+        moved = (optimizer.num_reads + optimizer.num_writes) * shards["trained"] / rate
+        seconds = halves_seconds(
+            dict(zip(("forward", "backward"), compute, strict=True)), traffic, symbols, card,
+            optimizer=card.kernel_overhead_seconds + moved if optimizer.num_reads else sympy.Integer(0),
+            micro_batches=settings.micro_batches,
+        )  # fmt: skip
+        limit = int(card.memory_bytes) if settings.budget_bytes is None else settings.budget_bytes
+        sizes = dict(zip(names, self.reference, strict=True))
+        reference = {**sizes, **mesh}
+        result = Formulas(
+            symbols=symbols,
+            reference=reference,
+            memory=memory,
+            peak=peak,
+            traffic={kind: settings.micro_batches * one for kind, one in by_kind(traffic).items()},
+            seconds=seconds,
+            checked=self.checked,
+            solutions={},
+            notes=_NOTES,
+        )
+        self._check_meshes(result)
+        solutions: dict[str, int | None] = {}
+        for index, name in enumerate(names):
+            solutions[f"largest {name} that fits"] = self._largest(index, moments, limit)
+        solutions["smallest shard that fits"] = self._smallest_mesh(
+            memory["parameters"] + memory["gradients"] + memory["optimizer"], limit
+        )
+        solutions["shard at which communication stops hiding"] = stops_hiding(result, card, _MOST_RANKS)
+        return replace(result, solutions=solutions)
+
+    def _compute(
+        self,
+        kernels: Sequence[Kernel],
+        groups: Sequence[Group],
+        found: Iterator[tuple[Fraction, ...]],
+        dims: Sequence[sympy.Symbol],
+        card: HardwareCard,
+    ) -> sympy.Expr:
+        """Seconds of a half's kernels: work over the rate that each group has at the reference."""
+        works = works_of(kernels, groups)
+        spent = dict.fromkeys(works, 0.0)
+        for kernel, group in zip(kernels, groups, strict=True):
+            spent[group] += kernel_seconds(kernel, card) - card.kernel_overhead_seconds
+        total = sympy.Float(len(kernels) * card.kernel_overhead_seconds)
+        for group, work in works.items():
+            polynomial = expression(self.basis, next(found), dims)
+            total += polynomial * sympy.Float(spent[group] / work) if work else 0
+        return sympy.expand(total)
+
+    def _check_meshes(self, result: Formulas) -> None:
+        """Bytes in the mesh axes against the passes on another mesh, whose sizes divide little."""
+        copies = {"replicate": 3} if "replicate" in result.symbols else {}
+        for num_shards in (7, 24):
+            mesh = copies | {"shard": num_shards}
+            sample = self.sampler.sample(self.reference, mesh)
+            expected = {name: sample.persistent[name] for name in ("parameters", "gradients", "optimizer")}
+            repeats = self.sampler.settings.micro_batches
+            for (_, kind), (num_bytes, _) in sample.traffic.items():
+                expected[kind] = expected.get(kind, 0) + repeats * num_bytes
+            for name, num_bytes in expected.items():
+                one = result.memory.get(name, result.traffic.get(name))
+                have = result.value(one, **mesh)
+                if have != num_bytes:
+                    raise FormulaError(
+                        f"{name} on {mesh}: the expression gives {have} bytes, the passes {num_bytes}"
+                    )
+
+    def _largest(self, index: int, moments: Sequence[tuple[Fraction, ...]], limit: int) -> int | None:
+        """The largest size of a dim, the others at the reference, that fits: the expression's, confirmed.
+
+        The schedule may choose another order at another size, so captures at the size and the next one
+        have the last word, and move the answer until they agree.
+        """
+
+        def at(size: int) -> tuple[int, ...]:
+            return tuple(size if dim == index else same for dim, same in enumerate(self.reference))
+
+        def is_predicted(size: int) -> bool:
+            return all(value_at(self.basis, one, at(size)) <= limit for one in moments)
+
+        def fits(size: int) -> bool:
+            return max(self.sampler.sample(at(size)).live) <= limit
+
+        predicted = _last_true(is_predicted, 1, _LARGEST)
+        if predicted == _LARGEST:
+            return None
+        size = predicted or 1
+        if fits(size):
+            return _last_true(fits, size, _LARGEST)
+        too_large = _last_true(lambda less: size - less > 0 and not fits(size - less), 0, size)
+        assert too_large is not None
+        return size - too_large - 1 or None
+
+    def _smallest_mesh(self, persistent: sympy.Expr, limit: int) -> int | None:
+        """The smallest shard axis on which the reference fits, by the passes on that very mesh.
+
+        Meshes on which not even ``persistent`` fits are skipped. Padding can make a wider mesh need more,
+        so the first ones are tried one by one; beyond them, memory is taken to fall with the ranks.
+        """
+        settings = self.sampler.settings
+        copies = {name: size for name, size in settings.rules.mesh.items() if name == "replicate"}
+        (shard,) = persistent.free_symbols
+        at_least = sympy.lambdify(shard, persistent, "math")
+        valid = [size for size in _valid_sizes(int(settings.card.ranks_per_node), _MOST_RANKS)
+                 if at_least(size) <= limit]  # fmt: skip
+
+        def is_too_small(index: int) -> bool:
+            sample = self.sampler.sample(self.reference, copies | {"shard": valid[index]})
+            return max(sample.live) > limit
+
+        for index in range(min(_NUM_TRIED, len(valid))):
+            if not is_too_small(index):
+                return valid[index]
+        if len(valid) <= _NUM_TRIED or is_too_small(len(valid) - 1):
+            return None
+        last = _last_true(is_too_small, _NUM_TRIED - 1, len(valid) - 2)
+        assert last is not None
+        return valid[last + 1]
+
+
+def _valid_sizes(per_node: int, most: int) -> list[int]:
+    """Axis sizes from 2: within a node any, beyond it whole nodes."""
+    return [*range(2, per_node + 1), *range(2 * per_node, most + 1, per_node)]
+
+
+def _last_true(holds: Callable[[int], bool], first: int, most: int) -> int | None:
+    """The last number for which something holds that holds up to some number; None if not for the first."""
+    if not holds(first):
+        return None
+    step, low = 1, first
+    while low + step <= most and holds(low + step):
+        low += step
+        step *= 2
+    high = min(low + step, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def _grid(size: int) -> list[int]:
+    """Sizes to measure a dim at; 1 is special to torch, so it is none of them."""
+    start = size if size > 1 else 2
+    return [start, 2 * start, 3 * start]
+
+
+def _text(names: Sequence[str], point: Sequence[int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in zip(names, point, strict=True))

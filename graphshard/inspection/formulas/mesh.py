@@ -1,0 +1,93 @@
+"""Bytes in the mesh axes: what shards and collectives weigh, as expressions in the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import sympy
+import torch
+from torch import nn
+
+from ...capture import CapturedStep
+from ...ir import REDUCE_GRAD, UNSHARD, ReduceGradCall, UnshardCall
+from .links import Traffic
+from .sampling import Sample
+
+
+def _pieces(rows: Mapping[int, int], num_shards: sympy.Symbol) -> sympy.Expr:
+    """Bytes of padded shards: for each number of rows, bytes of all that share it."""
+    return sympy.Add(*(row_bytes * sympy.ceiling(sympy.Integer(num_rows) / num_shards)
+                       for num_rows, row_bytes in sorted(rows.items())))  # fmt: skip
+
+
+def shard_bytes(module: nn.Module, captured: CapturedStep, num_shards: sympy.Symbol) -> dict[str, sympy.Expr]:
+    """Shards of all parameters, of those that are trained, and of their gradients."""
+    calls = [ReduceGradCall(*node.args)
+             for node in captured.backward.graph.find_nodes(op="call_function", target=REDUCE_GRAD)]  # fmt: skip
+    trained = {call.name: call.dtype.itemsize for call in calls}
+    rows: dict[str, dict[int, int]] = {"parameters": {}, "trained": {}, "gradients": {}}
+    for name, param in module.named_parameters():
+        num_rows = param.shape[0] if param.dim() else 1
+        row_elements = param.numel() // max(num_rows, 1)
+        itemsizes = {"parameters": param.element_size()}
+        if name in trained:
+            itemsizes |= {"trained": param.element_size(), "gradients": trained[name]}
+        for what, itemsize in itemsizes.items():
+            rows[what][num_rows] = rows[what].get(num_rows, 0) + row_elements * itemsize
+    return {what: _pieces(of_rows, num_shards) for what, of_rows in rows.items()}
+
+
+def largest_unit(captured: CapturedStep) -> int:
+    """Bytes of the largest unit, gathered."""
+    full: dict[str, dict[str, int]] = {}
+    for node in captured.forward.graph.find_nodes(op="call_function", target=UNSHARD):
+        call, value = UnshardCall(*node.args), node.meta["val"]
+        full.setdefault(call.unit, {})[call.name] = value.numel() * value.element_size()
+    return max((sum(of_unit.values()) for of_unit in full.values()), default=0)
+
+
+def traffic_expressions(
+    captured: CapturedStep, sample: Sample, num_shards: sympy.Symbol, num_replicas: sympy.Symbol | None
+) -> dict[tuple[str, str], Traffic]:
+    """Bytes of each half's collectives by kind, of one micro-batch, and how many they are."""
+    gathered: dict[str, dict[int, int]] = {"forward": {}, "backward": {}}
+    reduced: dict[int, int] = {}
+    for half, gm in (("forward", captured.forward), ("backward", captured.backward)):
+        for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
+            _add_rows(gathered[half], node.meta["val"])
+    for node in captured.backward.graph.find_nodes(op="call_function", target=REDUCE_GRAD):
+        reduction = ReduceGradCall(*node.args)
+        gradient = reduction.grad.meta["val"]
+        _add_rows(reduced, gradient, reduction.reduce_dtype)
+    found = {}
+    for half, kind, num_bytes in (
+        ("forward", "all_gather", num_shards * _pieces(gathered["forward"], num_shards)),
+        ("backward", "all_gather", num_shards * _pieces(gathered["backward"], num_shards)),
+        ("backward", "reduce_scatter", num_shards * _pieces(reduced, num_shards)),
+    ):
+        _, count = sample.traffic.get((half, kind), (0, 0))
+        if num_bytes:
+            found[half, kind] = Traffic(kind=kind, num_bytes=num_bytes, count=count, ranks=num_shards)
+    if reduced and num_replicas is not None:
+        _, count = sample.traffic["backward", "reduce_scatter"]
+        pieces = sympy.Piecewise(
+            (sympy.Integer(0), sympy.Eq(num_replicas, 1)), (_pieces(reduced, num_shards), True)
+        )
+        found["backward", "all_reduce"] = Traffic(
+            kind="all_reduce", num_bytes=pieces, count=count, ranks=num_replicas
+        )
+    return found
+
+
+def _add_rows(rows: dict[int, int], full: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    num_rows = full.shape[0]
+    row_bytes = full.numel() // max(num_rows, 1) * (dtype or full.dtype).itemsize
+    rows[num_rows] = rows.get(num_rows, 0) + row_bytes
+
+
+def by_kind(traffic: Mapping[tuple[str, str], Traffic]) -> dict[str, sympy.Expr]:
+    """Bytes of both halves together."""
+    found: dict[str, sympy.Expr] = {}
+    for (_, kind), one in traffic.items():
+        found[kind] = found.get(kind, sympy.Integer(0)) + one.num_bytes
+    return found

@@ -1,0 +1,386 @@
+"""``graphshard.inspect``: what a training step costs on N devices, with no device and no process group.
+
+The model is captured on fake tensors, sharded and scheduled by the passes of training, and priced with
+a hardware card. Each half runs on its own; the step is all micro-batches of both, then the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from .._compat import lazy_graph_modules
+from ..backend import LOWERING, BackendOptions, half_pipeline
+from ..capture import CapturedStep, capture_step
+from ..cost import CollectiveTables, CostModel, HardwareCard
+from ..errors import BudgetError
+from ..ir import apply_order, graph_text, no_garbage_collection, output_values, remembered_results
+from ..passes import PlanCollectives
+from ..pipeline import Fact, PassContext, PassRecord, Pipeline
+from ..planner import PlannedGraph, problem_of_graph
+from ..planner.search import Bounds, InfeasibleBudgetError, lower_bounds
+from ..progress import Stages
+from ..report import CATEGORIES, HalfReport, ModelSummary, PassStep, Report, UnitSummary, World
+from .half_report import ScheduledHalf, brief_half_report, half_report
+from .memory_categories import CategorizedMemory, SavedMemory, categorized_memory, kept_bytes_by_category
+from .optimizers import step_seconds
+from .other_meshes import worlds_of
+from .persistent_bytes import always_bytes, persistent_bytes
+from .settings import Settings, count_tokens, plain_inputs, read_settings, refuse_what_is_known
+from .step_choice import choose_inspected
+from .step_report import (
+    flops_by_dtype,
+    optimizer_half,
+    pass_step,
+    report_of_halves,
+    throughput,
+    with_accumulation,
+)
+
+#: Said in every report: what the numbers leave out.
+_MODELLED = (
+    "Forward and backward are scheduled each on its own: no collective runs from one into the other.",
+    "The optimizer is one fused kernel over the shards, after the last collective, bound by memory bandwidth.",
+    "Host time, allocator fragmentation and the scratch space of kernels and of the communication library "
+    "are not counted.",
+    "Operations count causal attention in full, as is usual for utilisation; its time counts the half that runs.",
+)
+
+
+def inspect(
+    model: nn.Module | torch.export.ExportedProgram,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    mesh: Mapping[str, int] | None = None,
+    hardware: str | Path | HardwareCard = "h100-sxm",
+    tables: str | Path | CollectiveTables | None = None,
+    units: Sequence[str] = (),
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | None = None,
+    optimizer: str = "adamw",
+    micro_batches: int = 1,
+    memory_budget: int | str | None = None,
+    plan: str = "unit",
+    checkpoint: str | Sequence[str] = (),
+    progress: Callable[[str], None] | None = None,
+) -> Report:
+    """Predicts one training step of a model on the ranks of a mesh.
+
+    Args:
+        model: a module, on the meta device or any other (it is neither run nor changed); one that has been
+            through ``fully_shard``, which says its mesh, units and policies; or an exported program.
+        args, kwargs: inputs of one rank and micro-batch; of tensors only shape and dtype count. None for
+            an exported program's own example inputs.
+        mesh: sizes of the axes, outermost first: {"shard": 64}, {"replicate": 4, "shard": 16}.
+        hardware: a card: its name, its file or itself.
+        tables: measured times of collectives (CSV), used where they have rows.
+        units: patterns of module paths ("layers.*"): each module that matches is a unit, as if
+            ``fully_shard`` were called on it; what is left is the root's.
+        loss: turns the model's output into a scalar; None if the model returns one.
+        mp_policy, reshard_after_forward: as in ``fully_shard``.
+        optimizer: one of :data:`graphshard.inspection.optimizers.OPTIMIZERS`; its state counts.
+        micro_batches: forward and backward run so often before the optimizer. Each backward reduces its
+            gradients, which are added to those of the micro-batches before.
+        memory_budget: the most a rank may hold, everything included: bytes, or a text like "60GiB".
+        plan: "unit" for the schedule that training uses by default (one bucket a unit), "auto" for
+            buckets and an order chosen by cost.
+        checkpoint: patterns of modules whose activations are computed again in the backward, beside
+            those that the model itself checkpoints; "units" for every unit.
+        progress: is told the name of each stage as it begins.
+
+    Raises:
+        CaptureError: the model is no single graph, its shapes depend on data, the inputs do not fit, or
+            what it returns is no loss.
+        ShardingError: a mesh that cannot be, or does not fill the nodes of the card; idle patterns.
+        UnsupportedShardingError: a sharded model that cannot be followed (says why).
+        CardError, TableError, OptionError, OptionTypeError: an input that cannot be read.
+        BudgetError: the step needs more than ``memory_budget``.
+    """
+    name, module, args, kwargs, found = plain_inputs(model, args, kwargs)
+    if found is not None:
+        refuse_what_is_known(
+            mesh=mesh, units=units or None, mp_policy=mp_policy, reshard=reshard_after_forward
+        )
+        mesh = found.mesh
+    settings = read_settings(
+        rules=found,
+        mesh={"shard": 64} if mesh is None else mesh,
+        hardware=hardware,
+        tables=tables,
+        units=units,
+        mp_policy=mp_policy,
+        reshard_after_forward=reshard_after_forward,
+        optimizer=optimizer,
+        micro_batches=micro_batches,
+        memory_budget=memory_budget,
+        plan=plan,
+        checkpoint=checkpoint,
+    )
+    stages = Stages(progress)
+    stages.begin("capture")
+    with lazy_graph_modules(), no_garbage_collection(), remembered_results():
+        captured = capture_step(
+            module, args, kwargs, rules=settings.rules, loss=loss, checkpoint=settings.checkpoint,
+            needs_loss=True, device_type=settings.card.device_type, choose=partial(choose_inspected, settings, module),
+        )  # fmt: skip
+        inspection = Inspection(settings=settings, captured=captured, stages=stages)
+        return inspection.report(name, module, count_tokens(args, kwargs))
+
+
+def _name(value: Any) -> str:
+    return value.name if isinstance(value, fx.Node) else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """One model on one machine, on its way through the halves.
+
+    Attributes:
+        settings, captured: what was asked for, and the step; its halves are changed.
+        stages: is told of each stage.
+        is_brief: only the numbers of the step and its halves: no texts, events, bounds or checks of the
+            passes, in a fraction of the time.
+        orders: names of a half's nodes in an order to keep in place of the schedule, where ``is_brief``.
+        passes, notes: of the report, filled on the way.
+    """
+
+    settings: Settings
+    captured: CapturedStep
+    stages: Stages
+    is_brief: bool = False
+    orders: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    passes: list[PassStep] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def report(self, name: str, module: nn.Module, tokens: int | None) -> Report:
+        """The whole report.
+
+        Args:
+            name: of the model.
+            module: what was captured.
+            tokens: of one rank and micro-batch.
+
+        Raises:
+            BudgetError: more memory is needed than was allowed.
+        """
+        captured, settings = self.captured, self.settings
+        persistent = persistent_bytes(module, captured, settings.optimizer)
+        joint_flops = flops_by_dtype(captured.joint)
+        self._record("joint", captured.records, captured.text, captured.context)
+        always = always_bytes(persistent, settings.micro_batches)
+        accumulated = always["gradients"]
+        describe = brief_half_report if self.is_brief else half_report
+        halves = [describe(*half) for half in self.scheduled_halves(always)]
+        if accumulated:
+            halves[-1] = with_accumulation(halves[-1], accumulated, settings.card)
+        halves.append(self._optimizer(persistent))
+        self.stages.begin("report")
+        report = report_of_halves(
+            halves,
+            model=_model_summary(name, module, captured),
+            mesh=dict(settings.rules.mesh),
+            card=settings.card,
+            settings=settings.as_dict(),
+            persistent=_row(always),
+            budget_bytes=settings.budget_bytes,
+            passes=self.passes,
+            notes=[*_MODELLED, *self._said(), *self.notes],
+        )
+        self._refuse_what_does_not_fit(report)
+        self.stages.end()
+        return replace(
+            report,
+            throughput=throughput(report, joint_flops, tokens, settings.card),
+            worlds=self._worlds(halves),
+            stage_seconds=dict(self.stages.seconds),
+        )
+
+    def _worlds(self, halves: Sequence[HalfReport]) -> tuple[World, ...]:
+        layout = self.captured.context.mesh
+        return worlds_of(halves, self.settings.prices(layout), self.settings.rules.mesh, layout)
+
+    def scheduled_halves(
+        self, always: Mapping[str, int]
+    ) -> list[tuple[ScheduledHalf, CategorizedMemory, list[int]]]:
+        """Forward and backward with their collectives in place, their memory, and what lives beside it.
+
+        Args:
+            always: bytes by category that live throughout; see :func:`always_bytes`.
+        """
+        captured = self.captured
+        saved_names = [_name(value) for value in output_values(captured.forward.graph)]
+        context = captured.context.for_forward()
+        forward = self._half("forward", captured.forward, context, always, num_results=captured.num_results)
+        behind = _saved_memory(saved_names, forward[1])
+        saved = dict(zip(saved_names, forward[1].outputs, strict=True))
+        context = captured.context.for_backward()
+        backward = self._half("backward", captured.backward, context, always, saved=saved, behind=behind)
+        return [forward, backward]
+
+    def _said(self) -> list[str]:
+        said = []
+        if self.settings.micro_batches > 1:
+            said.append(
+                f"{self.settings.micro_batches} micro-batches: each backward reduces its gradients and adds them to "
+                "those before (two reads and a write); memory is that of a micro-batch that is not the first."
+            )
+        if self.captured.choice is not None:
+            said += self.captured.choice.notes()
+        if self.settings.optimizer.name == "none":
+            said.append("No optimizer: neither its state nor its step is counted.")
+        return said
+
+    def _record(
+        self, graph: str, records: Sequence[PassRecord], before: str, ctx: PassContext, name: str = "captured"
+    ) -> None:
+        first = PassStep(
+            graph=graph, name=name, seconds=0.0, num_nodes=before.count("\n"), num_collectives=0,
+            collective_bytes=0, counts={}, skipped=(), text=before,
+        )  # fmt: skip
+        self.passes.append(first)
+        self.passes.extend(pass_step(graph, record) for record in records)
+
+    def _half(
+        self,
+        name: str,
+        gm: fx.GraphModule,
+        ctx: PassContext,
+        always: Mapping[str, int],
+        *,
+        num_results: int | None = None,
+        saved: Mapping[str, str] | None = None,
+        behind: Sequence[SavedMemory] = (),
+    ) -> tuple[ScheduledHalf, CategorizedMemory, list[int]]:
+        """Runs the passes on one half; what they make of it, its memory, and what lives beside it."""
+        settings, prices = self.settings, self.settings.prices(ctx.mesh)
+        ctx = replace(ctx, device_type=settings.card.device_type)
+        self.stages.begin(f"{name}: passes")
+        before = "" if self.is_brief else graph_text(gm, mesh=ctx.mesh, parameters=ctx.parameters)
+        steps = half_pipeline(BackendOptions()).passes[len(LOWERING.passes) :]
+        records = self._run(LOWERING, gm, ctx, before)
+        kept = kept_bytes_by_category(gm, ctx)
+        outside = [total - inside for total, inside in zip(_row(always), kept, strict=True)]
+        bounds: Bounds | None
+        notes: Sequence[str] = ()
+        if settings.plan == "unit" and self.is_brief:
+            bounds, solver = None, "none"
+            rest = steps[:-1] if name in self.orders else steps
+            self._run(Pipeline(*rest, given=LOWERING.facts_at_end), gm, ctx, "")
+            if name in self.orders:
+                by_name = {node.name: node for node in gm.graph.nodes}
+                apply_order(gm.graph, [by_name[node] for node in self.orders[name]])
+        elif settings.plan == "unit":
+            self.stages.begin(f"{name}: bound")
+            found = problem_of_graph(gm, prices, device_type=settings.card.device_type)
+            bounds, solver = lower_bounds(found.problem), "none"
+            notes = found.notes
+            self.stages.begin(f"{name}: schedule")
+            rest_of_passes = Pipeline(*steps, given=LOWERING.facts_at_end)
+            records += rest_of_passes.run(gm, ctx, before=records[-1].text)
+        else:
+            self.stages.begin(f"{name}: plan")
+            bounds, solver, record = self._planned(name, gm, ctx, prices, sum(outside), LOWERING.facts_at_end)
+            records.append(record)
+        self._record(name, records, before, ctx, "partitioned")
+        self.notes.extend(f"{name}: {note}" for note in notes)
+        self.stages.begin(f"{name}: cost")
+        memory = categorized_memory(
+            gm,
+            ctx,
+            device_type=settings.card.device_type,
+            saved=saved,
+            num_results=num_results,
+            saved_memory=behind,
+        )
+        skipped = [sentence for record in records for sentence in record.report.skipped]
+        half = ScheduledHalf(
+            name=name, gm=gm, ctx=ctx, prices=prices, bounds=bounds, solver=solver, skipped=skipped,
+            repeats=settings.micro_batches, made_by="passes" if settings.plan == "unit" else "plan",
+        )  # fmt: skip
+        return half, memory, outside
+
+    def _run(self, pipeline: Pipeline, gm: fx.GraphModule, ctx: PassContext, before: str) -> list[PassRecord]:
+        if not self.is_brief:
+            return pipeline.run(gm, ctx, before=before)
+        pipeline.run_unchecked(gm, ctx)
+        return []
+
+    def _planned(
+        self,
+        half: str,
+        gm: fx.GraphModule,
+        ctx: PassContext,
+        prices: CostModel,
+        outside_bytes: int,
+        given: frozenset[Fact],
+    ) -> tuple[Bounds, str, PassRecord]:
+        """Merges and orders a half's collectives by cost, within what the budget leaves."""
+        budget = self.settings.budget_bytes
+        left: int | str = "default" if budget is None else max(budget - outside_bytes, 1)
+        ctx = replace(ctx, prices=prices)
+        try:
+            (record,) = Pipeline(PlanCollectives(memory_budget=left), given=given).run(gm, ctx)
+        except InfeasibleBudgetError as error:
+            assert budget is not None
+            needed = error.smallest_bytes + outside_bytes
+            raise BudgetError(budget, needed, f"the {half} of the leanest plan that was found") from error
+        assert isinstance(record.report.planned, PlannedGraph)
+        plan = record.report.planned.plan
+        return plan.bounds, plan.solver, record
+
+    def _optimizer(self, persistent: Mapping[str, int]) -> HalfReport:
+        kind, card = self.settings.optimizer, self.settings.card
+        seconds = step_seconds(kind, persistent["trained"], persistent["elements"], card)
+        live = _row({name: persistent[name] for name in ("parameters", "optimizer", "gradients", "inputs")})
+        return optimizer_half(kind.name, seconds, live, kind.flops_per_element * persistent["elements"])
+
+    def _refuse_what_does_not_fit(self, report: Report) -> None:
+        budget = self.settings.budget_bytes
+        if budget is not None and report.memory.peak_bytes > budget:
+            which = "the schedule of the passes" if self.settings.plan == "unit" else "the plan"
+            raise BudgetError(budget, report.memory.peak_bytes, which)
+
+
+def _row(values: Mapping[str, int]) -> list[int]:
+    return [values.get(name, 0) for name in CATEGORIES]
+
+
+def _saved_memory(names: Sequence[str], memory: CategorizedMemory) -> list[SavedMemory]:
+    """What the backward takes over: the memory behind the saved values, by their names."""
+    groups: dict[int, list[str]] = {}
+    sizes: dict[int, int] = {}
+    for name, buffer, num_bytes in zip(names, memory.output_buffers, memory.output_bytes, strict=True):
+        if name:
+            groups.setdefault(buffer, []).append(name)
+            sizes[buffer] = num_bytes
+    return [SavedMemory(names=tuple(group), num_bytes=sizes[buffer]) for buffer, group in groups.items()]
+
+
+def _model_summary(name: str, module: nn.Module, captured: CapturedStep) -> ModelSummary:
+    params = dict(module.named_parameters())
+    units: dict[str, list[nn.Parameter]] = {}
+    for binding in captured.context.parameters:
+        units.setdefault(binding.unit, []).append(params[binding.name])
+    return ModelSummary(
+        name=name,
+        num_elements=sum(param.numel() for param in params.values()),
+        num_trained=sum(param.numel() for param in params.values() if param.requires_grad),
+        units=tuple(
+            UnitSummary(
+                name=unit,
+                num_parameters=len(members),
+                num_elements=sum(param.numel() for param in members),
+                full_bytes=sum(param.numel() * param.element_size() for param in members),
+            )
+            for unit, members in units.items()
+        ),
+    )

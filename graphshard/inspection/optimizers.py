@@ -1,0 +1,74 @@
+"""What the optimizer's step costs: bytes read and written, and the state it keeps.
+
+Every state has the shape and the dtype of its parameter's shard, as torch.optim makes it. A step reads
+and writes each of them once: that is a fused kernel (``fused=True``), bound by memory bandwidth, with
+no temporaries. The scalar ``step`` of each parameter is not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..cost import HardwareCard, memory_seconds
+from ..errors import OptionError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerKind:
+    """How many tensors of a shard's size an optimizer keeps, reads and writes in a step."""
+
+    name: str
+    num_states: int
+    num_reads: int
+    num_writes: int
+    flops_per_element: int
+
+
+#: Reads are parameter, gradient and states; writes are parameter and states. "none" has no step.
+OPTIMIZERS = {
+    kind.name: kind
+    for kind in (
+        OptimizerKind(name="adamw", num_states=2, num_reads=4, num_writes=3, flops_per_element=14),
+        OptimizerKind(name="adam", num_states=2, num_reads=4, num_writes=3, flops_per_element=13),
+        OptimizerKind(name="sgd", num_states=0, num_reads=2, num_writes=1, flops_per_element=2),
+        OptimizerKind(name="sgd-momentum", num_states=1, num_reads=3, num_writes=2, flops_per_element=4),
+        OptimizerKind(name="adagrad", num_states=1, num_reads=3, num_writes=2, flops_per_element=6),
+        OptimizerKind(name="rmsprop", num_states=1, num_reads=3, num_writes=2, flops_per_element=7),
+        OptimizerKind(name="none", num_states=0, num_reads=0, num_writes=0, flops_per_element=0),
+    )
+}
+
+
+def optimizer_kind(name: str) -> OptimizerKind:
+    """The optimizer of this name.
+
+    Raises:
+        OptionError: it is none of :data:`OPTIMIZERS`.
+    """
+    if name not in OPTIMIZERS:
+        raise OptionError(f"optimizer={name!r} is unknown; known: {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name]
+
+
+def step_seconds(kind: OptimizerKind, shard_bytes: int, num_elements: int, card: HardwareCard) -> float:
+    """Seconds of one step over the shards of a rank: the roofline of one fused kernel.
+
+    Args:
+        kind: the optimizer.
+        shard_bytes: of the trained parameters' shards.
+        num_elements: of these shards.
+        card: the hardware.
+    """
+    moved = (kind.num_reads + kind.num_writes) * shard_bytes
+    if not moved:
+        return 0.0
+    flops = kind.flops_per_element * num_elements
+    arithmetic = flops / (card.vector_flops * card.efficiency["vector"].at(flops))
+    return card.kernel_overhead_seconds + max(arithmetic, memory_seconds(moved, card))
+
+
+def accumulation_seconds(gradient_bytes: int, card: HardwareCard) -> float:
+    """Seconds of adding one more micro-batch's reduced gradients: two reads and a write."""
+    if not gradient_bytes:
+        return 0.0
+    return card.kernel_overhead_seconds + memory_seconds(3 * gradient_bytes, card)

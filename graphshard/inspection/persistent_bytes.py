@@ -1,0 +1,76 @@
+"""Bytes of a rank that live through a whole step: shards, gradients, the optimizer's state, inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..capture import CapturedStep
+from ..ir import output_values, padded_shape, tensor_bytes
+from ..pipeline import PassContext
+from .optimizers import OptimizerKind
+
+
+def persistent_bytes(module: nn.Module, captured: CapturedStep, optimizer: OptimizerKind) -> dict[str, int]:
+    """Bytes of a rank that live through the whole step, by category, and what the optimizer works on.
+
+    "trained" are the shards that it updates; "elements" how many elements these have.
+    """
+    gradients = output_values(captured.backward.graph)
+    return _persistent(module, captured.context, gradients, captured.forward, optimizer)
+
+
+def persistent_bytes_of_joint(
+    module: nn.Module, gm: fx.GraphModule, context: PassContext, optimizer: OptimizerKind
+) -> dict[str, int]:
+    """:func:`persistent_bytes` from the joint graph at level 1."""
+    assert context.first_gradient is not None
+    return _persistent(module, context, output_values(gm.graph)[context.first_gradient :], gm, optimizer)
+
+
+def _persistent(
+    module: nn.Module,
+    context: PassContext,
+    gradients: Sequence[Any],
+    forward: fx.GraphModule,
+    optimizer: OptimizerKind,
+) -> dict[str, int]:
+    bindings = {binding.name: binding for binding in context.parameters}
+    parameters = trained = elements = gradient_bytes = 0
+    num_shards = next((binding.group_size for binding in bindings.values()), 1)
+    for name, param in module.named_parameters():
+        binding = bindings.get(name)
+        dim = 0 if binding is None else binding.dim
+        shape = padded_shape(param.shape, dim, num_shards) if param.dim() else [1]
+        numel = torch.Size(shape).numel()
+        parameters += numel * param.element_size()
+        gradient = gradients[binding.position] if binding is not None else None
+        if isinstance(gradient, fx.Node):
+            trained += numel * param.element_size()
+            elements += numel
+            gradient_bytes += tensor_bytes(gradient.meta["val"])
+    inputs = [
+        node for node in forward.graph.find_nodes(op="placeholder")
+        if context.binding(node.name) is None and not node.name.startswith("tangents_")
+    ]  # fmt: skip
+    return {
+        "parameters": parameters,
+        "optimizer": optimizer.num_states * trained,
+        "gradients": gradient_bytes,
+        "inputs": sum(tensor_bytes(node.meta.get("val")) for node in inputs),
+        "trained": trained,
+        "elements": elements,
+    }
+
+
+def always_bytes(persistent: Mapping[str, int], micro_batches: int) -> dict[str, int]:
+    """Bytes by category that live beside a half: gradients only if earlier micro-batches left some."""
+    return {
+        "parameters": persistent["parameters"],
+        "optimizer": persistent["optimizer"],
+        "gradients": persistent["gradients"] if micro_batches > 1 else 0,
+        "inputs": persistent["inputs"],
+    }

@@ -1,0 +1,173 @@
+"""What an inspection is told: settings, and a model with its inputs, each checked as it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from ..capture import ShardingRules, is_sharded, plain_copy, plain_module
+from ..cost import CollectiveTables, CostModel, HardwareCard, card_of, tables_of
+from ..errors import OptionError, ShardingError, UnsupportedShardingError
+from ..ir import MeshLayout
+from ..memory import parse_bytes
+from .optimizers import OptimizerKind, optimizer_kind
+
+PLANS = ("unit", "auto")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What was asked for, checked."""
+
+    card: HardwareCard
+    tables: CollectiveTables | None
+    rules: ShardingRules
+    optimizer: OptimizerKind
+    micro_batches: int
+    budget_bytes: int | None
+    plan: str
+    checkpoint: tuple[str, ...]
+
+    def prices(self, layout: MeshLayout) -> CostModel:
+        """Of this machine and mesh."""
+        return CostModel.of_mesh(self.card, layout, tables=self.tables)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the report."""
+        policy = self.rules.mp_policy
+        return {
+            "units": list(self.rules.units),
+            "reshard_after_forward": self.rules.reshard_after_forward,
+            "param_dtype": _dtype_name(policy.param_dtype),
+            "reduce_dtype": _dtype_name(policy.reduce_dtype),
+            "optimizer": self.optimizer.name,
+            "micro_batches": self.micro_batches,
+            "memory_budget": self.budget_bytes,
+            "plan": self.plan,
+            "checkpoint": list(self.checkpoint),
+            "tables": None if self.tables is None else self.tables.source,
+        }
+
+
+def refuse_sharded(found: ShardingRules | None) -> None:
+    """For what looks at many meshes, or at none in particular.
+
+    Raises:
+        UnsupportedShardingError: the model has been through ``fully_shard``, for one mesh.
+    """
+    if found is not None:
+        raise UnsupportedShardingError(
+            "the model has been through fully_shard, which fixed its mesh: give it as it was before, and say with "
+            "units=[...], mp_policy=... and reshard_after_forward=... what fully_shard was told"
+        )
+
+
+def refuse_what_is_known(**given: Any) -> None:
+    """For a sharded model: what ``fully_shard`` was told must not be said again.
+
+    Raises:
+        OptionError: a value is given; None for those that are not.
+    """
+    named = {"reshard": "reshard_after_forward"}
+    if double := [named.get(name, name) for name, value in given.items() if value is not None]:
+        raise OptionError(
+            f"{', '.join(double)}: the model has been through fully_shard, which was told already; leave it out"
+        )
+
+
+def read_settings(
+    *,
+    rules: ShardingRules | None,
+    mesh: Mapping[str, int],
+    hardware: str | Path | HardwareCard,
+    tables: str | Path | CollectiveTables | None,
+    units: Sequence[str],
+    mp_policy: MixedPrecisionPolicy | None,
+    reshard_after_forward: bool | None,
+    optimizer: str,
+    micro_batches: int,
+    memory_budget: int | str | None,
+    plan: str,
+    checkpoint: str | Sequence[str],
+) -> Settings:
+    """What :func:`graphshard.inspect` was told, checked; ``rules`` of a sharded model stand for its own."""
+    card = card_of(hardware)
+    units = (units,) if isinstance(units, str) else tuple(units)
+    rules = rules or ShardingRules(
+        mesh=mesh,
+        units=units,
+        mp_policy=mp_policy or MixedPrecisionPolicy(),
+        reshard_after_forward=reshard_after_forward,
+    )
+    _refuse_half_filled_nodes(mesh, card)
+    if type(micro_batches) is not int or micro_batches < 1:
+        raise OptionError(f"micro_batches={micro_batches!r} must be a whole number, at least 1")
+    if plan not in PLANS:
+        raise OptionError(f"plan={plan!r} is unknown; known: {', '.join(map(repr, PLANS))}")
+    patterns = (checkpoint,) if isinstance(checkpoint, str) else tuple(checkpoint)
+    units = tuple(rules.units)
+    if "units" in patterns and not units:
+        raise OptionError('checkpoint="units" needs units: give their patterns, units=["layers.*"]')
+    patterns = tuple(
+        dict.fromkeys(each for one in patterns for each in (units if one == "units" else (one,)))
+    )
+    return Settings(
+        card=card,
+        tables=tables_of(tables),
+        rules=rules,
+        optimizer=optimizer_kind(optimizer),
+        micro_batches=micro_batches,
+        budget_bytes=None if memory_budget is None else parse_bytes(memory_budget),
+        plan=plan,
+        checkpoint=patterns,
+    )
+
+
+def _refuse_half_filled_nodes(mesh: Mapping[str, int], card: HardwareCard) -> None:
+    num_ranks = 1
+    for size in mesh.values():
+        num_ranks *= size
+    per_node = int(card.ranks_per_node)
+    if num_ranks > per_node and num_ranks % per_node:
+        sizes = ", ".join(f"{name}={size}" for name, size in mesh.items())
+        below = num_ranks // per_node * per_node
+        raise ShardingError(
+            f"mesh {sizes}: {num_ranks} ranks do not divide into nodes of {per_node} (card {card.name!r}); use "
+            f"{below} or {below + per_node} ranks, or a card with another ranks_per_node"
+        )
+
+
+def plain_inputs(
+    model: nn.Module | torch.export.ExportedProgram,
+    args: Sequence[Any] | None,
+    kwargs: Mapping[str, Any] | None,
+) -> tuple[str, nn.Module, Sequence[Any], Mapping[str, Any], ShardingRules | None]:
+    """Name, module and inputs of what is to be inspected, and its rules if it is sharded."""
+    if isinstance(model, torch.export.ExportedProgram):
+        example_args, example_kwargs = model.example_inputs or ((), {})
+        is_given = args is not None or kwargs is not None
+        args = (args or ()) if is_given else example_args
+        kwargs = (kwargs or {}) if is_given else example_kwargs
+        return "exported program", plain_module(model), args, kwargs, None
+    if is_sharded(model):
+        plain, rules = plain_copy(model)
+        return type(plain).__name__, plain, args or (), kwargs or {}, rules
+    return type(model).__name__, model, args or (), kwargs or {}, None
+
+
+def _dtype_name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def count_tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """Elements of the first input of whole numbers."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64) and value.dim():
+            return value.numel()
+    return None

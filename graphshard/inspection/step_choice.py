@@ -1,0 +1,58 @@
+"""Which units keep gathered parameters in an inspected step, and which activations are saved, without ranks."""
+
+from __future__ import annotations
+
+from torch import fx, nn
+
+from ..backend import LOWERING, JointTrials, StepChoice
+from ..errors import BudgetError
+from ..passes import PlanCollectives
+from ..pipeline import PassContext, Pipeline
+from ..planner.search import InfeasibleBudgetError
+from .memory_categories import kept_bytes_by_category
+from .persistent_bytes import always_bytes, persistent_bytes_of_joint
+from .settings import Settings
+
+
+def choose_inspected(
+    settings: Settings, module: nn.Module, gm: fx.GraphModule, context: PassContext, tag: Pipeline
+) -> StepChoice | None:
+    """The choice where the step is planned by cost; None where units keep what the settings say.
+
+    Args:
+        settings: what was asked for.
+        module: the model.
+        gm: the joint graph at level 1; it is not changed.
+        context: what passes on it know.
+        tag: the joint passes that follow.
+
+    Raises:
+        BudgetError: no choice keeps the budget.
+    """
+    if settings.plan != "auto":
+        return None
+    trials = JointTrials(
+        gm=gm,
+        context=context,
+        tag=tag,
+        lower=LOWERING,
+        place=PlanCollectives(),
+        prices=lambda _: settings.prices(context.mesh),
+    )
+    budget = settings.budget_bytes
+    if budget is None:
+        return trials.choose(None) if trials.open_units() else None
+    persistent = persistent_bytes_of_joint(module, gm, context, settings.optimizer)
+    always = sum(always_bytes(persistent, settings.micro_batches).values())
+
+    beside = [0]
+
+    def left(half: fx.GraphModule, ctx: PassContext) -> int:
+        beside.append(always - sum(kept_bytes_by_category(half, ctx)))
+        return max(budget - beside[-1], 1)
+
+    try:
+        return trials.choose(left)
+    except InfeasibleBudgetError as error:
+        needed = error.smallest_bytes + max(beside)
+        raise BudgetError(budget, needed, "the leanest plan that was found") from error

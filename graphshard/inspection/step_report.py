@@ -1,0 +1,218 @@
+"""Halves put together: the step's time, memory, throughput, and what stands out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..cost import HardwareCard, model_flops
+from ..pipeline import PassRecord
+from ..report import (
+    CATEGORIES,
+    CollectiveCount,
+    ComputeEvent,
+    Exposure,
+    HalfReport,
+    MemoryPoint,
+    MemoryReport,
+    ModelSummary,
+    PassStep,
+    Report,
+    Throughput,
+)
+from .optimizers import accumulation_seconds
+
+#: So many exposures are listed.
+NUM_EXPOSURES = 10
+
+
+def report_of_halves(
+    halves: Sequence[HalfReport],
+    *,
+    model: ModelSummary | None,
+    mesh: Mapping[str, int],
+    card: HardwareCard,
+    settings: Mapping[str, Any],
+    persistent: Sequence[int],
+    budget_bytes: int | None,
+    passes: Sequence[PassStep],
+    notes: Sequence[str],
+) -> Report:
+    """A report without its throughput and its worlds.
+
+    Args:
+        halves: in the order in which they run.
+        model, mesh, settings, passes, notes: as in :class:`Report`.
+        card: the hardware.
+        persistent: bytes by category that live throughout.
+        budget_bytes: the most a rank may hold; None for the card's capacity.
+    """
+    num_ranks = 1
+    for size in mesh.values():
+        num_ranks *= size
+    step_seconds = sum(half.repeats * half.seconds for half in halves)
+    bound = sum(half.repeats * half.bound_seconds for half in halves)
+    highest = max(halves, key=lambda half: half.peak.total_bytes)
+    limit = int(card.memory_bytes) if budget_bytes is None else budget_bytes
+    return Report(
+        model=model,
+        mesh=mesh,
+        num_ranks=num_ranks,
+        hardware=card.name,
+        card=card.as_dict(),
+        settings=settings,
+        halves=tuple(halves),
+        step_seconds=step_seconds,
+        compute_seconds=sum(half.repeats * half.compute_seconds for half in halves),
+        exposed_seconds=sum(half.repeats * half.exposed_seconds for half in halves),
+        bound_seconds=bound,
+        gap=step_seconds / bound - 1.0 if bound else 0.0,
+        throughput=None,
+        memory=MemoryReport(
+            peak_bytes=highest.peak.total_bytes,
+            categories=dict(zip(CATEGORIES, highest.peak.num_bytes, strict=True)),
+            peak_half=highest.name,
+            peak_where=highest.peak_where,
+            persistent=dict(zip(CATEGORIES, persistent, strict=True)),
+            capacity_bytes=int(card.memory_bytes),
+            budget_bytes=budget_bytes,
+            fits=highest.peak.total_bytes <= limit,
+        ),
+        collectives=tuple(_counts(halves)),
+        exposures=tuple(_exposures(halves)[:NUM_EXPOSURES]),
+        passes=tuple(passes),
+        worlds=(),
+        stage_seconds={},
+        notes=tuple(notes),
+    )
+
+
+def _counts(halves: Sequence[HalfReport]) -> list[CollectiveCount]:
+    found: dict[tuple[str, str, str, int], CollectiveCount] = {}
+    for half in halves:
+        for one in half.collectives:
+            key = (half.name, one.kind, one.group, one.num_bytes)
+            known = found.get(key)
+            count = half.repeats + (known.count if known else 0)
+            exposed = half.repeats * one.exposed_seconds + (known.exposed_seconds if known else 0.0)
+            found[key] = CollectiveCount(
+                half=half.name, kind=one.kind, group=one.group, num_bytes=one.num_bytes, count=count,
+                seconds=one.seconds, exposed_seconds=exposed,
+            )  # fmt: skip
+    return sorted(found.values(), key=lambda one: -one.num_bytes * one.count)
+
+
+def _exposures(halves: Sequence[HalfReport]) -> list[Exposure]:
+    found = [
+        Exposure(half=half.name, collective=one, step_seconds=half.repeats * one.exposed_seconds)
+        for half in halves
+        for one in half.collectives
+        if one.exposed_seconds > 0
+    ]
+    return sorted(found, key=lambda one: -one.step_seconds)
+
+
+def optimizer_half(name: str, seconds: float, live: Sequence[int], flops: int) -> HalfReport:
+    """The optimizer's step: one stretch of compute, over what is live then, by category."""
+    start = MemoryPoint(seconds=0.0, num_bytes=tuple(live))
+    stretch = ComputeEvent(label=name, kind="compute", start=0.0, seconds=seconds, num_nodes=1)
+    return HalfReport(
+        name="optimizer",
+        repeats=1,
+        seconds=seconds,
+        compute_seconds=seconds,
+        exposed_seconds=0.0,
+        bound_seconds=seconds,
+        gap=0.0,
+        bounds={"compute": seconds},
+        solver="none",
+        flops=flops,
+        num_nodes=1,
+        compute=(stretch,) if seconds else (),
+        collectives=(),
+        schedule=(),
+        memory=(start, replace(start, seconds=seconds)),
+        peak=start,
+        peak_where=name,
+    )
+
+
+def with_accumulation(half: HalfReport, gradient_bytes: int, card: HardwareCard) -> HalfReport:
+    """A backward that adds its gradients to those of earlier micro-batches."""
+    seconds = accumulation_seconds(gradient_bytes, card)
+    stretch = ComputeEvent(
+        label="accumulate gradients", kind="compute", start=half.seconds, seconds=seconds, num_nodes=1
+    )
+    bound = half.bound_seconds + seconds
+    return replace(
+        half,
+        seconds=half.seconds + seconds,
+        compute_seconds=half.compute_seconds + seconds,
+        bound_seconds=bound,
+        gap=(half.seconds + seconds) / bound - 1.0 if bound else 0.0,
+        compute=(*half.compute, stretch),
+    )
+
+
+def flops_by_dtype(gm: fx.GraphModule) -> dict[str, int]:
+    """Operations of a graph by the dtype of their operands, causal attention in full."""
+    found: dict[str, int] = {}
+    for node in gm.graph.nodes:
+        flops = model_flops(node)
+        if flops:
+            values = [source.meta.get("val") for source in node.all_input_nodes]
+            dtype = next(value.dtype for value in values if isinstance(value, torch.Tensor))
+            name = str(dtype).removeprefix("torch.")
+            found[name] = found.get(name, 0) + flops
+    return found
+
+
+def throughput(
+    report: Report, joint_flops: Mapping[str, int], tokens: int | None, card: HardwareCard
+) -> Throughput | None:
+    """Utilisation and tokens per second; None for a model without products.
+
+    Args:
+        report: with its times.
+        joint_flops: of one micro-batch's forward and backward without recomputation, by dtype.
+        tokens: of one rank and micro-batch.
+        card: the hardware.
+    """
+    if not joint_flops or not report.step_seconds:
+        return None
+    repeats = report.halves[0].repeats
+    dtype = max(joint_flops, key=lambda name: joint_flops[name])
+    executed = sum(half.repeats * half.flops for half in report.halves if half.name != "optimizer")
+    needed = repeats * sum(joint_flops.values())
+    available = card.peak(dtype) * report.step_seconds
+    per_rank = None if tokens is None else repeats * tokens / report.step_seconds
+    return Throughput(
+        model_flops=needed,
+        executed_flops=executed,
+        peak_flops=card.peak(dtype),
+        dtype=dtype,
+        mfu=needed / available,
+        hfu=executed / available,
+        tokens=tokens,
+        tokens_per_second_per_rank=per_rank,
+        tokens_per_second=None if per_rank is None else per_rank * report.num_ranks,
+    )
+
+
+def pass_step(graph: str, record: PassRecord) -> PassStep:
+    """What a pass did to a graph."""
+    return PassStep(
+        graph=graph,
+        name=record.name,
+        seconds=record.seconds,
+        num_nodes=record.num_nodes,
+        num_collectives=record.num_collectives,
+        collective_bytes=record.collective_bytes,
+        counts=dict(record.report.counts),
+        skipped=tuple(record.report.skipped),
+        text=record.text,
+    )

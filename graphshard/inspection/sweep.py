@@ -1,0 +1,451 @@
+"""``graphshard.sweep``: one model on many meshes and with many batch sizes.
+
+The model is captured with the smallest and the largest batch, and in each further process with one more; a
+batch size in between takes its numbers from those two captures where their graphs are the same
+(:mod:`graphshard.capture.change_batch`, which also says what that can miss), and is captured where not. Every mesh
+takes
+a copy of a capture, with other numbers of ranks in it, through the passes (:mod:`graphshard.capture.change_mesh`), and
+gives exactly the numbers of :func:`graphshard.inspect`.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..capture import (
+    CapturedStep,
+    ShardingRules,
+    StepNumbers,
+    can_reshard,
+    capture_step,
+    numbers_of,
+    reshard_step,
+    step_between,
+)
+from ..errors import CaptureError, OptionError
+from ..ir import no_garbage_collection, remembered_results, spared_by_garbage_collection
+from ..processes import process_context
+from ..progress import Stages
+from ..report import Sweep, SweepPoint, sweep_point
+from .inspect_model import Inspection
+from .settings import Settings, count_tokens, plain_inputs, read_settings, refuse_sharded
+from .step_choice import choose_inspected
+
+#: What of ``sweep(captures=...)`` there is.
+CAPTURES = ("ends", "all")
+
+#: Model, positional and keyword inputs for a batch size.
+Inputs = tuple[nn.Module | torch.export.ExportedProgram, Sequence[Any], Mapping[str, Any]]
+
+
+def sweep(
+    make: Callable[[int], Inputs],
+    *,
+    meshes: Sequence[Mapping[str, int]],
+    batches: Sequence[int],
+    loss: Callable[[Any], torch.Tensor] | Later | None = None,
+    num_processes: int = 1,
+    captures: str = "ends",
+    progress: Callable[[str, int, int], None] | None = None,
+    **options: Any,
+) -> Sweep:
+    """Predicts a training step for every mesh with every batch size.
+
+    Args:
+        make: model and inputs of one rank for a batch size; :func:`resized` makes one from example inputs.
+        meshes: sizes of the axes, outermost first, of each mesh.
+        batches: sizes for one rank and micro-batch.
+        loss: as in :func:`graphshard.inspect`, or how to find it.
+        num_processes: captures are shared out among so many; with more than one, ``make`` and
+            ``loss`` must be functions that can be pickled, or a :class:`Later`.
+        captures: "ends" for the smallest and the largest batch, and those in between only where their graphs
+            differ (:mod:`graphshard.capture.change_batch` says what that may miss); "all" for each, as with
+            ``plan="auto"``.
+        progress: is told what is being done, how many points are done, and how many there are.
+        options: others of :func:`graphshard.inspect`: hardware, tables, units, mp_policy,
+            reshard_after_forward, optimizer, micro_batches, plan, checkpoint. ``memory_budget`` is what
+            a point must keep to fit; nothing is refused for exceeding it.
+
+    Raises:
+        OptionError: no meshes or no batch sizes, or ones that are no whole numbers; an unknown option, or
+            ``captures``.
+        CaptureError: a batch size cannot be captured, or a process died.
+        GraphShardError: as :func:`graphshard.inspect`.
+    """
+    _refuse_no_numbers("batches", batches)
+    _refuse_no_numbers("num_processes", [num_processes])
+    if captures not in CAPTURES:
+        raise OptionError(f"captures={captures!r}: write {' or '.join(map(repr, CAPTURES))}")
+    if not meshes:
+        raise OptionError("meshes: there must be one at least")
+    batches, meshes = list(dict.fromkeys(batches)), _distinct(meshes)
+    each = [_read_options(options, mesh) for mesh in meshes]
+    # With plans, units may keep their parameters for some batch sizes and not for others.
+    is_each = captures == "all" or each[0].plan == "auto"
+    captured, others = _shared_out(sorted(batches), len(batches) if is_each else num_processes)
+    jobs = [
+        _Job(
+            make=make,
+            loss=loss,
+            batch=batch,
+            others=rest,
+            has_others=any(others),
+            ends=(min(batches), max(batches)),
+            settings=each,
+        )
+        for batch, rest in zip(captured, others, strict=True)
+    ]
+    results = _run(jobs, num_processes, len(batches), progress)
+    points = {place: point for result in results for place, point in result.points.items()}
+    found = [points[batch, index] for index in range(len(meshes)) for batch in batches]
+    settings = each[0]
+    limit = int(settings.card.memory_bytes) if settings.budget_bytes is None else settings.budget_bytes
+    return Sweep(
+        model=results[0].model,
+        hardware=settings.card.name,
+        settings=settings.as_dict(),
+        limit_bytes=limit,
+        points=tuple(found),
+        between=tuple(sorted({batch for result in results for batch in result.between})),
+        num_captures=sum(result.num_captures for result in results),
+        capture_seconds=sum(result.capture_seconds for result in results),
+        point_seconds=sum(result.point_seconds for result in results),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A loss that is looked up in the process that captures.
+
+    Attributes:
+        load: gives the loss; it can be pickled, and the loss need not be.
+    """
+
+    load: Callable[[], Callable[[Any], torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class resized:  # noqa: N801 - used as a function, and must be pickled
+    """A ``make`` for :func:`sweep` that resizes dim 0 of every tensor among example inputs.
+
+    Attributes:
+        example: a function that gives model, positional and keyword inputs.
+    """
+
+    example: Callable[[], Inputs]
+
+    def __call__(self, batch: int) -> Inputs:
+        """The example with another batch size.
+
+        Raises:
+            CaptureError: the tensors do not have one size of dim 0 in common, or there are none.
+        """
+        model, args, kwargs = self.example()
+        named = [*((f"args[{index}]", value) for index, value in enumerate(args)), *kwargs.items()]
+        tensors = {name: value for name, value in named if isinstance(value, torch.Tensor)}
+        sizes = {tuple(value.shape[:1]) for value in tensors.values()}
+        if len(sizes) != 1 or sizes == {()}:
+            shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in tensors.items())
+            raise CaptureError(
+                f"the batch cannot be resized: dim 0 of the inputs ({shapes or 'no tensors'}) is not one size; "
+                "give a factory that takes the batch size: def factory(batch)"
+            )
+
+        def fitted(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            shape = (batch, *value.shape[1:])
+            return torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
+
+        return model, tuple(map(fitted, args)), {name: fitted(value) for name, value in kwargs.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """One batch size that is captured, and all meshes.
+
+    Attributes:
+        others: batch sizes between ``ends``, whose numbers are put into this capture.
+        has_others: whether any job has such.
+        ends: the smallest and the largest batch size of all.
+    """
+
+    make: Callable[[int], Inputs]
+    loss: Callable[[Any], torch.Tensor] | Later | None
+    batch: int
+    others: tuple[int, ...]
+    has_others: bool
+    ends: tuple[int, int]
+    settings: list[Settings]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Result:
+    """Points by batch size and index of the mesh."""
+
+    model: str = ""
+    between: list[int] = field(default_factory=list)
+    points: dict[tuple[int, int], SweepPoint] = field(default_factory=dict)
+    num_captures: int = 0
+    capture_seconds: float = 0.0
+    point_seconds: float = 0.0
+
+
+def _shared_out(batches: Sequence[int], num_processes: int) -> tuple[list[int], list[tuple[int, ...]]]:
+    """Batch sizes to capture, both ends among them, and for each the others that its process does."""
+    num_captured = min(max(num_processes, 2), len(batches))
+    captured = [batches[0], *batches[len(batches) - num_captured + 1 :]]
+    rest = batches[1 : len(batches) - num_captured + 1]
+    return captured, [tuple(rest[index::num_captured]) for index in range(num_captured)]
+
+
+def _refuse_no_numbers(name: str, values: Sequence[int]) -> None:
+    wrong = [value for value in values if type(value) is not int or value < 1]
+    if wrong or not values:
+        what = ", ".join(map(repr, wrong)) or "nothing"
+        raise OptionError(f"{name}: {what} must be a whole number, at least 1")
+
+
+def _distinct(meshes: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
+    return list({tuple(mesh.items()): mesh for mesh in meshes}.values())
+
+
+def _read_options(options: Mapping[str, Any], mesh: Mapping[str, int]) -> Settings:
+    known: dict[str, Any] = {
+        "hardware": "h100-sxm", "tables": None, "units": (), "mp_policy": None, "reshard_after_forward": None,
+        "optimizer": "adamw", "micro_batches": 1, "memory_budget": None, "plan": "unit", "checkpoint": (),
+    }  # fmt: skip
+    if unknown := sorted(set(options) - set(known)):
+        raise OptionError(f"sweep has no option {', '.join(unknown)}; known: {', '.join(known)}")
+    return read_settings(rules=None, mesh=mesh, **{**known, **options})
+
+
+def _run(
+    jobs: list[_Job], num_processes: int, num_batches: int, progress: Callable[[str, int, int], None] | None
+) -> list[_Result]:
+    total = num_batches * len(jobs[0].settings)
+    done = 0
+
+    def tell(what: str, is_point: bool) -> None:
+        nonlocal done
+        done += is_point
+        if progress is not None:
+            progress(what, done, total)
+
+    if min(num_processes, len(jobs)) == 1:
+        exchange: dict[tuple[int, int], StepNumbers | None] = {}
+        works = [_Work(job, tell, exchange.__setitem__, exchange.__getitem__) for job in jobs]
+        for work in works:
+            work.capture()
+        for work in works:
+            work.do_others()
+        return [work.result for work in works]
+    context = process_context()
+    with context.Manager() as manager:
+        told, numbers = manager.Queue(), manager.dict()
+        with ProcessPoolExecutor(min(num_processes, len(jobs)), mp_context=context) as pool:
+            environment = dict(os.environ)
+            futures = [pool.submit(_work_elsewhere, job, environment, told, numbers) for job in jobs]
+            for message in _messages(told, futures):
+                tell(*message)
+            try:
+                wait(futures)
+                errors = [future.exception() for future in futures]
+                for error in sorted(filter(None, errors), key=lambda error: isinstance(error, _StoppedError)):
+                    raise error
+                return [future.result() for future in futures]
+            except BrokenProcessPool as error:
+                raise CaptureError(
+                    "a process of the sweep died, perhaps for want of memory: use fewer processes"
+                ) from error
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+
+def _messages(told: Any, futures: list[Future[_Result]]) -> Iterator[tuple[str, bool]]:
+    """What the processes say, until all have ended or one has failed."""
+    while True:
+        is_over = all(future.done() for future in futures) or any(
+            future.done() and future.exception() for future in futures
+        )
+        try:
+            yield told.get(timeout=0.0 if is_over else 0.2)
+        except queue.Empty:
+            if is_over:
+                return
+
+
+class _StoppedError(CaptureError):
+    """Another process of the sweep failed, and its error is the one to show."""
+
+
+#: In place of batch size and class of meshes, once a process has failed.
+_FAILED = (-1, -1)
+
+
+def _work_elsewhere(job: _Job, environment: Mapping[str, str], told: Any, numbers: Any) -> _Result:
+    torch.set_num_threads(1)
+    os.environ.clear()  # a fork server has that of its own start
+    os.environ.update(environment)
+
+    def stop_with_others() -> None:
+        if _FAILED in numbers:
+            raise _StoppedError("another process of the sweep failed")
+
+    def tell(what: str, is_point: bool) -> None:
+        stop_with_others()
+        told.put((what, is_point))
+
+    def put(key: tuple[int, int], value: StepNumbers | None) -> None:
+        numbers[key] = value
+
+    def get(key: tuple[int, int]) -> StepNumbers | None:
+        while key not in numbers:
+            stop_with_others()
+            time.sleep(0.1)
+        found: StepNumbers | None = numbers[key]
+        return found
+
+    try:
+        work = _Work(job, tell, put, get)
+        work.capture()
+        work.do_others()
+    except BaseException:
+        put(_FAILED, None)
+        raise
+    return work.result
+
+
+class _Work:
+    """One job: a capture for each class of meshes, every mesh of its batch size, then other batch sizes.
+
+    Args:
+        job: what to do.
+        tell: what is done, and whether it was a point.
+        put, get: the numbers of captures by batch size and class of meshes; ``get`` waits for them.
+    """
+
+    def __init__(
+        self,
+        job: _Job,
+        tell: Callable[[str, bool], None],
+        put: Callable[[tuple[int, int], StepNumbers | None], None],
+        get: Callable[[tuple[int, int]], StepNumbers | None],
+    ) -> None:
+        self.result = _Result()
+        self._job, self._tell, self._put, self._get = job, tell, put, get
+        self._loss = job.loss.load() if isinstance(job.loss, Later) else job.loss
+        self._classes = _classes_of_meshes(job.settings)
+        self._captured: list[tuple[CapturedStep, StepNumbers | None]] = []
+
+    def capture(self) -> None:
+        """The job's own batch size."""
+        name, module, args, kwargs = self._inputs(self._job.batch)
+        self.result.model = name
+        for number, indices in enumerate(self._classes):
+            captured = self._capture(self._job.batch, self._job.settings[indices[0]], module, args, kwargs)
+            found = numbers_of(captured, module, (args, kwargs)) if self._job.has_others else None
+            self._captured.append((captured, found))
+            self._put((self._job.batch, number), found)
+            self._points(self._job.batch, indices, captured, module, args, kwargs)
+
+    def do_others(self) -> None:
+        """The batch sizes in between."""
+        for batch in self._job.others:
+            name, module, args, kwargs = self._inputs(batch)
+            for number, indices in enumerate(self._classes):
+                self._tell(f"wait for the captures of batches {', '.join(map(str, self._job.ends))}", False)
+                low, high = (self._get((end, number)) for end in self._job.ends)
+                captured, own = self._captured[number]
+                step = None
+                if own is not None and low is not None and high is not None and name == self.result.model:
+                    with no_garbage_collection(), remembered_results():
+                        step = step_between(captured, own, module, (args, kwargs), low, high)
+                if step is None:
+                    step = self._capture(batch, self._job.settings[indices[0]], module, args, kwargs)
+                else:
+                    self.result.between.append(batch)
+                self._points(batch, indices, step, module, args, kwargs)
+
+    def _inputs(self, batch: int) -> tuple[str, nn.Module, Sequence[Any], Mapping[str, Any]]:
+        name, module, args, kwargs, sharded = plain_inputs(*self._job.make(batch))
+        refuse_sharded(sharded)
+        return name, module, args, kwargs
+
+    def _capture(
+        self,
+        batch: int,
+        settings: Settings,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> CapturedStep:
+        self._tell(f"capture batch {batch}", False)
+        began = time.perf_counter()
+        choose = partial(choose_inspected, replace(settings, budget_bytes=None), module)
+        with remembered_results():
+            captured = capture_step(
+                module, args, kwargs, rules=settings.rules, loss=self._loss, checkpoint=settings.checkpoint,
+                needs_loss=True, device_type=settings.card.device_type, is_brief=True, choose=choose,
+            )  # fmt: skip
+        self.result.num_captures += 1
+        self.result.capture_seconds += time.perf_counter() - began
+        return captured
+
+    def _points(
+        self,
+        batch: int,
+        indices: Sequence[int],
+        captured: CapturedStep,
+        module: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        tokens = count_tokens(args, kwargs)
+        with spared_by_garbage_collection(), remembered_results():
+            for index in indices:
+                settings = self._job.settings[index]
+                began = time.perf_counter()
+                with no_garbage_collection():
+                    point = _point(self.result.model, module, captured, settings, batch, tokens)
+                self.result.points[batch, index] = point
+                self.result.point_seconds += time.perf_counter() - began
+                self._tell(f"batch {batch} on {_mesh_text(settings.rules)}", True)
+
+
+def _classes_of_meshes(settings: Sequence[Settings]) -> list[list[int]]:
+    """Indices of the meshes that can share a capture; with plans none do, since units may keep parameters on some."""
+    classes: list[list[int]] = []
+    for index, one in enumerate(settings):
+        for known in classes:
+            if one.plan == "unit" and can_reshard(settings[known[0]].rules.mesh, one.rules.mesh):
+                known.append(index)
+                break
+        else:
+            classes.append([index])
+    return classes
+
+
+def _mesh_text(rules: ShardingRules) -> str:
+    return " x ".join(f"{name}={size}" for name, size in rules.mesh.items())
+
+
+def _point(
+    name: str, module: nn.Module, captured: CapturedStep, settings: Settings, batch: int, tokens: int | None
+) -> SweepPoint:
+    step = reshard_step(captured, settings.rules.mesh)
+    limit = int(settings.card.memory_bytes) if settings.budget_bytes is None else settings.budget_bytes
+    unlimited = replace(settings, budget_bytes=None)
+    inspection = Inspection(settings=unlimited, captured=step, stages=Stages(None), is_brief=True)
+    return sweep_point(inspection.report(name, module, tokens), batch, limit)

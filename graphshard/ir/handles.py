@@ -1,0 +1,48 @@
+"""The handle of a unit: how a graph finds the run-time state of the parameters it gathers.
+
+A handle is an empty tensor with the unit as an attribute. The shard ops take it as an argument, so it reaches every
+graph that reads the unit's parameters, and the backward of that graph. The unit itself is defined in
+:mod:`graphshard.fsdp.unit`; the ops need only what :class:`UnitState` declares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from .params import ReduceGradCall, UnshardCall
+
+#: The attribute by which a module, or a handle, holds its unit.
+UNIT = "_graphshard_unit"
+
+
+class UnitState(Protocol):
+    """The part of a unit that a running graph reads and changes."""
+
+    @property
+    def keeps_from_forward(self) -> bool:
+        """Whether what a forward gathers stays gathered for the forwards after it."""
+        ...
+
+    def gathered_value(self, name: str) -> Tensor | None:
+        """The full parameter of this name if it is gathered and its shard has not changed since."""
+        ...
+
+    def keep(self, name: str, full: Tensor) -> None:
+        """Keeps a gathered parameter until the unit is resharded or its shard changes."""
+        ...
+
+    def meet_for_gather(self, names: Sequence[str], call: UnshardCall) -> None:
+        """Meets the other ranks before they gather the named parameters of the unit."""
+        ...
+
+    def reduce(self, calls: Sequence[ReduceGradCall]) -> list[Tensor | None]:
+        """Reduces gradients in an uncompiled backward; None for those that wait for a later micro-batch."""
+        ...
+
+
+def unit_state_of(handle: Tensor | None) -> UnitState | None:
+    """The unit a handle stands for; None for a stand-in (while tracing, or in a test)."""
+    return getattr(handle, UNIT, None)

@@ -1,0 +1,249 @@
+"""The words for sharded parameters: what a shard op carries, and how a padded shard is laid out.
+
+Shards follow ``torch.chunk``: with ``n`` rows over ``w`` ranks each rank holds at most
+``ceil(n / w)`` rows and the last ranks hold fewer, possibly none. Every decision is made from the
+padded size ``ceil(n / w)``, which is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+
+def padded_rows(num_rows: int, num_ranks: int) -> int:
+    """Rows of one padded shard: ``ceil(num_rows / num_ranks)``."""
+    return -(-num_rows // num_ranks)
+
+
+def padded_shape(shape: Sequence[int], dim: int, num_ranks: int) -> list[int]:
+    """Shape of the padded shard of a parameter of ``shape`` cut along ``dim``."""
+    result = list(shape)
+    result[dim] = padded_rows(result[dim], num_ranks)
+    return result
+
+
+def shard_shape(shape: Sequence[int], dim: int, num_ranks: int, rank: int) -> list[int]:
+    """Shape of the unpadded piece that ``rank`` holds (``torch.chunk`` semantics)."""
+    rows = padded_rows(shape[dim], num_ranks)
+    start = min(rank * rows, shape[dim])
+    result = list(shape)
+    result[dim] = min(start + rows, shape[dim]) - start
+    return result
+
+
+class UnshardCall(NamedTuple):
+    """The arguments of ``graphshard::unshard``, in order; ``UnshardCall(*node.args)`` reads a node.
+
+    Attributes:
+        shard: this rank's piece, padded to ``ceil(shape[dim] / group_size)`` rows or not; any dtype.
+        handle: an empty tensor that stands for the unit; it leads from a running graph to the unit's
+            state and holds no data.
+        name: fully qualified name of the parameter, for text and errors.
+        unit: label of the unit whose collectives are merged.
+        shape: shape of the full parameter.
+        dim: tensor dimension that is cut.
+        dtype: dtype in which the parameter travels and computes; None for the shard's own.
+        reshard: ranks over which the full parameter is spread between forward and backward:
+            1 keeps it whole, ``group_size`` frees it.
+        reshard_group: process group of those ranks; "" where ``reshard`` is 1 or ``group_size``.
+        axis: label of the mesh axis that holds the shards.
+        group_size: ranks on that axis.
+        group_name: process group of that axis.
+        replicate_axis, replicate_size, replicate_group: the axis over which shards are copies of
+            each other and gradients are summed as well; size 1 for none.
+        reduce_dtype: dtype in which gradients are summed; None for the gradient's own.
+        divide_factor: what the summed gradient is divided by; None for the number of ranks (a mean).
+        force_sum: sum and divide, even where the process group knows a mean.
+        device: where the full parameter is, if not where the shard is (shards offloaded to the CPU).
+        reduce_group: process group of the reduce-scatter, if not the one of the gather; else "".
+        custom: which steps of the communication the user replaced, joined by ",": "all_gather",
+            "reduce_scatter", "all_reduce_hook" (see :mod:`graphshard.ir.custom_collectives`).
+        forward_prefetch, backward_prefetch: labels of the units, joined by ",", whose gathers start once
+            this unit's are copied out; "" for the unit that comes next.
+        max_reductions: reductions of the model that may be open at a time; 0 for the schedule's own.
+        reshard_fixed: the user said what ``reshard`` is; a plan that keeps a memory budget leaves it so.
+        row_offset: where the shard begins in its unit's row (:mod:`graphshard.ir.shard_rows`), in elements; -1 if it
+            has no place in one.
+    """
+
+    shard: Any
+    handle: Any
+    name: str
+    unit: str
+    shape: Sequence[int]
+    dim: int
+    dtype: torch.dtype | None
+    reshard: int
+    reshard_group: str
+    axis: str
+    group_size: int
+    group_name: str
+    replicate_axis: str
+    replicate_size: int
+    replicate_group: str
+    reduce_dtype: torch.dtype | None
+    divide_factor: float | None
+    force_sum: bool
+    device: torch.device | None = None
+    reduce_group: str = ""
+    custom: str = ""
+    forward_prefetch: str = ""
+    backward_prefetch: str = ""
+    max_reductions: int = 0
+    reshard_fixed: bool = False
+    row_offset: int = -1
+
+
+class ReduceGradCall(NamedTuple):
+    """The arguments of ``graphshard::reduce_grad``, in order; what is not here is as in ``UnshardCall``.
+
+    Attributes:
+        grad: gradient of the full parameter, any layout.
+        unreduced: full gradients of earlier micro-batches, added before the reduction; or None.
+        partial: reduce-scattered gradients of earlier micro-batches, added before the all-reduce; or None.
+        shard_shape: shape of the piece to return (the shape the shard had).
+        dtype: dtype of the result (the shard's).
+        all_reduce: sum over the replicate axis too; False returns the partial sum in ``reduce_dtype``.
+        group_name: process group of the reduce-scatter.
+        device: where the result goes, if not where the gradient is.
+    """
+
+    grad: Any
+    unreduced: Any
+    partial: Any
+    handle: Any
+    name: str
+    unit: str
+    shard_shape: Sequence[int]
+    dim: int
+    dtype: torch.dtype
+    axis: str
+    group_size: int
+    group_name: str
+    replicate_axis: str
+    replicate_size: int
+    replicate_group: str
+    reduce_dtype: torch.dtype | None
+    divide_factor: float | None
+    force_sum: bool
+    all_reduce: bool
+    device: torch.device | None = None
+    custom: str = ""
+
+
+def gradient_call(
+    call: UnshardCall,
+    grad: Any,
+    shard_shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> ReduceGradCall:
+    """The reduction that belongs to a gather: its backward. Shape, dtype and device are the shard's."""
+    return ReduceGradCall(
+        grad=grad,
+        unreduced=None,
+        partial=None,
+        handle=call.handle,
+        name=call.name,
+        unit=call.unit,
+        shard_shape=list(shard_shape),
+        dim=call.dim,
+        dtype=dtype,
+        axis=call.axis,
+        group_size=call.group_size,
+        group_name=call.reduce_group or call.group_name,
+        replicate_axis=call.replicate_axis,
+        replicate_size=call.replicate_size,
+        replicate_group=call.replicate_group,
+        reduce_dtype=call.reduce_dtype,
+        divide_factor=call.divide_factor,
+        force_sum=call.force_sum,
+        all_reduce=True,
+        device=None if call.device is None else device,
+        custom=call.custom,
+    )
+
+
+class Scaling(NamedTuple):
+    """How a gradient is averaged: factor before the reduction, reduction, factor after it."""
+
+    before: float
+    op: str
+    after: float
+
+
+def gradient_scaling(
+    dtype: torch.dtype, num_ranks: int, divide_factor: float | None, force_sum: bool
+) -> Scaling:
+    """How gradients of ``dtype`` are summed over ``num_ranks`` and divided.
+
+    In float16 a plain sum can overflow and a division up front can underflow, so the division is
+    split in two: a power of two, doubled while it divides the factor and is below the other part, then
+    the rest (the split of FSDP1 and FSDP2). Elsewhere the process group's mean serves, or a sum and one division.
+    """
+    factor = float(num_ranks if divide_factor is None else divide_factor)
+    if dtype == torch.float16:
+        before = 1.0
+        while factor % before == 0 and factor / before > before:
+            before *= 2
+        return Scaling(1.0 / before, "sum", before / factor)
+    if factor == num_ranks and not force_sum and num_ranks > 1:
+        return Scaling(1.0, "avg", 1.0)
+    return Scaling(1.0, "sum", 1.0 / factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainParameter:
+    """A parameter of a graph captured without ``fully_shard``, and how it is to be sharded.
+
+    Attributes:
+        placeholder: the graph input that holds the full parameter.
+        call: the gather to be; its ``shard`` and ``handle`` are ignored.
+        dtype: dtype in which the shard is kept.
+    """
+
+    placeholder: str
+    call: UnshardCall
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterBinding:
+    """One sharded parameter of one captured graph.
+
+    ``placeholder`` is the name of the graph input that holds its shard, ``position`` the index of
+    that input among the forward's inputs, and so of its gradient among the backward's outputs.
+    ``group_names`` are the process groups that gather and reduce it: a collective on another group
+    (of tensor parallelism, say) is compute on its values. ``row_offset`` is as in :class:`UnshardCall`;
+    ``handle`` is the input that stands for the unit, whose label may be that of another model's, too.
+    """
+
+    placeholder: str
+    position: int
+    name: str
+    unit: str
+    shape: tuple[int, ...]
+    dim: int
+    axis: str
+    group_size: int
+    reshard: int
+    replicate_axis: str = ""
+    replicate_size: int = 1
+    group_names: tuple[str, ...] = ()
+    row_offset: int = -1
+    handle: str = ""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks over which its gradient is summed."""
+        return self.group_size * self.replicate_size
+
+    @property
+    def numel(self) -> int:
+        """Elements of the full parameter."""
+        return math.prod(self.shape)

@@ -1,0 +1,29 @@
+"""The memory model: bytes that are live at each node of a graph, and what a budget leaves.
+
+Imports: ``ir``.
+
+Read first: ``model``, then ``donations`` (inputs that generated code may overwrite), ``scratch`` (what kernels
+allocate for themselves) and ``budget``.
+"""
+
+from .budget import parse_bytes, resident_bytes, step_bytes, waiting_bytes
+from .donations import donated_inputs, mark_donated, outputs_with_parameters, take_back_donations
+from .model import Buffer, MemoryModel, copied_bytes, held_tensors, kept_bytes, kept_inputs, memory_timeline
+
+__all__ = [
+    "Buffer",
+    "MemoryModel",
+    "copied_bytes",
+    "donated_inputs",
+    "held_tensors",
+    "kept_bytes",
+    "kept_inputs",
+    "mark_donated",
+    "memory_timeline",
+    "outputs_with_parameters",
+    "parse_bytes",
+    "resident_bytes",
+    "step_bytes",
+    "take_back_donations",
+    "waiting_bytes",
+]

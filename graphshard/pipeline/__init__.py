@@ -1,0 +1,43 @@
+"""How passes run: contexts, facts that hold between passes, and the pipeline that checks them.
+
+Imports: ``ir``, ``memory``, ``cost``.
+
+Read first: ``context`` (what a pass may know), ``facts`` (what is checked), ``pipeline``, then ``provenance``
+(which values of a graph belong to which parameter).
+"""
+
+from .context import KnownPlan, PassContext, context_from_shard_ops, pieces_of, read_shards_as_they_are
+from .facts import Fact
+from .pipeline import Pass, PassRecord, PassReport, PassResult, Pipeline
+from .provenance import (
+    KINDS,
+    bucket_keys,
+    gathered_shard,
+    is_accumulation,
+    is_layout,
+    reduced_parameters,
+    row_places,
+    shards_behind,
+)
+
+__all__ = [
+    "KINDS",
+    "Fact",
+    "KnownPlan",
+    "Pass",
+    "PassContext",
+    "PassRecord",
+    "PassReport",
+    "PassResult",
+    "Pipeline",
+    "bucket_keys",
+    "context_from_shard_ops",
+    "gathered_shard",
+    "is_accumulation",
+    "is_layout",
+    "pieces_of",
+    "read_shards_as_they_are",
+    "reduced_parameters",
+    "row_places",
+    "shards_behind",
+]

@@ -1,0 +1,217 @@
+"""What a pass may know besides the graph: a frozen context, made once per captured graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..cost import GraphPrices
+from ..ir import (
+    KEEP_PIECE,
+    UNSHARD,
+    MeshAxis,
+    MeshLayout,
+    ParameterBinding,
+    PlainParameter,
+    UnshardCall,
+    output_values,
+    type_key,
+)
+
+#: For a unit, the units whose gathers start once its own are copied out.
+PrefetchOrder = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownPlan:
+    """The plan another rank made of this graph; only sizes of activations may differ there.
+
+    Attributes:
+        num_tasks: pieces of compute between which its collectives stand.
+        steps: position among the tasks, whether it is a start (else a wait), and the collectives, by
+            their index in the graph, that are one bucket.
+        splits: collectives, by their index in the graph, that are split first, and into how many parts.
+        moves: compute that moves before that: see :class:`graphshard.planner.move_compute.Move`.
+    """
+
+    num_tasks: int
+    steps: tuple[tuple[int, bool, tuple[int, ...]], ...]
+    splits: tuple[tuple[int, int], ...] = ()
+    moves: tuple[tuple[int, str, int, tuple[int, ...]], ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> KnownPlan:
+        """Reads :meth:`to_dict` back."""
+        steps = tuple((position, is_start, tuple(members)) for position, is_start, members in data["steps"])
+        splits = tuple((index, num_parts) for index, num_parts in data["splits"])
+        moves = tuple((flight, op, number, tuple(carried)) for flight, op, number, carried in data["moves"])
+        return KnownPlan(num_tasks=data["num_tasks"], steps=steps, splits=splits, moves=moves)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassContext:
+    """Mesh, parameters and checking mode of one graph.
+
+    Attributes:
+        mesh: axes whose process groups appear in the graph.
+        parameters: the sharded parameters among the graph's inputs.
+        first_gradient: index of the output that is the gradient of input 0; None when the graph
+            has no gradient outputs (a forward or an inference graph).
+        full_checks: recompute every fake value when TYPED is checked.
+        pieces: parameters of which a backward half takes a piece kept from the forward.
+        unreduced: parameters, by position, whose gradient leaves this graph unreduced on purpose.
+        plain: full parameters among the inputs of a graph captured without ``fully_shard``.
+        forward_prefetch, backward_prefetch: the prefetches a user asked for, in either half.
+        max_reductions: reductions that may be open at a time; 0 for the schedule's own.
+        prices: the cost model; None where nothing is planned by cost.
+        known_plan: the plan to follow, of another rank; None to make one.
+        held_bytes: of a user's memory budget, what is held outside of the graph while it runs: gradients that wait
+            for a later micro-batch, and gathered parameters, that are not inputs of it.
+        resident_bytes: of a user's memory budget, the inputs that live through the whole step (shards, buffers, inputs
+            of the model): what of them a half does not take is held beside it. 0 where the budget is without them.
+        default_peak_bytes: the most that a half of the step holds with units gathered one ahead, beside inputs
+            that live through all of it, where that is known: what plans may take without a user's budget.
+        device_type: where the graph will run, if not where its values are: a capture on fake tensors of
+            the CPU may be for another device.
+    """
+
+    mesh: MeshLayout = field(default_factory=MeshLayout)
+    parameters: tuple[ParameterBinding, ...] = ()
+    first_gradient: int | None = None
+    full_checks: bool = False
+    unreduced: frozenset[int] = frozenset()
+    pieces: tuple[ParameterBinding, ...] = ()
+    forward_prefetch: PrefetchOrder = ()
+    backward_prefetch: PrefetchOrder = ()
+    max_reductions: int = 0
+    plain: tuple[PlainParameter, ...] = ()
+    prices: GraphPrices | None = None
+    known_plan: KnownPlan | None = None
+    held_bytes: int = 0
+    resident_bytes: int = 0
+    default_peak_bytes: int | None = None
+    device_type: str | None = None
+
+    def binding(self, placeholder: str) -> ParameterBinding | None:
+        """The parameter whose shard, or kept piece, enters through the placeholder of this name."""
+        known = (*self.parameters, *self.pieces)
+        return next((binding for binding in known if binding.placeholder == placeholder), None)
+
+    def prefetched_after(self, unit: str) -> tuple[str, ...]:
+        """The units to gather once this one is copied out; empty where the user asked for none."""
+        order = self.forward_prefetch if self.first_gradient is None else self.backward_prefetch
+        return next((units for name, units in order if name == unit), ())
+
+    def for_forward(self) -> PassContext:
+        """The context of the forward (or inference) half."""
+        return replace(self, first_gradient=None)
+
+    def for_backward(self, unreduced: frozenset[int] = frozenset()) -> PassContext:
+        """The context of the backward half: its outputs are the gradients of the inputs, in order."""
+        return replace(self, first_gradient=0, unreduced=unreduced)
+
+    def reduced_bindings(self) -> list[ParameterBinding]:
+        """The parameters whose gradients, if they leave this graph, leave it reduced."""
+        return [
+            binding
+            for binding in self.parameters
+            if binding.num_ranks > 1 and binding.position not in self.unreduced
+        ]
+
+
+def read_shards_as_they_are(gm: fx.GraphModule) -> None:
+    """Has ``unshard`` nodes read inputs, not views that change nothing, as DTensors are captured; edits in place."""
+    for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
+        view = node.args[0]
+        if view.target is not torch.ops.aten.view.default or view.args[0].op != "placeholder":
+            continue
+        if type_key(view.args[0].meta["val"]) == type_key(view.meta["val"]):
+            node.update_arg(0, view.args[0])
+            if not view.users:
+                gm.graph.erase_node(view)
+
+
+def context_from_shard_ops(gm: fx.GraphModule, *, full_checks: bool = False) -> PassContext:
+    """Reads mesh and parameters off the ``unshard`` nodes of a joint or an inference graph.
+
+    Nothing is looked up anywhere else: the nodes carry what there is to know. In a joint graph
+    (recognised by its ``tangents`` inputs) the last outputs are one gradient per forward input.
+    """
+    placeholders = list(gm.graph.find_nodes(op="placeholder"))
+    primals = [node for node in placeholders if not node.name.startswith("tangents_")]
+    position = {node: index for index, node in enumerate(primals)}
+    axes: list[MeshAxis] = []
+    bindings: dict[fx.Node, ParameterBinding] = {}
+    prefetch: dict[str, tuple[str, str]] = {}
+    max_reductions = 0
+    for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
+        call = UnshardCall(*node.args)
+        if call.replicate_size > 1:  # the outer axis of a mesh
+            label, size, name = call.replicate_axis, call.replicate_size, call.replicate_group
+            axes.append(MeshAxis(label=label, size=size, group_name=name))
+        axes.append(MeshAxis(label=call.axis, size=call.group_size, group_name=call.group_name))
+        if call.reshard_group:
+            label = f"{call.axis}/{call.reshard}"
+            name = call.reshard_group
+            axes.append(MeshAxis(label=label, size=call.reshard, group_name=name, part_of=call.axis))
+        if call.reduce_group:
+            label, name = f"{call.axis}/reduce", call.reduce_group
+            axes.append(MeshAxis(label=label, size=call.group_size, group_name=name, part_of=call.axis))
+        prefetch.setdefault(call.unit, (call.forward_prefetch, call.backward_prefetch))
+        max_reductions = max(max_reductions, call.max_reductions)
+        if call.shard in position and call.shard not in bindings:
+            bindings[call.shard] = _binding(call, position[call.shard])
+    is_joint = len(primals) < len(placeholders)
+    return PassContext(
+        mesh=MeshLayout.of_axes(axes),
+        parameters=tuple(sorted(bindings.values(), key=lambda binding: binding.position)),
+        first_gradient=len(output_values(gm.graph)) - len(primals) if is_joint else None,
+        full_checks=full_checks,
+        forward_prefetch=_prefetch_of(prefetch, 0),
+        backward_prefetch=_prefetch_of(prefetch, 1),
+        max_reductions=max_reductions,
+    )
+
+
+def _prefetch_of(prefetch: dict[str, tuple[str, str]], half: int) -> PrefetchOrder:
+    return tuple((unit, tuple(both[half].split(","))) for unit, both in prefetch.items() if both[half])
+
+
+def pieces_of(gm: fx.GraphModule) -> tuple[ParameterBinding, ...]:
+    """The pieces a joint graph keeps for its backward, whose input takes the name of the node here."""
+    calls = [UnshardCall(*node.args) for node in gm.graph.find_nodes(op="call_function", target=UNSHARD)]
+    return tuple(_binding(call, -1) for call in calls if _is_piece(call.shard))
+
+
+def _is_piece(value: fx.Node) -> bool:
+    return value.target is operator.getitem and value.all_input_nodes[0].target is KEEP_PIECE
+
+
+def _binding(call: UnshardCall, position: int) -> ParameterBinding:
+    return ParameterBinding(
+        placeholder=call.shard.name,
+        position=position,
+        name=call.name,
+        unit=call.unit,
+        shape=tuple(call.shape),
+        dim=call.dim,
+        axis=call.axis,
+        group_size=call.group_size,
+        reshard=call.reshard,
+        replicate_axis=call.replicate_axis,
+        replicate_size=call.replicate_size,
+        group_names=tuple(
+            filter(None, (call.group_name, call.reshard_group, call.replicate_group, call.reduce_group))
+        ),
+        row_offset=call.row_offset,
+        handle=getattr(call.handle, "name", ""),
+    )

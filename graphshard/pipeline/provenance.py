@@ -1,0 +1,215 @@
+"""Which parameter a collective serves, read from the data flow of the graph itself.
+
+A gather is reached from a shard through casts, pads and views only; a gradient leaves through
+slices, scales and casts of its reduction. Following these chains needs no hidden node metadata.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..ir import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_REDUCE_HOOK,
+    GATHERS,
+    JOIN_PARTS,
+    PACK,
+    REDUCE_SCATTERS,
+    UNPACK,
+    UNSHARD,
+    ParameterBinding,
+    RowPlace,
+    aten,
+    dtype_text,
+    group_name,
+    is_collective,
+    is_wait,
+    operands,
+    output_values,
+    setting,
+)
+from .context import PassContext
+
+#: What a collective is called in bucket keys and counts.
+KINDS: dict[Any, str] = {
+    **dict.fromkeys(GATHERS, "gather"),
+    **dict.fromkeys(REDUCE_SCATTERS, "reduction"),
+    ALL_REDUCE: "all-reduce",
+    ALL_REDUCE_HOOK: "hook",
+}
+_REDUCTIONS = {target for target, kind in KINDS.items() if kind != "gather"}
+
+_CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+_SCALE_OPS = {aten.mul.Tensor, aten.div.Tensor}
+
+#: Ops that may stand between a shard and its gather, or between a reduction and its gradient.
+_LAYOUT_OPS = {
+    aten.constant_pad_nd.default,
+    aten.clone.default,
+    aten.view.default,
+    aten.reshape.default,
+    aten.permute.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten._to_copy.default,
+    aten.cat.default,
+    aten.split_with_sizes.default,
+    torch.ops.prims.convert_element_type.default,
+    torch.ops.prims.device_put.default,
+    operator.getitem,
+    PACK,
+    UNPACK,
+}
+
+
+def is_layout(node: fx.Node) -> bool:
+    """True for views and for the ops that may stand around a collective.
+
+    A product counts only when it scales by a constant: a product of two tensors is compute.
+    """
+    if node.target in _SCALE_OPS:
+        return len(node.all_input_nodes) == 1
+    is_view = isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+    return is_view or node.target in _LAYOUT_OPS
+
+
+def shards_behind(node: fx.Node, ctx: PassContext) -> list[ParameterBinding]:
+    """The parameters whose shards, and nothing else, flow into a gather over their axis; empty otherwise."""
+    found: dict[str, ParameterBinding] = {}
+    pending = operands(node)
+    while pending:
+        source = pending.pop()
+        binding = ctx.binding(source.name) if source.op == "placeholder" else None
+        if binding is not None and group_name(node) in binding.group_names:
+            found[binding.placeholder] = binding
+        elif is_layout(source):
+            pending.extend(source.all_input_nodes)
+        else:
+            return []
+    return sorted(found.values(), key=lambda binding: binding.position)
+
+
+def row_places(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, RowPlace]:
+    """For each gather of one shard, as it is or cast, the shard's place in its row; others are left out."""
+    bindings = {binding.placeholder: binding for binding in ctx.parameters if binding.row_offset >= 0}
+    found = {}
+    for node in gm.graph.find_nodes(op="call_function", target=ALL_GATHER):
+        shard, _ = gathered_shard(node)
+        if shard.name in bindings and shard.op == "placeholder":
+            value, binding = shard.meta["val"], bindings[shard.name]
+            row = f"{binding.handle} {group_name(node)} {value.dtype} {value.device}"
+            found[node] = RowPlace(row, binding.row_offset, value.numel())
+    return found
+
+
+def gathered_shard(gather: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """What a gather sends, and the node that casts it first, if one does."""
+    (source,) = operands(gather)
+    return (source.all_input_nodes[0], source) if source.target in _CASTS else (source, None)
+
+
+def ungathered_readers(placeholder: fx.Node) -> list[fx.Node]:
+    """The nodes that compute with a shard: neither a shard op, a layout op nor a collective."""
+    found = []
+    pending = list(placeholder.users)
+    while pending:
+        reader = pending.pop()
+        if reader.op == "output" or reader.target is UNSHARD or is_collective(reader):
+            continue
+        if is_layout(reader):
+            pending.extend(reader.users)
+        else:
+            found.append(reader)
+    return found
+
+
+def reductions_of(gradient: fx.Node, binding: ParameterBinding) -> list[fx.Node]:
+    """The reductions a gradient output comes out of, last first: layout ops and sums with inputs between.
+
+    An all-reduce of a reduce-scattered gradient gives two, one that is split gives its parts, of a bucket only what
+    the gradient is made of; no reduction over the parameter's groups gives none.
+    """
+    found: dict[fx.Node, None] = {}
+    parts: dict[fx.Node, tuple[int, int] | None] = {gradient: None}
+    pending = [gradient]
+    for node in pending:
+        if is_collective(node):
+            if node.target not in _REDUCTIONS or group_name(node) not in binding.group_names:
+                continue
+            found[node] = None
+        elif not (is_wait(node) or is_layout(node) or is_accumulation(node) or node.target is JOIN_PARTS):
+            continue
+        sources = [source for source in node.all_input_nodes if source.op != "placeholder"]
+        if len(sources) > 1 and node.target is not JOIN_PARTS:
+            sources = _packed_in(node, parts[node])
+        for source in sources:
+            if source not in parts:
+                parts[source] = _part_of(node, source, parts[node])
+                pending.append(source)
+    return list(found)
+
+
+def _part_of(node: fx.Node, source: fx.Node, part: tuple[int, int] | None) -> tuple[int, int] | None:
+    """The elements of ``source`` that a part of ``node`` is made of: the first and the end; None for all or unknown."""
+    value, behind = node.meta["val"], source.meta["val"]
+    if not isinstance(value, torch.Tensor) or not isinstance(behind, torch.Tensor):
+        return None
+    if node.target is aten.slice.Tensor and behind.dim() == 1 and len(node.args) in (3, 4):
+        start, stop = part or (0, int(value.shape[0]))
+        return node.args[2] + start, node.args[2] + stop
+    return part if value.numel() == behind.numel() else None
+
+
+def _packed_in(node: fx.Node, part: tuple[int, int] | None) -> list[fx.Node]:
+    """The members of a bucket of one row that a part of it lies in; none for other nodes, or if the part is unknown."""
+    if node.target is not PACK or node.args[1] != 1 or part is None:
+        return []
+    found, begin = [], 0
+    for member in node.args[0]:
+        end = begin + member.meta["val"].numel()
+        if member.op != "placeholder" and begin < part[1] and part[0] < end:
+            found.append(member)
+        begin = end
+    return found
+
+
+def is_accumulation(node: fx.Node) -> bool:
+    """True for a sum with what earlier micro-batches left, which enters as an input."""
+    return node.target is aten.add.Tensor and any(
+        source.op == "placeholder" for source in node.all_input_nodes
+    )
+
+
+def reduced_parameters(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, list[ParameterBinding]]:
+    """The parameters whose gradients each reduction of a joint or backward graph delivers."""
+    if ctx.first_gradient is None:
+        return {}
+    values = output_values(gm.graph)
+    served: dict[fx.Node, list[ParameterBinding]] = {}
+    for binding in ctx.reduced_bindings():
+        gradient = values[ctx.first_gradient + binding.position]
+        for source in reductions_of(gradient, binding) if isinstance(gradient, fx.Node) else ():
+            served.setdefault(source, []).append(binding)
+    return served
+
+
+def bucket_keys(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, tuple[str, ...]]:
+    """For each gather and reduction that serves one unit: what must agree for two to be merged."""
+    reduced = reduced_parameters(gm, ctx)
+    keys: dict[fx.Node, tuple[str, ...]] = {}
+    for node in filter(is_collective, gm.graph.nodes):
+        if node.target in GATHERS:
+            bindings = shards_behind(node, ctx)
+        elif node.target in _REDUCTIONS:
+            bindings = reduced.get(node, [])
+        else:
+            continue
+        if len({binding.unit for binding in bindings}) == 1:
+            dtype = dtype_text(node.meta["val"].dtype)
+            keys[node] = (KINDS[node.target], bindings[0].unit, dtype, group_name(node), setting(node))
+    return keys

@@ -1,0 +1,54 @@
+"""Following a plan that another rank made of the same graph.
+
+Buckets and their order must be equal on all ranks, and are taken as they are. Where they stand among
+compute may differ: a rank with another batch may have a few more nodes, or less memory to spare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..pipeline import KnownPlan
+from .search import PlanError, Problem, Step, simulate
+
+
+def ways_to_follow(problem: Problem, known: KnownPlan) -> Iterator[list[Step]]:
+    """Schedules with the buckets and the sequence of ``known``, the closest to it first.
+
+    The last one holds the least memory: starts as late, and waits as early, as the sequence allows.
+
+    Raises:
+        PlanError: ``known`` has other collectives than ``problem``, or an order that it cannot have.
+    """
+    steps = [Step(*step) for step in known.steps]
+    members = sorted(index for step in steps if step.is_start for index in step.members)
+    if members != list(range(len(problem.collectives))):
+        raise PlanError(
+            f"the plan to follow is one of {len(members)} collectives, but there are {len(problem.collectives)}"
+        )
+    if known.num_tasks == len(problem.tasks):
+        yield steps
+    scale = len(problem.tasks) / max(1, known.num_tasks)
+    wanted = [round(step.position * scale) for step in steps]
+    yield _placed(problem, steps, wanted)
+    yield _placed(problem, steps, [problem.num_positions if step.is_start else 0 for step in steps])
+
+
+def _placed(problem: Problem, steps: list[Step], wanted: list[int]) -> list[Step]:
+    """The steps in their order, each as near to its wanted position as the others allow."""
+    limits = [_limits(problem, step) for step in steps]
+    latest = [last for _, last in limits]
+    for index in range(len(steps) - 2, -1, -1):
+        latest[index] = min(latest[index], latest[index + 1])
+    placed, position = [], 0
+    for step, (first, _), last, near in zip(steps, limits, latest, wanted, strict=True):
+        position = max(position, first, min(near, last))
+        placed.append(Step(position, step.is_start, step.members))
+    simulate(problem, placed)
+    return placed
+
+
+def _limits(problem: Problem, step: Step) -> tuple[int, int]:
+    ones = [problem.collectives[index] for index in step.members]
+    first = max(one.earliest for one in ones)
+    return first, min(one.deadline for one in ones)

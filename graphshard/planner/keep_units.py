@@ -1,0 +1,132 @@
+"""Which units keep their gathered parameters between forward and backward, within one memory budget.
+
+Keeping a unit's parameters saves its gather in the backward and holds them in between. What a choice
+costs is measured by planning both halves with it. A unit whose last parameters are read later in the
+forward is needed sooner in the backward, so it holds them for less time: the choices are the runs of last
+units, from none (every unit reshards) to all of them, and the default. Since those three are always
+among them, what is chosen is no slower than any of the three that keeps the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .search import InfeasibleBudgetError
+
+#: Up to so many units every run of last units is tried; of more, those on the way to the longest that fits.
+_TRY_ALL = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepingCost:
+    """Forward and backward with some units kept.
+
+    Attributes:
+        seconds: of both.
+        peak_bytes: the larger peak of the two.
+    """
+
+    seconds: float
+    peak_bytes: int
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Lower is better: time, and then memory."""
+        return float(f"{self.seconds:.9g}"), self.peak_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepingChoice:
+    """Units that keep their parameters, with their cost and that of every choice that was tried.
+
+    Attributes:
+        units: labels, in the order of their last use.
+        cost: of this choice.
+        tried: each choice with its cost; None where no plan keeps the budget.
+    """
+
+    units: tuple[str, ...]
+    cost: KeepingCost
+    tried: tuple[tuple[tuple[str, ...], KeepingCost | None], ...]
+
+
+def choose_kept(
+    units: Sequence[str],
+    default: Sequence[str],
+    evaluate: Callable[[tuple[str, ...]], KeepingCost],
+) -> KeepingChoice:
+    """The fastest choice that keeps the budget; among equally fast ones that with the lowest peak.
+
+    Args:
+        units: labels of the units that may be kept, in the order of their last use.
+        default: those that are kept if nothing is chosen.
+        evaluate: cost of a choice; raises ``InfeasibleBudgetError`` where no plan keeps the budget.
+
+    Raises:
+        InfeasibleBudgetError: no choice keeps the budget; names the smallest one found.
+    """
+    tried: dict[tuple[str, ...], KeepingCost | None] = {}
+    refused: list[InfeasibleBudgetError] = []
+
+    def fits(kept: tuple[str, ...]) -> bool:
+        if kept not in tried:
+            try:
+                tried[kept] = evaluate(kept)
+            except InfeasibleBudgetError as error:
+                refused.append(error)
+                tried[kept] = None
+        return tried[kept] is not None
+
+    def last(count: int) -> tuple[str, ...]:
+        return tuple(units[len(units) - count :])
+
+    fits(last(0))
+    fits(tuple(unit for unit in units if unit in default))
+    if len(units) <= _TRY_ALL:
+        for count in range(1, len(units) + 1):
+            fits(last(count))
+    elif not fits(last(len(units))):
+        shortest, longest = 0, len(units)
+        while longest - shortest > 1:
+            middle = (shortest + longest) // 2
+            shortest, longest = (middle, longest) if fits(last(middle)) else (shortest, middle)
+    found = [(cost, kept) for kept, cost in tried.items() if cost is not None]
+    if not found:
+        raise min(refused, key=lambda error: error.smallest_bytes)
+    cost, kept = min(found, key=lambda one: (one[0].rank, len(one[1])))
+    return KeepingChoice(units=kept, cost=cost, tried=tuple(tried.items()))
+
+
+def extend_kept(
+    units: Sequence[str],
+    default: Sequence[str],
+    evaluate: Callable[[tuple[str, ...]], KeepingCost],
+) -> KeepingChoice:
+    """The default choice and further last units, one after the other, as long as each makes the step faster.
+
+    For a budget that is not the user's but that of the default choice: few choices are tried.
+
+    Args:
+        units, default, evaluate: as for :func:`choose_kept`.
+
+    Raises:
+        InfeasibleBudgetError: no plan of the default choice keeps the budget.
+    """
+    kept = tuple(unit for unit in units if unit in default)
+    best = evaluate(kept)
+    tried: list[tuple[tuple[str, ...], KeepingCost | None]] = [(kept, best)]
+    for unit in reversed(units):
+        if unit in kept:
+            continue
+        more = tuple(other for other in units if other == unit or other in kept)
+        try:
+            cost = evaluate(more)
+        except InfeasibleBudgetError:
+            tried.append((more, None))
+            break
+        tried.append((more, cost))
+        if cost.seconds >= best.seconds:
+            break
+        kept, best = more, cost
+    return KeepingChoice(units=kept, cost=best, tried=tuple(tried))

@@ -1,0 +1,377 @@
+"""The plan of a graph with collectives, and the graph it makes.
+
+The planner's model of memory is exact for the graph as it came and close elsewhere; the memory model
+itself has the last word. If it measures more than the budget on the planned graph, the graph is
+planned again, with more memory where a task took more than planned, else for a smaller budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from ..cost import GraphPrices
+from ..ir import RowPlace, is_collective, merge_waits, repeated_waits
+from ..memory import MemoryModel, kept_inputs, parse_bytes
+from ..pipeline import KnownPlan, PassResult
+from .any_order_bound import any_order_seconds
+from .choose_moves import WORTH, moved_compute
+from .choose_splits import WORTH as SPLIT_WORTH
+from .choose_splits import splits_to_try
+from .follow_plan import ways_to_follow
+from .from_graph import GraphProblem, problem_of_graph
+from .move_compute import Move, Moving
+from .search import (
+    MOST_EXACT_STATES,
+    InfeasibleBudgetError,
+    Plan,
+    PlanError,
+    Problem,
+    Step,
+    is_possible,
+    leanest_schedule,
+    lower_bounds,
+    make_plan,
+    plan,
+    simulate,
+)
+from .split_collectives import num_rows, split_graph
+from .to_graph import planned_graph
+from .user_constraints import NO_WISHES, Wishes
+
+#: So often a graph is planned again because the memory model measured more than the budget.
+_ATTEMPTS = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedGraph(PassResult):
+    """A plan, and the graph it makes.
+
+    Attributes:
+        gm: a changed copy, or the graph itself where its own order is the plan.
+        plan: with predicted times, bounds and reasons.
+        known: the plan as another rank can follow it.
+    """
+
+    gm: fx.GraphModule
+    plan: Plan
+    known: KnownPlan
+
+
+def plan_graph(
+    gm: fx.GraphModule,
+    prices: GraphPrices,
+    *,
+    memory_budget: int | str | None = None,
+    wishes: Wishes = NO_WISHES,
+    known: KnownPlan | None = None,
+    places: Mapping[fx.Node, RowPlace] | None = None,
+    device_type: str | None = None,
+    move_compute: bool = True,
+    exact_states: int = MOST_EXACT_STATES,
+) -> PlannedGraph:
+    """Plans a graph, which stays as it is.
+
+    Args:
+        gm: a forward, inference or backward graph with ``_c10d_functional`` collectives and
+            ``meta["val"]`` on its values; fake tensors and groups that exist only by name will do.
+        prices: seconds of compute, collectives and copies.
+        memory_budget: the most that may be live while the graph runs, inputs that its caller keeps
+            included: bytes, or a text like "60GiB" or "500MB". None for no limit.
+        wishes: what the user insists on: buckets, prefetches, limits, links.
+        known: a plan of another rank to follow: its parts, its buckets and their order, and where they stand as
+            far as this graph allows.
+        places: where the shards lie that these gathers send (``provenance.row_places``).
+        device_type: where the graph will run; None for where its values are.
+        move_compute: compute may move beside collectives that compute reads soon.
+        exact_states: states that the exact search, of a small graph, may look at.
+
+    Raises:
+        OptionError, OptionTypeError: a budget that cannot be read.
+        InfeasibleBudgetError: no plan keeps the budget; names one that a plan keeps.
+        ProblemError: buckets, prefetches or limits that cannot be kept.
+        UnpricedGroupError: a collective runs on a group without a price.
+        PlanError: ``known`` is no plan of this graph.
+    """
+    budget = None if memory_budget is None else parse_bytes(memory_budget)
+    planner = _Planner(prices=prices, budget=budget, device_type=device_type, exact_states=exact_states)
+    source = _with_one_wait_each(_Source(gm=gm, wishes=wishes, places=places or {}))
+    if known is not None:
+        return planner.followed(source, known)
+    source, found, best = planner.in_best_order(source, move_compute)
+    for splits in _splits_to_try(found, best.plan, source.wishes):
+        parts = source.split(splits)
+        try:
+            read, tried = planner.planned(parts)
+        except InfeasibleBudgetError:
+            continue
+        if tried.plan.seconds <= SPLIT_WORTH * best.plan.seconds:
+            tried = replace(tried, plan=replace(tried.plan, unplanned_seconds=best.plan.unplanned_seconds))
+            source, found, best = parts, read, tried
+            break
+    return replace(best, plan=replace(best.plan, any_order_seconds=any_order_seconds(source.gm, found)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """A graph to plan, and what is said of its nodes.
+
+    Attributes:
+        gm, wishes, places: as for :func:`plan_graph`.
+        moves: what moved the compute of the graph that came.
+        splits: collectives that were split, by their index in the graph with its compute moved, their names, and into
+            how many parts.
+    """
+
+    gm: fx.GraphModule
+    wishes: Wishes
+    places: Mapping[fx.Node, RowPlace]
+    moves: tuple[Move, ...] = ()
+    splits: tuple[tuple[int, str, int], ...] = ()
+
+    def on(self, gm: fx.GraphModule, twin: Mapping[fx.Node, fx.Node], **changes: Any) -> _Source:
+        """The same of a changed copy."""
+        places = {twin[node]: place for node, place in self.places.items() if node in twin}
+        return replace(self, gm=gm, wishes=self.wishes.on(twin), places=places, **changes)
+
+    def moved(self, moving: Moving, moves: Sequence[Move]) -> _Source:
+        """With its compute moved."""
+        return self.on(moving.gm, moving.twin, moves=tuple(moves))
+
+    def split(self, splits: Mapping[fx.Node, int]) -> _Source:
+        """With some collectives split."""
+        if not splits:
+            return self
+        index = {node: number for number, node in enumerate(filter(is_collective, self.gm.graph.nodes))}
+        named = tuple((index[node], node.name, num_parts) for node, num_parts in splits.items())
+        return self.on(*split_graph(self.gm, splits), splits=named)
+
+
+def _with_one_wait_each(source: _Source) -> _Source:
+    """Without second waits for one result."""
+    if not repeated_waits(source.gm.graph):
+        return source
+    copied, twin = split_graph(source.gm, {})
+    merge_waits(copied.graph)
+    return source.on(copied, twin)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planner:
+    """What all plans of a graph are made with: see :func:`plan_graph`."""
+
+    prices: GraphPrices
+    budget: int | None
+    device_type: str | None
+    exact_states: int
+
+    def planned(
+        self, source: _Source, found: GraphProblem | None = None
+    ) -> tuple[GraphProblem, PlannedGraph]:
+        """The plan of a graph as it stands, and what was read of it."""
+        found = found or self._read(source)
+        graph, result = _within_budget(source.gm, found, self.budget, self.device_type, self.exact_states)
+        return found, _planned_graph(source, graph, found, result)
+
+    def followed(self, source: _Source, known: KnownPlan) -> PlannedGraph:
+        """The plan of another rank."""
+        if known.moves:
+            moving = Moving(source.gm, self._read(source, measures_memory=False))
+            moves = [Move(*move) for move in known.moves]
+            moving.follow(moves)
+            source = source.moved(moving, moves)
+        source = source.split(_known_splits(source.gm, known))
+        found = self._read(source)
+        graph, result = _followed(source.gm, found, known, self.budget, self.device_type)
+        return _planned_graph(source, graph, found, result)
+
+    def in_best_order(
+        self, source: _Source, move_compute: bool
+    ) -> tuple[_Source, GraphProblem, PlannedGraph]:
+        """The plan of a graph, or that with its compute moved, if this is worth it."""
+        found = self._read(source)
+        tried = moved_compute(source.gm, found) if move_compute else None
+        if tried is None:
+            return source, *self.planned(source, found)
+        moved = source.moved(*tried)
+        read, least = self._read(moved), _free_bound(found)
+        if _free_bound(read) > WORTH * least:  # something else limits the graph
+            return source, *self.planned(source, found)
+        try:
+            read, best = self.planned(moved, read)
+        except InfeasibleBudgetError:
+            return source, *self.planned(source, found)
+        if best.plan.seconds > WORTH * least:  # not faster than any plan in the order that came
+            with suppress(InfeasibleBudgetError):
+                found, other = self.planned(source, found)
+                if best.plan.seconds > WORTH * other.plan.seconds:
+                    return source, found, other
+        came = simulate(found.problem.without_wishes(), found.unplanned).seconds
+        return moved, read, replace(best, plan=replace(best.plan, unplanned_seconds=came))
+
+    def _read(self, source: _Source, *, measures_memory: bool = True) -> GraphProblem:
+        return problem_of_graph(
+            source.gm,
+            self.prices,
+            budget_bytes=self.budget,
+            wishes=source.wishes,
+            places=source.places,
+            device_type=self.device_type,
+            measures_memory=measures_memory,
+        )
+
+
+def _free_bound(found: GraphProblem) -> float:
+    """What no schedule of these tasks beats, whatever its memory."""
+    return lower_bounds(replace(found.problem, budget_bytes=None)).seconds
+
+
+def _planned_graph(
+    source: _Source, planned: fx.GraphModule, found: GraphProblem, result: Plan
+) -> PlannedGraph:
+    splits = tuple((name, num_parts) for _, name, num_parts in source.splits)
+    return PlannedGraph(
+        gm=planned,
+        plan=replace(result, splits=splits, num_moved=len(source.moves)),
+        known=KnownPlan(
+            num_tasks=len(found.problem.tasks),
+            steps=tuple((step.position, step.is_start, step.members) for step in result.steps),
+            splits=tuple((index, num_parts) for index, _, num_parts in source.splits),
+            moves=source.moves,
+        ),
+    )
+
+
+def _known_splits(gm: fx.GraphModule, known: KnownPlan) -> dict[fx.Node, int]:
+    collectives = list(filter(is_collective, gm.graph.nodes))
+    for index, num_parts in known.splits:
+        if index >= len(collectives) or num_parts > num_rows(collectives[index]):
+            raise PlanError(
+                f"the plan to follow has collective {index} in {num_parts} parts, which it cannot have here"
+            )
+    return {collectives[index]: num_parts for index, num_parts in known.splits}
+
+
+def _splits_to_try(found: GraphProblem, result: Plan, wishes: Wishes) -> list[dict[fx.Node, int]]:
+    """What the user names stays whole, and so do reductions where the user limits how many are open."""
+    if not wishes.merge:
+        return []
+    named = wishes.named()
+
+    def most_parts(index: int) -> int:
+        node, one = found.starts[index], found.problem.collectives[index]
+        is_limited = one.limit == "reduction" and wishes.max_reductions
+        return 1 if node in named or is_limited else num_rows(node)
+
+    is_free = found.problem.budget_bytes is None
+    bounds = result.bounds if is_free else lower_bounds(replace(found.problem, budget_bytes=None))
+    trials = splits_to_try(found.problem, result.steps, most_parts, least_seconds=bounds.seconds)
+    return [{found.starts[index]: number for index, number in trial} for trial in trials]
+
+
+def _followed(
+    gm: fx.GraphModule, found: GraphProblem, known: KnownPlan, budget: int | None, device_type: str | None
+) -> tuple[fx.GraphModule, Plan]:
+    """The graph with the buckets and the sequence of a known plan, within the budget."""
+    before = simulate(found.problem.without_wishes(), found.unplanned).seconds
+    peaks = []
+    for steps in ways_to_follow(found.problem, known):
+        planned = planned_graph(gm, found, steps)
+        peaks.append(measured_peak(planned, device_type))
+        if budget is None or peaks[-1] <= budget:
+            result = make_plan(
+                found.problem, steps, solver="followed", unplanned_seconds=before, notes=found.notes
+            )
+            return planned, replace(result, peak_bytes=peaks[-1], budget_bytes=budget)
+    assert budget is not None
+    raise InfeasibleBudgetError(budget, min(peaks), is_smallest=False)
+
+
+def _within_budget(
+    gm: fx.GraphModule, found: GraphProblem, budget: int | None, device_type: str | None, exact_states: int
+) -> tuple[fx.GraphModule, Plan]:
+    """The graph with the fastest plan that the memory model lets pass, the order in which it came included."""
+    before = measured_peak(gm, device_type)
+    came = simulate(found.problem.without_wishes(), found.unplanned).seconds
+    may_stay = is_possible(replace(found.problem, budget_bytes=None), found.unplanned)
+    fits = may_stay and (budget is None or before <= budget)
+    problem = found.problem
+    for _ in range(_ATTEMPTS):
+        try:
+            result = plan(problem, unplanned=found.unplanned, notes=found.notes, exact_states=exact_states)
+        except InfeasibleBudgetError:
+            break
+        planned = planned_graph(gm, found, result.steps)
+        live = measured_live(planned, device_type)
+        peak = max(live.values(), default=0)
+        if budget is None:
+            return planned, replace(result, peak_bytes=peak)
+        if peak <= budget:
+            if fits and came < result.seconds:
+                break
+            if problem is not found.problem:
+                result = _plan_of(found, result.steps, "beam", came)
+            return planned, replace(result, peak_bytes=peak, budget_bytes=budget)
+        problem = _with_excess(problem, result, live, budget)
+    assert budget is not None
+    if fits:  # it keeps the budget, whatever the problem's account of memory says
+        return gm, replace(
+            _plan_of(found, found.unplanned, "none", came), peak_bytes=before, budget_bytes=budget
+        )
+    leanest, _ = leanest_schedule(found.problem)
+    planned = planned_graph(gm, found, leanest)
+    peak = measured_peak(planned, device_type)
+    if peak <= budget:
+        return planned, replace(
+            _plan_of(found, leanest, "leanest", came), peak_bytes=peak, budget_bytes=budget
+        )
+    raise InfeasibleBudgetError(budget, min(peak, before) if may_stay else peak, is_smallest=False)
+
+
+def _plan_of(found: GraphProblem, steps: Sequence[Step], solver: str, unplanned_seconds: float) -> Plan:
+    """The plan for steps that were not found for this problem and its budget, with its own bounds.
+
+    Where the problem counts more for the steps than the budget, which the memory model does not, the bounds allow that.
+    """
+    problem = replace(found.problem, budget_bytes=None)
+    if found.problem.budget_bytes is not None:
+        most = max(found.problem.budget_bytes, simulate(problem, steps).peak_bytes)
+        problem = replace(problem, budget_bytes=most)
+    return make_plan(problem, steps, solver=solver, unplanned_seconds=unplanned_seconds, notes=found.notes)
+
+
+def _with_excess(problem: Problem, result: Plan, live: Mapping[str, int], budget: int) -> Problem:
+    """The problem with more memory in the tasks that took more than planned, if one took more than the budget.
+
+    If none did, it was a copy or a collective: the problem with a budget smaller by the excess.
+    """
+    planned = simulate(problem, result.steps).live_bytes
+    taken = [live[name] for name in problem.position_names]
+    if not any(most > budget for most in taken):
+        assert problem.budget_bytes is not None
+        excess = max(live.values()) - budget
+        return replace(problem, budget_bytes=min(problem.budget_bytes, result.peak_bytes) - excess)
+    tasks = [
+        replace(task, live_bytes=task.live_bytes + max(0, most - expected))
+        for task, most, expected in zip(problem.tasks, taken, planned, strict=True)
+    ]
+    return replace(problem, tasks=tasks)
+
+
+def measured_live(gm: fx.GraphModule, device_type: str | None) -> dict[str, int]:
+    """Bytes live at each node, by the memory model, inputs that the caller keeps included."""
+    model = MemoryModel(gm, kept=kept_inputs(gm), device_type=device_type)
+    nodes = list(gm.graph.nodes)
+    timeline = model.timeline(nodes)
+    return {
+        node.name: live + timeline.kept_bytes for node, live in zip(nodes, timeline.live_bytes, strict=True)
+    }
+
+
+def measured_peak(gm: fx.GraphModule, device_type: str | None) -> int:
+    """The most of :func:`measured_live`."""
+    return max(measured_live(gm, device_type).values(), default=0)

@@ -1,0 +1,77 @@
+"""How many activations are saved for the backward, chosen with the units that keep parameters, in one memory budget.
+
+What is not saved is computed again in the backward. Which activations these are is for torch's partitioner to say, from
+the share that may be saved of what it would save by itself. What a share costs is measured as that of
+kept units: both halves are planned with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from .keep_units import KeepingChoice, KeepingCost, choose_kept
+from .search import InfeasibleBudgetError
+
+#: Shares that are tried where the budget binds.
+SHARES = (0.75, 0.5, 0.25, 0.1)
+
+#: The cost of units that keep their parameters and a share of activations that is saved, None for torch's default.
+Evaluate = Callable[[tuple[str, ...], float | None], KeepingCost]
+
+
+def choose_saved(
+    units: Sequence[str], default: Sequence[str], evaluate: Evaluate, shares: Sequence[float] = SHARES
+) -> tuple[float | None, tuple[str, ...]]:
+    """The fastest choice that keeps the budget: the share of activations that is saved, and the units that are kept.
+
+    Shares are tried only where all units cannot be kept without: computing again takes time, and what it frees lets
+    units be kept. Each is tried with the units that are kept without it, and with all if there is room; the best is
+    then tried with other choices of units.
+
+    Args:
+        units, default: as for :func:`graphshard.planner.keep_units.choose_kept`.
+        evaluate: raises ``InfeasibleBudgetError`` where no plan keeps the budget.
+        shares: largest first, in (0, 1); a smaller one computes more again.
+
+    Returns:
+        The share, None for torch's default, and the units.
+
+    Raises:
+        InfeasibleBudgetError: no choice keeps the budget; names the smallest one found.
+    """
+    known: dict[tuple[tuple[str, ...], float | None], KeepingCost | InfeasibleBudgetError] = {}
+
+    def cost(kept: tuple[str, ...], share: float | None) -> KeepingCost:
+        if (kept, share) not in known:
+            try:
+                known[kept, share] = evaluate(kept, share)
+            except InfeasibleBudgetError as error:
+                known[kept, share] = error
+        found = known[kept, share]
+        if isinstance(found, InfeasibleBudgetError):
+            raise found
+        return found
+
+    def choose(share: float | None) -> KeepingChoice | None:
+        with suppress(InfeasibleBudgetError):
+            return choose_kept(units, default, lambda kept: cost(kept, share))
+        return None
+
+    def fits(kept: tuple[str, ...], share: float | None) -> bool:
+        with suppress(InfeasibleBudgetError):
+            return bool(cost(kept, share))
+        return False
+
+    every, whole = tuple(units), choose(None)
+    kept = whole.units if whole is not None else ()
+    for share in () if fits(every, None) else shares:
+        if fits(kept, share) and fits(every, share):
+            break
+    found = [(cost.rank, key) for key, cost in known.items() if isinstance(cost, KeepingCost)]
+    if not found:
+        refused = [error for error in known.values() if isinstance(error, InfeasibleBudgetError)]
+        raise min(refused, key=lambda error: error.smallest_bytes)
+    rank, (kept, best) = min(found, key=lambda one: one[0])
+    more = choose(best)
+    return best, more.units if more is not None and more.cost.rank <= rank else kept

@@ -1,0 +1,36 @@
+"""The search for a schedule, on numbers alone: no file here knows of graphs.
+
+Imports: ``ir`` (rows of shards), ``cost`` (prices).
+
+Read first: ``problem`` (what is planned), ``simulate`` (what a schedule costs), ``solve`` (finds one), ``bound``
+(how good one can be), ``plan`` (the result). Searches: ``exact``, ``beam``, ``list_schedule``, ``local_search``,
+``condense``, ``feasible``.
+"""
+
+from .bound import Bounds, links_bound, lower_bounds
+from .plan import InfeasibleBudgetError, Plan, make_plan
+from .problem import Collective, Problem, ProblemError, Task
+from .simulate import BucketRun, PlanError, Step, simulate
+from .solve import EXACT_STATES, MOST_EXACT_STATES, is_possible, leanest_schedule, plan
+
+__all__ = [
+    "EXACT_STATES",
+    "MOST_EXACT_STATES",
+    "Bounds",
+    "BucketRun",
+    "Collective",
+    "InfeasibleBudgetError",
+    "Plan",
+    "PlanError",
+    "Problem",
+    "ProblemError",
+    "Step",
+    "Task",
+    "is_possible",
+    "leanest_schedule",
+    "links_bound",
+    "lower_bounds",
+    "make_plan",
+    "plan",
+    "simulate",
+]

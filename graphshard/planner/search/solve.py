@@ -1,0 +1,339 @@
+"""Plans a problem: exactly if it is small, else with the best of a few beam searches and list schedules."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from .beam import Beam, good_schedule
+from .bound import gap, lower_bounds
+from .condense import both_ends, condense, expand
+from .exact import TooLargeError, best_schedule, least_peak
+from .feasible import constrained_schedules
+from .list_schedule import Rule, schedule_in_turn
+from .local_search import polished
+from .plan import InfeasibleBudgetError, Plan, make_plan
+from .problem import Problem, ProblemError, RememberedPrices
+from .simulate import Machine, PlanError, Step, simulate
+
+#: Up to so many collectives, and tasks after condensing, a problem is solved exactly.
+EXACT_COLLECTIVES, EXACT_TASKS = 10, 40
+
+#: States that the exact search looks at, and that it does where small changes have been tried on what the beams
+#: found, for seconds. It leaves the problem to these if there are more.
+EXACT_STATES, MOST_EXACT_STATES = 30_000, 400_000
+
+#: Searches for every problem, in the order in which they are tried.
+NARROW = 2
+BEAMS = (
+    Beam(width=NARROW, merges=False),
+    Beam(width=NARROW, shared_by=1),
+    *(Beam(width=NARROW, shared_by=1, aligned=length) for length in (2, 3, 4, 5, 6, 7, 8, 9, 12, 18)),
+    Beam(width=NARROW, shared_by=3),
+    Beam(width=NARROW, shared_by=9),
+    Beam(width=NARROW, shared_by=16),
+    Beam(width=NARROW, shared_by=1, splits_small=True),
+)
+
+#: Searches that take longer, for problems of at most ``MANY`` collectives; one whose narrow twin has found what takes
+#: this much longer than the best so far is left out.
+FAR_BEHIND = 1.1
+WIDE_BEAMS = (
+    Beam(width=8, shared_by=9),
+    Beam(width=8, shared_by=16),
+    Beam(width=8, shared_by=1, splits_small=True),
+)
+MANY = 150
+
+#: List schedules, tried where no beam came close to the bound.
+RULES = tuple(
+    Rule(num_gathers=gathers, num_reductions=reductions)
+    for gathers, reductions in itertools.product((1, 8, 32, 64), repeat=2)
+)
+
+_TOO_MANY_WISHES = (
+    "no schedule is found that keeps the buckets, prefetches and limits that were asked for, whatever the "
+    "budget; ask for fewer of them"
+)
+
+#: Of the searches with buckets of any length, larger problems run this many: the best on a sample
+#: of about ``SAMPLE`` collectives.
+SAMPLE, NUM_DEAR = 120, 2
+
+#: A schedule this close to the bound ends the search.
+CLOSE_ENOUGH = 2e-3
+
+#: Where none is, so many of the best searches run with these shares of the budget too, if a problem has at most
+#: ``MANY`` collectives (what a beam drops for want of memory depends on chance), and so many of all schedules found are
+#: made better by small changes.
+SHARES, NUM_AGAIN, NUM_POLISHED = (0.98, 0.96), 6, 3
+
+#: Without a budget, of schedules that are slower by at most this than the fastest found the one with the lowest peak is
+#: taken: less than any model of a machine can tell apart.
+HARDLY_SLOWER = 1e-3
+
+#: A schedule that came along stays if no faster one is found, and it takes at most this much of the memory of the best.
+HARDLY_LEANER = 1.02
+
+
+def plan(
+    problem: Problem,
+    *,
+    unplanned: Sequence[Step] | None = None,
+    notes: Sequence[str] = (),
+    exact_states: int = MOST_EXACT_STATES,
+) -> Plan:
+    """The best schedule found for a problem.
+
+    Args:
+        problem: what is planned.
+        unplanned: a schedule that is known; the plan is no slower, if that one keeps the budget and
+            what the user insists on.
+        notes: for people, kept in the plan.
+        exact_states: states that the exact search may look at.
+
+    Raises:
+        InfeasibleBudgetError: no schedule is found within the budget.
+        ProblemError: no schedule is found that keeps what the user insists on.
+    """
+    problem = replace(problem, prices=RememberedPrices(problem.prices))
+    known = [list(unplanned)] if unplanned is not None else []
+    before = simulate(problem.without_wishes(), known[0]).seconds if known else None
+    bearable = before if before is not None else math.inf
+    found = [steps for steps in (*known, in_place(problem)) if is_possible(problem, steps)]
+    searched = list(_searched(problem))
+    found += [steps for _, steps in searched]
+    if not found:
+        found.append(_leanest_in_budget(problem))
+    best = _best(problem, found, bearable)
+    exact = _exactly(problem, best, min(EXACT_STATES, exact_states))
+    if exact is None:
+        if _is_worth_more(problem, best):
+            best = _best(problem, [best, *_improved(problem, found, searched, best)], bearable)
+        if exact_states > EXACT_STATES:
+            exact = _exactly(problem, best, exact_states)
+    solver, best = ("beam", best) if exact is None else ("exact", exact or best)
+    best = _known_unless_better(problem, [steps for steps in known if steps in found], best)
+    return make_plan(problem, best, solver=solver, unplanned_seconds=before, notes=notes)
+
+
+def in_place(problem: Problem) -> list[Step]:
+    """Each collective, or fixed bucket, alone where it must be: gathers at their deadline, reductions at once."""
+    buckets = {tuple(sorted(bucket)) for bucket in problem.fixed_buckets}
+    fixed = {index for bucket in buckets for index in bucket}
+    buckets |= {(index,) for index in range(len(problem.collectives)) if index not in fixed}
+    placed = []
+    for bucket in buckets:
+        ones = [problem.collectives[index] for index in bucket]
+        earliest, deadline = max(one.earliest for one in ones), min(one.deadline for one in ones)
+        placed.append((deadline if ones[0].limit == "gather" else earliest, bucket))
+    steps = []
+    for position, bucket in sorted(placed):
+        steps += [Step(position, True, bucket), Step(position, False, bucket)]
+    return steps
+
+
+def _leanest_in_budget(problem: Problem) -> list[Step]:
+    """The schedule with the lowest peak that is found, for problems of which no search finds any.
+
+    Raises:
+        InfeasibleBudgetError: it does not keep the budget.
+        ProblemError: none is found that keeps what the user insists on.
+    """
+    steps, is_leanest = leanest_schedule(problem)
+    peak = simulate(replace(problem, budget_bytes=None), steps).peak_bytes
+    if problem.budget_bytes is not None and peak > problem.budget_bytes:
+        raise InfeasibleBudgetError(problem.budget_bytes, peak, is_smallest=is_leanest)
+    return steps
+
+
+def is_possible(problem: Problem, steps: Sequence[Step]) -> bool:
+    """Whether a schedule keeps the rules, what the user insists on, and the budget."""
+    try:
+        peak = simulate(problem, steps).peak_bytes
+    except PlanError:
+        return False
+    return problem.budget_bytes is None or peak <= problem.budget_bytes
+
+
+def _best(problem: Problem, schedules: Sequence[list[Step]], bearable: float) -> list[Step]:
+    """The fastest; without a budget the leanest of those that are hardly slower and take no more than ``bearable``."""
+    machine = Machine(problem, budget_bytes=None)
+    costs = [_cost(problem, steps, machine) for steps in schedules]
+    fastest = most = min(costs)[0]
+    if problem.budget_bytes is None:
+        most = max(fastest, min(bearable, fastest * (1 + HARDLY_SLOWER)))
+    tied = [place for place, (seconds, _) in enumerate(costs) if seconds <= most]
+    return schedules[min(tied, key=lambda place: costs[place][::-1])]
+
+
+def _cost(problem: Problem, steps: Sequence[Step], machine: Machine) -> tuple[float, int]:
+    simulation = simulate(problem, steps, machine=machine)
+    return float(f"{simulation.seconds:.9g}"), simulation.peak_bytes
+
+
+def _searched(
+    problem: Problem, searches: Iterable[Beam | Rule] | None = None
+) -> Iterator[tuple[Beam | Rule, list[Step]]]:
+    """Searches, all or these, and the schedules they find; stops at one that is close enough to the bound."""
+    small, gaps = condense(problem)
+    bounds = lower_bounds(problem)
+    machine = Machine(small, budget_bytes=small.budget_bytes)
+    free = Machine(small, budget_bytes=None)
+    every: Iterator[Beam | Rule] = itertools.chain(_promising(small), RULES)
+    found: dict[Beam | Rule, float] = {}
+    for search in every if searches is None else searches:
+        if _is_hopeless(search, found):
+            continue
+        steps = (
+            good_schedule(small, search, machine=machine)
+            if isinstance(search, Beam)
+            else schedule_in_turn(small, search, machine=machine)
+        )
+        if steps is not None:
+            yield search, expand(steps, gaps)
+            found[search] = simulate(small, steps, machine=free).seconds
+            if gap(found[search], bounds) < CLOSE_ENOUGH:
+                return
+
+
+def _is_hopeless(search: Beam | Rule, found: Mapping[Beam | Rule, float]) -> bool:
+    """Whether the narrow search of a wide one has found what is far behind the best so far."""
+    if search not in WIDE_BEAMS:
+        return False
+    assert isinstance(search, Beam)
+    narrow = found.get(replace(search, width=NARROW))
+    return narrow is not None and narrow > FAR_BEHIND * min(found.values())
+
+
+def _promising(problem: Problem) -> Iterator[Beam]:
+    """The searches worth their time, best first, after the one without merging, which is the quickest.
+
+    Of a large problem these are the quick ones, and those others that do best on its two ends.
+    """
+    yield BEAMS[0]
+    if len(problem.collectives) <= MANY:
+        yield from (*BEAMS[1:], *WIDE_BEAMS)
+        return
+    ends = both_ends(problem, SAMPLE)
+    machine = Machine(ends, budget_bytes=ends.budget_bytes)
+    free = Machine(ends, budget_bytes=None)
+    costs = []
+    for place, beam in enumerate(BEAMS[1:], 1):
+        steps = good_schedule(ends, beam, machine=machine)
+        cost = _cost(ends, steps, free) if steps is not None else (float("inf"), 0)
+        costs.append((*cost, place))
+    ranked = [BEAMS[place] for *_, place in sorted(costs)]
+    dear = [beam for beam in ranked if beam.merges and not beam.aligned]
+    yield from (beam for beam in ranked if beam not in dear[NUM_DEAR:])
+
+
+def _known_unless_better(problem: Problem, known: list[list[Step]], best: list[Step]) -> list[Step]:
+    """A schedule that is known, where the best one is no faster and hardly leaner: planning again changes nothing."""
+    machine = Machine(problem, budget_bytes=None)
+    seconds, peak = _cost(problem, best, machine)
+    for steps in known:
+        found = _cost(problem, steps, machine)
+        if found[0] <= seconds and found[1] <= HARDLY_LEANER * peak:
+            return steps
+    return best
+
+
+def _is_worth_more(problem: Problem, best: Sequence[Step]) -> bool:
+    """Whether a schedule is to be improved: it may be far from the best, and that does not take long."""
+    is_small = len(problem.collectives) <= EXACT_COLLECTIVES
+    if len(problem.collectives) > MANY or (
+        is_small and len(_searched_exactly(problem)[0].tasks) > EXACT_TASKS
+    ):
+        return False
+    return gap(simulate(problem, best).seconds, lower_bounds(problem)) >= CLOSE_ENOUGH
+
+
+def _improved(
+    problem: Problem,
+    found: Sequence[list[Step]],
+    searched: Sequence[tuple[Beam | Rule, list[Step]]],
+    best: list[Step],
+) -> list[list[Step]]:
+    """Schedules that the best searches, with less memory, and small changes lead to."""
+    machine = Machine(problem, budget_bytes=None)
+    costs = {_cost(problem, steps, machine): steps for steps in [*found, best]}
+    budget, peak = problem.budget_bytes, _cost(problem, best, machine)[1]
+    if budget is not None and peak > SHARES[-1] * budget:
+        ranked = sorted(searched, key=lambda one: _cost(problem, one[1], machine))
+        searches = [search for search, _ in ranked[:NUM_AGAIN]]
+        for share in SHARES:
+            less = replace(problem, budget_bytes=round(share * budget))
+            costs |= {_cost(problem, steps, machine): steps for _, steps in _searched(less, searches)}
+    first = [costs[cost] for cost in sorted(costs)[:NUM_POLISHED]]
+    return [polished(problem, steps) for steps in first]
+
+
+def _exactly(problem: Problem, best: list[Step], max_states: int) -> list[Step] | None:
+    """The steps of a faster schedule, none if ``best`` is the fastest; None if that cannot be shown."""
+    small, gaps = _searched_exactly(problem)
+    if len(problem.collectives) > EXACT_COLLECTIVES or len(small.tasks) > EXACT_TASKS:
+        return None
+    try:
+        steps = best_schedule(small, below_seconds=simulate(problem, best).seconds, max_states=max_states)
+    except TooLargeError:
+        return None
+    return [] if steps is None else expand(steps, gaps)
+
+
+def _searched_exactly(problem: Problem) -> tuple[Problem, Sequence[int]]:
+    """What the exact search is given, and the original gap of each of its gaps."""
+    return condense(problem) if problem.budget_bytes is None else (problem, range(len(problem.tasks) + 1))
+
+
+def smallest_budget(problem: Problem) -> tuple[int, bool]:
+    """A budget that a schedule keeps, and whether none smaller is kept by any.
+
+    Raises:
+        ProblemError: no schedule is found that keeps what the user insists on.
+    """
+    steps, is_leanest = leanest_schedule(problem)
+    return simulate(replace(problem, budget_bytes=None), steps).peak_bytes, is_leanest
+
+
+def leanest_schedule(problem: Problem) -> tuple[list[Step], bool]:
+    """The schedule with the lowest peak that is found, and whether none has a lower one.
+
+    Raises:
+        ProblemError: no schedule is found that keeps what the user insists on.
+    """
+    free = replace(problem, budget_bytes=None)
+    if len(problem.collectives) <= EXACT_COLLECTIVES and len(problem.tasks) <= EXACT_TASKS:
+        try:
+            least = least_peak(free, max_states=EXACT_STATES)
+            if least is None:
+                raise ProblemError(_TOO_MANY_WISHES)
+            steps = best_schedule(replace(problem, budget_bytes=least), max_states=EXACT_STATES)
+        except TooLargeError:
+            pass
+        else:
+            assert steps is not None, "a schedule has the least peak"
+            return steps, True
+    small, gaps = condense(free)
+    made = (in_place(free), *constrained_schedules(free))
+    candidates = [steps for steps in made if is_possible(free, steps)]
+    candidates += [expand(steps, gaps) for steps in [good_schedule(small, BEAMS[0])] if steps is not None]
+    if not candidates:
+        raise ProblemError(_TOO_MANY_WISHES)
+    smallest, _, leanest = min(
+        (simulate(free, steps).peak_bytes, place, steps) for place, steps in enumerate(candidates)
+    )
+    floor = max([task.live_bytes for task in problem.tasks], default=0)
+    while smallest - floor > max(1, smallest // 1000):
+        middle = (smallest + floor) // 2
+        steps = good_schedule(replace(small, budget_bytes=middle), BEAMS[0])
+        if steps is None:
+            floor = middle
+            continue
+        found = expand(steps, gaps)
+        peak = simulate(free, found).peak_bytes
+        leanest = found if peak < smallest else leanest
+        smallest = min(middle, peak)
+    return leanest, False

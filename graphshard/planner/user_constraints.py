@@ -1,0 +1,129 @@
+"""What a user insists on, in terms of the nodes of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from ..ir import is_collective
+from .search import Collective, ProblemError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """A plan keeps them all; without any, it is free.
+
+    Attributes:
+        fixed_buckets: collectives that must form one bucket each; of one group, dtype and settings.
+        prefetch: pairs of collectives (a, b): b starts where a is waited for, right after it.
+        behind: pairs of collectives (a, b): b does not start before the input of a exists, unless it is read sooner.
+        max_gathers, max_reductions: buckets that may be in flight; 0 for any number.
+        shared_links: names of process groups that share a link, so that their collectives run one after
+            the other; those that the graph does not use may be among them.
+        merge: whether collectives may be merged, or split.
+    """
+
+    fixed_buckets: Sequence[Sequence[fx.Node]] = ()
+    prefetch: Sequence[tuple[fx.Node, fx.Node]] = ()
+    behind: Sequence[tuple[fx.Node, fx.Node]] = ()
+    max_gathers: int = 0
+    max_reductions: int = 0
+    shared_links: Sequence[tuple[str, ...]] = ()
+    merge: bool = True
+
+    def named(self) -> Set[fx.Node]:
+        """The collectives that buckets and pairs speak of."""
+        return {node for nodes in (*self.fixed_buckets, *self.prefetch, *self.behind) for node in nodes}
+
+    def check_nodes_of(self, graph: fx.Graph) -> None:
+        """Refuses what is said of other nodes than those of a graph.
+
+        Raises:
+            ProblemError: lists the nodes that are of another graph, or were erased.
+        """
+        here = set(graph.nodes)
+        nodes = (*self.fixed_buckets, *self.prefetch, *self.behind)
+        named = dict.fromkeys(node for members in nodes for node in members)
+        if strange := [str(node) for node in named if node not in here]:
+            raise ProblemError(
+                "buckets and prefetches must name nodes of the graph that is planned; these are of another one, "
+                f"or were erased: {', '.join(strange)}; look them up in gm.graph"
+            )
+
+    def on(self, twin: Mapping[fx.Node, fx.Node]) -> Wishes:
+        """The same of the nodes of a copy of the graph; nodes that are not the graph's stay as they are."""
+        return replace(
+            self,
+            fixed_buckets=[tuple(twin.get(node, node) for node in nodes) for nodes in self.fixed_buckets],
+            prefetch=[(twin.get(first, first), twin.get(then, then)) for first, then in self.prefetch],
+            behind=[(twin.get(first, first), twin.get(then, then)) for first, then in self.behind],
+        )
+
+    def buckets_by_index(self, movable: list[fx.Node], notes: list[str]) -> list[tuple[int, ...]]:
+        """The buckets by position in ``movable``; adds a note for those of which a part cannot move.
+
+        Raises:
+            ProblemError: a node that starts no collective.
+        """
+        index = _indices(movable, [node for members in self.fixed_buckets for node in members])
+        found = []
+        for members in self.fixed_buckets:
+            if left := [node.name for node in members if node not in index]:
+                notes.append(f"{', '.join(left)} is not in the bucket asked for: it stays in its place")
+            found.append(tuple(sorted(index[node] for node in members if node in index)))
+        return [bucket for bucket in found if bucket]
+
+    def pairs_by_index(self, movable: list[fx.Node], notes: list[str]) -> list[tuple[int, int]]:
+        """The prefetches by position in ``movable``; adds a note for those of what cannot move.
+
+        Raises:
+            ProblemError: a node that starts no collective.
+        """
+        return _pairs(movable, self.prefetch, "is not prefetched after", notes)
+
+    def held_back(
+        self, movable: list[fx.Node], collectives: Sequence[Collective], notes: list[str]
+    ) -> list[Collective]:
+        """The collectives of ``movable``, of which some start later; adds a note for pairs of what cannot move.
+
+        Raises:
+            ProblemError: a node that starts no collective.
+        """
+        found = list(collectives)
+        deadlines = [one.deadline for one in collectives]
+        for bucket in self.buckets_by_index(movable, []):
+            for index in bucket:
+                deadlines[index] = min(collectives[other].deadline for other in bucket)
+        for first, then in _pairs(movable, self.behind, "is not held back behind", notes):
+            one = found[then]
+            earliest = min(max(one.earliest, collectives[first].earliest), deadlines[then])
+            if earliest > one.earliest:
+                ready = one.earliest if one.ready is None else one.ready
+                found[then] = replace(one, earliest=earliest, ready=ready)
+        return found
+
+
+NO_WISHES = Wishes()
+
+
+def _pairs(
+    movable: list[fx.Node], pairs: Sequence[tuple[fx.Node, fx.Node]], what_fails: str, notes: list[str]
+) -> list[tuple[int, int]]:
+    index = _indices(movable, [node for pair in pairs for node in pair])
+    found = []
+    for first, then in pairs:
+        if first in index and then in index:
+            found.append((index[first], index[then]))
+        else:
+            notes.append(f"{then.name} {what_fails} {first.name}: one of them stays in its place")
+    return found
+
+
+def _indices(movable: list[fx.Node], named: list[fx.Node]) -> dict[fx.Node, int]:
+    if strange := [str(node) for node in named if not is_collective(node)]:
+        raise ProblemError(
+            f"buckets and prefetches must name nodes that start collectives; these do not: {', '.join(strange)}"
+        )
+    return {node: number for number, node in enumerate(movable)}

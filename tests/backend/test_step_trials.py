@@ -1,0 +1,287 @@
+"""A joint graph, planned with one choice of kept units after the other."""
+
+import contextlib
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import torch._functorch.config as functorch_config
+from support.small_graphs import GraphBuilder, aten
+from support.small_models import WithHead
+from support.trials import CARD, in_capture
+from torch import nn
+
+import graphshard
+import graphshard.backend.step_planner as planning
+import graphshard.backend.step_trials as joint_trials
+from graphshard.backend.entry import JOINT_PIPELINE
+from graphshard.backend.step_trials import JointTrials, StepChoice, draws_random_numbers
+from graphshard.capture.capture_step import ShardingRules, capture_step
+from graphshard.ir.rewrite import copy_graph
+from graphshard.passes import LowerShards, PlanCollectives
+from graphshard.passes.plan_collectives import default_peak, resident_bytes, step_bytes
+from graphshard.pipeline.context import PassContext
+from graphshard.pipeline.pipeline import Pipeline
+from graphshard.planner.search.plan import InfeasibleBudgetError
+from graphshard.planner.search.solve import EXACT_STATES
+
+
+class Attention(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.view(1, 1, *x.shape)
+        return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=self.dropout)[0, 0]
+
+
+def test_units_are_in_the_order_of_their_last_use():
+    units, default = in_capture(lambda trials: (trials.open_units(), trials.default()))
+    assert units == ["blocks.0", "blocks.1", "blocks.2", "root"]
+    assert default == ["root"]
+
+
+def test_units_whose_user_decided_are_not_open():
+    assert in_capture(JointTrials.open_units, reshard=True) == []
+
+
+def test_without_a_budget_the_choice_takes_no_more_than_the_default_schedule():
+    def ask(trials):
+        step = trials.choose(None)
+        peaks = [default_peak(half, ctx) - resident_bytes(half) for half, ctx in trials._halves(None)]
+
+        def within(half, ctx):
+            return step.peak_bytes + resident_bytes(half)
+
+        costs = {}
+        for kept in (("root",), step.kept):
+            with contextlib.suppress(InfeasibleBudgetError):
+                costs[kept] = trials._cost(StepChoice(kept=kept), within)
+        return step, peaks, costs
+
+    step, peaks, costs = in_capture(ask)
+    assert step.peak_bytes == max(peaks)
+    assert len(step.kept) > 1 and step.kept[-1] == "root"
+    assert costs[step.kept].seconds < costs["root",].seconds
+    assert StepChoice.from_dict(json.loads(json.dumps(step.to_dict()))) == step
+
+
+def test_a_users_budget_decides_between_none_and_all():
+    budgets = {}
+
+    def ask(trials):
+        with pytest.raises(InfeasibleBudgetError) as refused:
+            trials.choose(lambda *_: 100)
+        for budget in (refused.value.smallest_bytes, 2**40):
+            budgets[budget] = trials.choose(lambda *_: budget)  # noqa: B023 - asked at once
+        return trials.open_units()
+
+    units = in_capture(ask)
+    lean, wide = (step for _, step in sorted(budgets.items()))
+    assert len(lean.kept) < len(wide.kept) == len(units)
+    assert lean.peak_bytes is None
+
+
+@pytest.fixture(scope="module")
+def lean_step():
+    """The least memory of a step whose activations weigh more than its parameters, and what is chosen for it."""
+
+    def least(trials):
+        with pytest.raises(InfeasibleBudgetError) as refused:
+            trials.choose(lambda *_: 100)
+        return refused.value.smallest_bytes
+
+    def ask(trials):
+        whole, lean = least(replace(trials, recomputes=False)), least(trials)
+        with functorch_config.patch(activation_memory_budget=0.99):
+            users = least(trials)
+        return whole, users, lean, trials.choose(lambda *_: lean)
+
+    return in_capture(ask, batch=1024)
+
+
+def test_with_too_little_memory_activations_are_computed_again(lean_step):
+    whole, users, least, choice = lean_step
+    assert least < 0.9 * users <= 0.9 * whole, "where the user has chosen a share, no other is tried"
+    assert 0 < choice.saved_share < 1 and choice.recomputed and choice.saved and choice.input_bytes > 0
+    assert f"{len(choice.recomputed)} ops of the forward are computed again" in str(choice)
+    assert StepChoice.from_dict(json.loads(json.dumps(choice.to_dict()))) == choice
+
+
+def test_with_enough_memory_nothing_is_computed_again():
+    wide = in_capture(lambda trials: trials.choose(lambda *_: 2**40), batch=1024)
+    assert wide.saved_share is None and not wide.notes() and len(wide.kept) == 4
+
+
+def test_a_choice_is_the_same_partition_for_other_sizes(lean_step):
+    """Ranks with small batches follow: what is computed again decides which parameters are gathered again."""
+    *_, choice = lean_step
+
+    def backwards(trials):
+        return [
+            [node.target for node in list(trials._halves(each))[1][0].graph.nodes if node.op == "call_function"]
+            for each in (choice, None)
+        ]
+
+    large, small = (in_capture(backwards, batch=batch) for batch in (1024, 16))
+    assert large == small and len(large[0]) > len(large[1])
+
+
+def test_of_results_only_what_the_backward_reads_is_saved():
+    def ask(trials):
+        _, backward = trials._partitioned(copy_graph(trials.gm), trials.tag, 0.5)
+        return trials._saving(0.5).saved, [node.name for node in backward.graph.find_nodes(op="placeholder")]
+
+    saved, read = in_capture(ask)
+    assert saved and set(saved) <= set(read)
+
+
+@pytest.mark.parametrize(
+    ("layer", "draws"),
+    [(nn.Dropout(0.1), True), (nn.Dropout(0.0), False), (Attention(0.1), True), (Attention(0.0), False)],
+    ids=["dropout", "no dropout", "attention with dropout", "attention"],
+)
+def test_nothing_is_computed_again_where_random_numbers_would_be_drawn_again(layer, draws):
+    found = []
+
+    def remember(gm, context, tag):
+        found.append(draws_random_numbers(gm.graph))
+
+    model = nn.Sequential(nn.Linear(8, 16), layer, nn.Linear(16, 8))
+    rules = ShardingRules(mesh={"shard": 2})
+    capture_step(model, [torch.zeros(4, 8)], rules=rules, choose=remember, loss=lambda result: result.sum())
+    assert found == [draws]
+
+
+def test_where_random_numbers_would_be_drawn_again_less_memory_is_refused(lean_step, monkeypatch):
+    _, _, lean, _ = lean_step
+    monkeypatch.setattr(joint_trials, "draws_random_numbers", lambda graph: True)
+
+    def ask(trials):
+        with pytest.raises(InfeasibleBudgetError):
+            trials.choose(lambda *_: lean)
+
+    in_capture(ask, batch=1024)
+
+
+def test_where_no_plan_keeps_the_default_peak_the_default_stays(monkeypatch):
+    def refuse(self, choice, budget_of):
+        raise InfeasibleBudgetError(1, 2, is_smallest=False)
+
+    monkeypatch.setattr(JointTrials, "_cost", refuse)
+    step = in_capture(lambda trials: trials.choose(None))
+    assert step.kept == ("root",) and step.peak_bytes > 0
+
+
+@pytest.mark.parametrize("budget", [None, "1GB"])
+def test_inputs_that_live_through_the_step_are_part_of_a_users_budget_alone(monkeypatch, budget):
+    """Without one the limit of a half is beside those of them that it reads."""
+    counted, real = set(), JointTrials.plan
+
+    def plan(self, half, ctx, memory_budget):
+        counted.add(ctx.resident_bytes)
+        return real(self, half, ctx, memory_budget)
+
+    monkeypatch.setattr(JointTrials, "plan", plan)
+
+    def ask(trials):
+        halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
+        planner = planning.Planning(card=CARD, halves=halves, is_shared=False, what="graph")
+        planner.choose(copy_graph(trials.gm), trials.context, trials.tag, budget)
+        return step_bytes(trials.gm)
+
+    inputs = in_capture(ask)
+    assert counted == ({0} if budget is None else {inputs}) and inputs > 0
+
+
+def test_trials_search_exactly_for_a_moment_only(monkeypatch):
+    searched, real = [], PlanCollectives.run
+
+    def run(self, gm, ctx):
+        searched.append(self.exact_states)
+        return real(self, gm, ctx)
+
+    monkeypatch.setattr(PlanCollectives, "run", run)
+    in_capture(lambda trials: trials.choose(lambda *_: 2**30))
+    assert set(searched) == {EXACT_STATES} and PlanCollectives().exact_states > EXACT_STATES
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's, at the break
+@pytest.mark.parametrize(
+    ("breaks", "budget", "verify", "chooses"),
+    [
+        (False, None, "cheap", True),
+        (False, None, "off", False),
+        (True, None, "cheap", False),
+        (True, "1MB", "cheap", True),
+    ],
+)
+def test_without_a_budget_nothing_is_chosen_for_a_part_of_the_step_or_ranks_that_do_not_meet(
+    fake_group, tmp_path, breaks, budget, verify, chooses
+):
+    """Nobody knows what the other graphs hold while it runs."""
+    model, mesh = WithHead(breaks=breaks), fake_group(2)
+    for block in model.blocks:
+        graphshard.fully_shard(block, mesh=mesh)
+    graphshard.fully_shard(model, mesh=mesh)
+    options = {"hardware": CARD, "bucket": "auto", "memory_budget": budget, "dump": str(tmp_path), "verify": verify}
+    torch.compile(model, backend="graphshard", options=options)(torch.zeros(64, 8)).backward()
+    is_chosen = any("keep_gathered" in file.name for file in tmp_path.iterdir())
+    assert is_chosen == chooses
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_a_choice_for_other_sizes_does_not_say_what_the_halves_may_take(monkeypatch, is_other):
+    def ask(trials):
+        size = trials.input_bytes() + is_other
+        stored = StepChoice(kept=("blocks.2", "root"), peak_bytes=123, input_bytes=size).to_dict()
+        monkeypatch.setattr(planning, "decide_together", lambda _, __, run, what: run(stored))
+        halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
+        planner = planning.Planning(card=CARD, halves=halves, is_shared=False, what="graph")
+        records, choice = planner.choose(copy_graph(trials.gm), trials.context, trials.tag, None)
+        return [record.name for record in records], choice.peak_bytes
+
+    assert in_capture(ask) == (["keep_gathered"], None if is_other else 123)
+
+
+def test_ranks_that_do_not_meet_compute_nothing_again(lean_step):
+    """Each would choose alone, and gather other parameters again."""
+    *_, least, choice = lean_step
+    assert choice.recomputed
+
+    def ask(trials):
+        halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
+        planner = planning.Planning(card=CARD, halves=halves, is_shared=False, what="graph")
+        with pytest.raises(InfeasibleBudgetError):
+            planner.choose(copy_graph(trials.gm), trials.context, trials.tag, least)
+        return True
+
+    assert in_capture(ask, batch=1024)
+
+
+def test_a_stored_choice_is_for_one_setting_of_the_user(monkeypatch):
+    """Of ``activation_memory_budget``: what was chosen without does not hold with it."""
+    keys = []
+
+    def ask(trials):
+        stored = StepChoice(kept=("root",), input_bytes=trials.input_bytes()).to_dict()
+        monkeypatch.setattr(planning, "decide_together", lambda _, key, run, what: keys.append(key) or run(stored))
+        halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
+        planner = planning.Planning(card=CARD, halves=halves, is_shared=False, what="graph")
+        for share in (1.0, 1.0, 0.5):
+            with functorch_config.patch(activation_memory_budget=share):
+                planner.choose(copy_graph(trials.gm), trials.context, trials.tag, None)
+
+    in_capture(ask)
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_graph_without_sharded_parameters_is_left_alone():
+    build = GraphBuilder()
+    gm = build.finish(build(aten.relu.default, build.input("primals_1", 2, 2)))
+    halves = Pipeline(LowerShards(), PlanCollectives(), given=JOINT_PIPELINE.facts_at_end)
+    planner = planning.Planning(card=CARD, halves=halves, is_shared=True, what="graph")
+    _, tag = JOINT_PIPELINE.split(-1)
+    assert planner.choose(gm, PassContext(), tag, 1) == ([], None)

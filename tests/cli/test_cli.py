@@ -1,0 +1,121 @@
+"""The command: tables on stdout, progress on stderr, exit status 2 and one line for mistakes."""
+
+import subprocess
+import sys
+
+import pytest
+
+from graphshard.cli.main import SUBCOMMANDS, entry, format_table, main
+from graphshard.cost import known_cards, load_card
+from graphshard.errors import CardError
+
+
+def test_cards_lists_all_that_ship(capsys):
+    assert main(["cards"]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split()[0] == "card"
+    assert [row.split()[0] for row in rows] == list(known_cards())
+    h100 = next(row for row in rows if row.startswith("h100-sxm"))
+    assert h100.split() == ["h100-sxm", "989.4", "66.9", "3350", "74.51", "8", "450", "50"]
+
+
+def test_cards_shows_a_file(capsys, tmp_path):
+    load_card("b200").save(tmp_path / "mine.json")
+    assert main(["cards", str(tmp_path / "mine.json")]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_a_mistake_is_one_line_and_status_2(capsys):
+    assert main(["cards", "h1000"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("graphshard cards: no hardware card 'h1000'")
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("arguments", "status"), [(["cards"], 0), (["cards", "h1000"], 2)])
+def test_the_script_ends_with_the_status_and_without_a_last_collection(arguments, status, capsys, monkeypatch):
+    frozen = []
+    monkeypatch.setattr("sys.argv", ["graphshard", *arguments])
+    monkeypatch.setattr("gc.freeze", lambda: frozen.append(True))
+    with pytest.raises(SystemExit) as stop:
+        entry()
+    assert stop.value.code == status and frozen == [True]
+
+
+def test_debug_shows_the_traceback():
+    with pytest.raises(CardError):
+        main(["cards", "--debug", "h1000"])
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["prune"], ["calibrate"], ["calibrate", "--out", "x", "--device", "tpu"]]
+)
+def test_wrong_words_are_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert "usage: graphshard" in capsys.readouterr().err
+
+
+def test_help_lists_the_subcommands(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    for name, subcommand in SUBCOMMANDS.items():
+        assert name in printed
+        assert subcommand.summary in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--nproc", "1"], "at least 2 ranks, not 1"),
+        (["--like", "h1000"], "no hardware card 'h1000'"),
+        (["--device", "cuda"], "torch sees no CUDA device here"),
+    ],
+    ids=str,
+)
+def test_what_calibrate_cannot_do(arguments, complaint, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["calibrate", "--out", str(tmp_path / "x.json"), *arguments]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_calibrate_complains_of_a_folder_before_it_measures(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("graphshard.cost.calibrate.mp.spawn", lambda *_: pytest.fail("it measured"))
+    assert main(["calibrate", "--out", str(tmp_path)]) == 2
+    assert f"{tmp_path} is a folder: name the file of the card, {tmp_path / 'here.json'}" in capsys.readouterr().err
+
+
+def test_the_help_of_calibrate_says_which_device_it_takes(capsys):
+    with pytest.raises(SystemExit):
+        main(["calibrate", "--help"])
+    assert "default cuda under torchrun where there is one, else cpu" in " ".join(capsys.readouterr().out.split())
+
+
+def test_calibrate_writes_a_card_that_cards_shows(tmp_path, capfd):
+    out = tmp_path / "here.json"
+    assert main(["calibrate", "--quick", "--out", str(out)]) == 0
+    printed = capfd.readouterr()
+    assert printed.out == f"wrote {out}; use it with hardware={str(out)!r}\n"
+    assert "matmul float32: " in printed.err
+    assert "all_gather: " in printed.err
+    assert main(["cards", str(out)]) == 0
+    assert capfd.readouterr().out.splitlines()[1].split()[0] == "here"
+
+
+@pytest.mark.slow
+def test_calibrate_under_torchrun(tmp_path):
+    out = tmp_path / "here.json"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["-m", "graphshard.cli.main", "calibrate", "--quick", "--device", "cpu", "--out", str(out)]
+    done = subprocess.run([*launch, *command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("wrote ") == 1
+    assert load_card(out).ranks_per_node == 2
+
+
+def test_a_table_is_aligned():
+    assert format_table([("a", "bb"), ("ccc", "d")]) == "a    bb\nccc   d"

@@ -1,0 +1,186 @@
+"""``graphshard inspect``: what it prints and writes, and one line with exit status 2 for every mistake."""
+
+import json
+import re
+import sys
+
+import jsonschema
+import pytest
+import torch
+from support.cost_cards import ROUND_CARD
+
+from graphshard.cli.inspect_command import parse_mesh
+from graphshard.cli.main import main
+from graphshard.errors import UsageError
+from graphshard.report import report_schema
+
+MODULE = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x, scale=1.0):
+        return self.second(torch.relu(self.first(x))) * scale
+
+class Breaks(Model):
+    def forward(self, x):
+        y = self.first(x)
+        torch._dynamo.graph_break()
+        return y.sum()
+
+class Selects(Model):
+    def forward(self, x):
+        y = self.first(x)
+        return y[y > 0].sum()
+
+def loss(output):
+    return output.square().mean()
+
+def make():
+    with torch.device("meta"):
+        return Model(), (torch.empty(2, 4),), {"scale": 2.0}
+
+def short():
+    with torch.device("meta"):
+        return Model(), (torch.empty(2, 4),)
+
+def breaks():
+    return Breaks(), (torch.ones(2, 4),)
+
+def selects():
+    return Selects(), (torch.ones(2, 4),)
+
+def nothing():
+    return None
+
+def only_a_model():
+    return Model()
+
+def tensor_as_args():
+    return Model(), torch.ones(2, 4)
+
+def fails():
+    raise KeyError("no weights here")
+
+number = 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with a module of factories and a card with round numbers."""
+    (tmp_path / "factories.py").write_text(MODULE)
+    (tmp_path / "broken.py").write_text("import no_such_module_anywhere\n")
+    ROUND_CARD.save(tmp_path / "round.json")
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in ("factories", "broken"):
+        sys.modules.pop(name, None)
+
+
+GOOD = ["inspect", "factories:make", "--hardware", "round.json", "--loss", "factories:loss", "--mesh", "shard=4"]
+
+
+def test_everything_is_written(here, capsys):
+    outputs = ["--html", "report.html", "--text", "out.txt", "--trace", "trace.json", "--json", "report.json"]
+    assert main([*GOOD, "--unit", "first", "--unit", "second", "--micro-batches", "2", *outputs]) == 0
+    printed = capsys.readouterr()
+    assert "Model, 7.6e-08 billion parameters, shard=4, round" in printed.out
+    for title in ("Time", "Memory of a rank at its peak", "Collectives of a step", "Costliest exposures"):
+        assert f"\n{title}" in printed.out
+    assert printed.out.endswith("wrote report.html\nwrote out.txt\nwrote trace.json\nwrote report.json\n")
+    stages = re.findall(r"^ +\d+\.\d s  (.+)$", printed.err, re.MULTILINE)
+    assert stages[0] == "import the model" and "capture" in stages and stages[-1] == "done"
+    data = json.loads((here / "report.json").read_text())
+    jsonschema.validate(data, report_schema())
+    assert data["settings"]["units"] == ["first", "second"] and data["settings"]["micro_batches"] == 2
+    assert (here / "out.txt").read_text().startswith("# joint: captured")
+    assert (here / "report.html").read_text().startswith("<!doctype html>")
+    assert json.loads((here / "trace.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("ends_process", [False, True])
+def test_only_a_process_that_ends_keeps_its_garbage(here, monkeypatch, ends_process):
+    frozen = []
+    monkeypatch.setattr("gc.freeze", lambda: frozen.append(True))
+    assert main(GOOD, ends_process=ends_process) == 0
+    assert frozen == [True] * ends_process
+
+
+def test_policies_reach_the_capture(here, capsys):
+    dtypes = ["--param-dtype", "bfloat16", "--reduce-dtype", "float32"]
+    rest = ["--optimizer", "sgd", "--reshard-after-forward", "false", "--plan", "auto", "--checkpoint", "first"]
+    assert main([*GOOD, *dtypes, *rest, "--json", "report.json"]) == 0
+    capsys.readouterr()
+    data = json.loads((here / "report.json").read_text())
+    assert data["settings"] == {
+        "units": [], "reshard_after_forward": False, "param_dtype": "bfloat16", "reduce_dtype": "float32",
+        "optimizer": "sgd", "micro_batches": 1, "memory_budget": None, "plan": "auto", "checkpoint": ["first"],
+        "tables": None,
+    }  # fmt: skip
+    assert data["throughput"]["dtype"] == "bfloat16"
+    assert {one["kind"] for one in data["collectives"] if one["half"] == "backward"} == {"reduce_scatter"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["factories"], "write PKG.MODULE:NAME"),
+        (["no_such_module:make"], "no_such_module cannot be imported: ModuleNotFoundError"),
+        (["broken:make"], "broken cannot be imported: ModuleNotFoundError: No module named 'no_such_module_anywhere'"),
+        (["factories:model"], "factories has no function 'model'"),
+        (["factories:number"], "factories has no function 'number'"),
+        (["factories:nothing"], "factories:nothing returned (NoneType); a factory returns (model, args)"),
+        (["factories:only_a_model"], "factories:only_a_model returned (Model); a factory returns (model, args)"),
+        (["factories:tensor_as_args"], "factories:tensor_as_args returned (Model, Tensor); a factory returns"),
+        (["factories:fails"], "factories:fails raised KeyError: 'no weights here'"),
+        (["factories:short"], "what the model returns is no loss: f32[2, 4]; give a function"),
+        (["factories:breaks"], "factories.py:16, in forward: `torch._dynamo.graph_break()`"),
+        (["factories:selects"], "factories.py:22, in forward: `return y[y > 0].sum()`"),
+        (["factories:make", "--mesh", "shard"], "--mesh shard: write AXIS=N"),
+        (["factories:make", "--mesh", "shard=four"], "--mesh shard=four: write AXIS=N"),
+        (["factories:make", "--mesh", "shard=2,shard=4"], "--mesh names the axis 'shard' twice"),
+        (["factories:make", "--mesh", "shard=12"], "12 ranks do not divide into nodes of 8"),
+        (["factories:make", "--mesh", "data=2"], "write shard=N, or replicate=M and then shard=N"),
+        (["factories:make", "--hardware", "h1000"], "no hardware card 'h1000'"),
+        (["factories:make", "--tables", "none.csv"], "none.csv"),
+        (["factories:make", "--unit", "layers.*"], "units: no module matches 'layers.*'"),
+        (["factories:make", "--loss", "factories:missing"], "factories has no function 'missing'"),
+        (["factories:make", "--param-dtype", "int8"], "--param-dtype int8: no floating-point dtype"),
+        (["factories:make", "--optimizer", "lamb"], "optimizer='lamb' is unknown"),
+        (["factories:make", "--plan", "best"], "plan='best' is unknown"),
+        (["factories:make", "--micro-batches", "0"], "micro_batches=0 must be"),
+        (["factories:make", "--memory-budget", "lots"], "memory_budget='lots' cannot be read"),
+        (["factories:make", "--memory-budget", "100", "--loss", "factories:loss"], "memory_budget: 100 bytes a rank"),
+        (["factories:make", "--json", "nowhere/report.json"], "--json nowhere/report.json: its folder does not exist"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_one_line_and_status_2(here, capsys, arguments, complaint):
+    hardware = [] if "--hardware" in arguments else ["--hardware", "round.json"]
+    mesh = [] if "--mesh" in arguments else ["--mesh", "shard=2"]
+    assert main(["inspect", *arguments, *hardware, *mesh]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    *_, last = printed.err.splitlines()
+    assert last.startswith("graphshard inspect: ") and complaint in last
+    assert "Traceback" not in printed.err
+
+
+def test_debug_shows_the_traceback(here):
+    with pytest.raises(UsageError, match="factories:fails raised KeyError") as caught:
+        main(["inspect", "--debug", "factories:fails"])
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_the_mesh_is_read_in_order():
+    assert list(parse_mesh(["replicate=4", "shard=16"]).items()) == [("replicate", 4), ("shard", 16)]
+    assert parse_mesh(["replicate=4,shard=16"]) == {"replicate": 4, "shard": 16}
+
+
+def test_default_types_are_untouched():
+    assert torch.get_default_dtype() == torch.float32

@@ -1,0 +1,217 @@
+"""FSDPModule has what torch's has: every method, checked arguments, reasons where it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+import graphshard
+from graphshard.errors import GraphShardError, UnsupportedShardingError
+from graphshard.fsdp.unit import Tree, slots_of
+from graphshard.ir.params import UnshardCall
+
+Mesh = Callable[..., DeviceMesh]
+
+
+class Comm:
+    """A collective in name only."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, **_: Any) -> None: ...
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """Doc of encode."""
+        return 2 * self.inner(x)
+
+
+def _sharded(mesh: DeviceMesh) -> Any:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    graphshard.fully_shard(model[0], mesh=mesh)
+    return graphshard.fully_shard(model, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in dir(torch.distributed.fsdp.FSDPModule) if not name.startswith("_")]
+)
+def test_every_method_exists(name: str) -> None:
+    assert callable(getattr(graphshard.FSDPModule, name))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle",
+        "fully_shard", "register_fsdp_forward_method", "share_comm_ctx",
+    ],
+)
+def test_what_torch_exports_is_exported(name: str) -> None:
+    assert name in graphshard.__all__ and hasattr(torch.distributed.fsdp, name)
+    assert hasattr(graphshard, name)
+
+
+def test_every_public_name_is_listed_before_it_is_imported() -> None:
+    """Some are only imported once they are asked for, which completion of names does not do."""
+    assert set(graphshard.__all__) <= set(dir(graphshard))
+
+
+REFUSED: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
+    ("set_reduce_scatter_max_input_buffers", (0,), ValueError, "0 must be at least 1"),
+    ("set_reduce_scatter_max_input_buffers", (2.5,), TypeError, "2.5 is a float; give an int"),
+    ("set_reduce_scatter_max_input_buffers", (True,), TypeError, "True is a bool; give an int"),
+    ("set_custom_all_gather", (print,), ValueError, "is no collective; it needs allocate"),
+    ("set_custom_reduce_scatter", (object(),), ValueError, "a object is no collective"),
+    ("set_all_reduce_hook", (3,), ValueError, "3 is not callable"),
+    ("set_reduce_scatter_unused_params", (1,), ValueError, "reduce_scatter_unused_params=1 must be True or False"),
+    ("set_allocate_memory_from_process_group_for_comm", (True,), NotImplementedError, "belong to Inductor"),
+    ("set_symm_mem_for_comm", (), NotImplementedError, "set_symm_mem_for_comm is not supported"),
+    ("set_symm_mem_for_comm", ("MPI",), ValueError, "backend='MPI' must be 'NCCL'"),
+    ("set_unshard_in_backward", (None,), ValueError, "unshard_in_backward=None must be True or False"),
+]
+
+
+@pytest.mark.parametrize(("method", "arguments", "kind", "text"), REFUSED)
+def test_bad_arguments_are_refused(
+    fake_group: Mesh, method: str, arguments: tuple[Any, ...], kind: type[Exception], text: str
+) -> None:
+    model = _sharded(fake_group(2))
+    with pytest.raises(kind, match=text) as caught:
+        getattr(model, method)(*arguments)
+    assert isinstance(caught.value, GraphShardError)
+
+
+def test_a_stream_is_refused(fake_group: Mesh) -> None:
+    with pytest.raises(UnsupportedShardingError, match="switch streams inside the hook"):
+        _sharded(fake_group(2)).set_all_reduce_hook(print, stream=object())
+
+
+@pytest.mark.parametrize(
+    "method", ["set_allocate_memory_from_process_group_for_comm", "set_symm_mem_for_comm"]
+)
+def test_own_buffers_contradict_own_collectives(fake_group: Mesh, method: str) -> None:
+    model = _sharded(fake_group(2))
+    model.set_custom_all_gather(Comm())
+    arguments = (True,) if method.startswith("set_alloc") else ()
+    with pytest.raises(AssertionError, match="this unit has a custom collective"):
+        getattr(model, method)(*arguments)
+
+
+def test_switches_without_effect_are_accepted(fake_group: Mesh) -> None:
+    model = _sharded(fake_group(2))
+    model.set_allocate_memory_from_process_group_for_comm(False)
+    model.set_unshard_in_backward(False)
+    model._set_unshard_async_op(True)
+
+
+def test_the_largest_number_of_buffers_counts(fake_group: Mesh) -> None:
+    mesh = fake_group(2)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    graphshard.fully_shard(model[0], mesh=mesh)
+    model[0].set_reduce_scatter_max_input_buffers(3)
+    graphshard.fully_shard(model, mesh=mesh)
+    model.set_reduce_scatter_max_input_buffers(2, recurse=False)
+    units = model._graphshard_unit.tree.units()
+    assert [unit.max_reductions for unit in units] == [2, 3]
+    calls = [UnshardCall(None, None, *slot.arguments) for unit in units for slot in unit.slots]
+    assert [call.max_reductions for call in calls] == [3] * 4
+
+
+def test_post_optim_event_is_waited_for(fake_group: Mesh) -> None:
+    class Event:
+        waited = 0
+
+        def wait(self) -> None:
+            self.waited += 1
+
+    event = Event()
+    _sharded(fake_group(2)).set_post_optim_event(event)
+    assert event.waited == 1
+
+
+def test_share_comm_ctx(fake_group: Mesh) -> None:
+    model = _sharded(fake_group(2))
+    graphshard.share_comm_ctx([])
+    graphshard.share_comm_ctx([model, model[0]])
+    with pytest.raises(ValueError, match="share_comm_ctx: a Linear is not an FSDPModule") as caught:
+        graphshard.share_comm_ctx([model, model[1]])
+    assert isinstance(caught.value, GraphShardError)
+
+
+def test_register_forward_method_checks_its_arguments(fake_group: Mesh) -> None:
+    plain = Encoder()
+    graphshard.register_fsdp_forward_method(plain, "nothing")
+    assert "nothing" not in plain.__dict__
+    model = graphshard.fully_shard(Encoder(), mesh=fake_group(2))
+    with pytest.raises(ValueError, match="FSDPEncoder has no method 'nothing'") as caught:
+        graphshard.register_fsdp_forward_method(model, "nothing")
+    assert isinstance(caught.value, GraphShardError)
+    graphshard.register_fsdp_forward_method(model, "encode")
+    assert model.encode.__doc__ == "Doc of encode." and model.encode.__self__ is model
+
+
+def test_only_the_outermost_forward_marks_the_tree(fake_group: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _sharded(fake_group(1))
+    marks = []
+
+    def mark(tree: Tree, name: str, value: Any) -> None:
+        if name == "in_forward":
+            marks.append(value)
+        object.__setattr__(tree, name, value)
+
+    monkeypatch.setattr(Tree, "__setattr__", mark)
+    model(torch.ones(4))
+    assert marks == [True, False]
+
+
+def test_reset_is_for_the_root(fake_group: Mesh) -> None:
+    model = _sharded(fake_group(2))
+    model.reset_iter_state()
+    with pytest.raises(RuntimeError, match="called on unit 0; call it on the outermost") as caught:
+        model[0].reset_iter_state()
+    assert isinstance(caught.value, GraphShardError)
+
+
+def test_a_slice_is_a_plain_container_of_units(fake_group: Mesh) -> None:
+    model = _sharded(fake_group(2))
+    part = model[:1]
+    assert type(part) is nn.Sequential and part[0] is model[0]
+    assert part(torch.ones(2, 4)).shape == (2, 4)
+    assert type(model[0]).__name__ == "FSDPLinear" and type(model).__name__ == "FSDPSequential"
+
+
+@pytest.mark.parametrize("name", ["get_cls_to_fsdp_cls", "disable_fsdp_module_new_init"])
+def test_private_helpers_of_torch_are_left_out(name: str) -> None:
+    assert not hasattr(graphshard, name) and name not in torch.distributed.fsdp.__all__
+
+
+def test_no_registry_of_states() -> None:
+    assert not hasattr(graphshard.fully_shard, "state")
+    assert hasattr(torch.distributed.fsdp.fully_shard, "state")
+
+
+def test_a_forward_shows_the_shards_again_though_they_changed_while_gathered(fake_group):
+    model = graphshard.fully_shard(nn.Linear(8, 8), mesh=fake_group(2), reshard_after_forward=True)
+    model.unshard()
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
+    with torch.no_grad():
+        for _, slot in slots_of(model):
+            slot.param.add_(1.0)
+    model(torch.zeros(2, 8))
+    assert all(isinstance(param, DTensor) for param in model.parameters())

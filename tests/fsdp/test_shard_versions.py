@@ -1,0 +1,81 @@
+"""What counts as a change of a shard, and that looking for it disturbs nobody."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, zeros
+
+from graphshard.fsdp.shard_versions import version_of, watch_optimizers
+
+OPTIMIZERS = {
+    "loop": lambda params: torch.optim.SGD(params, lr=0.1, foreach=False),
+    "foreach": lambda params: torch.optim.AdamW(params, foreach=True),
+    "fused": lambda params: torch.optim.AdamW(params, fused=True),
+}
+
+
+@pytest.fixture(params=range(4))
+def param(request, fake_group) -> nn.Parameter:
+    """5 rows over 4 ranks: the last has none."""
+    return nn.Parameter(zeros(5, 3, device_mesh=fake_group(4, request.param), placements=[Shard(0)]))
+
+
+def _with_gradient(param: nn.Parameter) -> nn.Parameter:
+    param.grad = DTensor(torch.ones_like(param.to_local()), param._spec, requires_grad=False)
+    return param
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_step_is_a_change(param, kind):
+    watch_optimizers()
+    watch_optimizers()
+    optimizer = OPTIMIZERS[kind]([_with_gradient(param), nn.Parameter(torch.ones(2))])
+    before = version_of(param)
+    optimizer.step()
+    assert version_of(param) != before
+
+
+def test_in_place_ops_are_changes(param):
+    versions = [version_of(param)]
+    with torch.no_grad():
+        param.mul_(2)
+        versions.append(version_of(param))
+        param.copy_(param * 2)
+        versions.append(version_of(param))
+        param.to_local().zero_()
+        versions.append(version_of(param))
+    assert len(set(versions)) == 4
+
+
+def test_reading_is_no_change(param):
+    before = version_of(param)
+    (param.to_local() * 2).sum()
+    torch.optim.AdamW([_with_gradient(param)]).zero_grad()
+    assert version_of(param) == before
+
+
+def test_an_edit_through_data_is_not_seen(param):
+    """`.data` has a version counter of its own, and says so to nobody."""
+    before = version_of(param)
+    param.data.add_(1)
+    param.to_local().data.add_(1)
+    assert version_of(param) == before
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_compiled_step_of_sgd_is_a_change(fake_group, foreach):
+    watch_optimizers()
+    param = _with_gradient(nn.Parameter(zeros(5, 3, device_mesh=fake_group(2), placements=[Shard(0)])))
+    optimizer = torch.optim.SGD([param], lr=0.1, foreach=foreach)
+    before = version_of(param)
+    torch.compile(optimizer.step, backend="eager")()
+    assert version_of(param) != before
+
+
+def test_a_compiled_optimizer_still_compiles():
+    watch_optimizers()
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    torch.compile(optimizer.step, backend="eager")()
+    assert torch.equal(weight.detach(), torch.full((3,), 0.5))

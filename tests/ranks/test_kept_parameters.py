@@ -1,0 +1,174 @@
+"""What stays gathered between a forward and its backward, where it differs from FSDP2."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.comm_counts import count_collectives
+from support.implementations import EVERY, compile_if_asked, shard_units
+from support.toy_models import build_mlp
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.testing import assert_close
+
+SIZES = ((6, 7), (7, 6), (6, 3))
+
+
+def batch_of(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def build(implementation: str, reshard_after_forward: bool | int | None) -> tuple[nn.Module, nn.Module]:
+    """The unsharded model, and the same as two units and the root."""
+    torch.manual_seed(42)
+    reference = build_mlp(*SIZES)
+    model = copy.deepcopy(reference)
+    options = {} if reshard_after_forward is None else {"reshard_after_forward": reshard_after_forward}
+    return reference, shard_units(implementation, model, [model[0], model[2]], **options)
+
+
+def check_gradients(reference: nn.Module, model: nn.Module, step: int) -> None:
+    """Those of the mean over ranks, then zeroed."""
+    world_size = dist.get_world_size()
+    for rank in range(world_size):
+        (reference(batch_of(rank, step)).square().sum() / world_size).backward()
+    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert_close(
+            parameter.grad.full_tensor(), expected.grad, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    model.zero_grad()
+    reference.zero_grad()
+
+
+def list_parameters_after_forward(implementation: str, reshard_after_forward: bool | None) -> list[str]:
+    """Names of the parameters that are full tensors between a forward and its backward."""
+    reference, model = build(implementation, reshard_after_forward)
+    forward = compile_if_asked(implementation, model)
+    loss = forward(batch_of(dist.get_rank(), 0)).square().sum()
+    full = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    loss.backward()
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    check_gradients(reference, model, 0)
+    return full
+
+
+@pytest.mark.parametrize("reshard_after_forward", [False, None])
+@pytest.mark.parametrize("implementation", EVERY)
+def test_parameters_after_a_forward(run_on_gloo_ranks, implementation, reshard_after_forward):
+    """FSDP2 shows what it keeps; graphshard shows shards."""
+    kept = ["0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"]
+    if reshard_after_forward is None:
+        kept = kept[-2:]
+    expected = kept if implementation == "fsdp2" else []
+    assert (
+        run_on_gloo_ranks(2, list_parameters_after_forward, implementation, reshard_after_forward)
+        == [expected] * 2
+    )
+
+
+def reshard_before_backward(implementation: str) -> int:
+    """`reshard()` on every unit between forward and backward; the gathers of the backward."""
+    reference, model = build(implementation, False)
+    forward = compile_if_asked(implementation, model)
+    for step in range(2):  # the first one compiles
+        loss = forward(batch_of(dist.get_rank(), step).requires_grad_()).square().sum()
+        for unit in (model[0], model[2], model):
+            unit.reshard()
+        with count_collectives() as counts:
+            loss.backward()
+        check_gradients(reference, model, step)
+    assert counts["reductions"] == 3 or implementation == "sharded"
+    return counts.get("gathers", 0)
+
+
+@pytest.mark.parametrize("implementation", EVERY)
+def test_reshard_between_forward_and_backward(run_on_gloo_ranks, implementation):
+    """FSDP2 gathers again; here autograd has what it needs, and the gradients are right either way."""
+    expected = 3 if implementation == "fsdp2" else 0
+    assert run_on_gloo_ranks(2, reshard_before_backward, implementation) == [expected] * 2
+
+
+def keep_after_backward(implementation: str) -> tuple[int, int]:
+    """Units that free after the forward are told to keep after the backward; the gathers of the next step."""
+    reference, model = build(implementation, True)
+    model.set_reshard_after_backward(False)
+    forward = compile_if_asked(implementation, model)
+    for step in range(3):
+        inputs = batch_of(dist.get_rank(), step).requires_grad_()
+        with count_collectives() as in_forward:
+            loss = forward(inputs).square().sum()
+        with count_collectives() as in_backward:
+            loss.backward()
+        if implementation == "fsdp2":  # its parameters are the full ones now, which have no gradients
+            assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        else:
+            check_gradients(reference, model, step)
+    return in_forward.get("gathers", 0), in_backward.get("gathers", 0)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "gathers"), [("fsdp2", (0, 3)), ("sharded", (3, 0)), ("compiled", (3, 3))]
+)
+def test_keeping_after_backward_what_the_forward_frees(run_on_gloo_ranks, implementation, gathers):
+    """Without effect in graphshard, where only what a forward keeps stays gathered."""
+    assert run_on_gloo_ranks(2, keep_after_backward, implementation) == [gathers] * 2
+
+
+def gather_in_backward(reshard_after_forward: bool | int) -> tuple[int, int]:
+    reference, model = build("sharded", reshard_after_forward)
+    with count_collectives() as in_forward:
+        loss = model(batch_of(dist.get_rank(), 0)).square().sum()
+    with count_collectives() as in_backward:
+        loss.backward()
+    check_gradients(reference, model, 0)
+    return in_forward["gathers"], in_backward.get("gathers", 0)
+
+
+@pytest.mark.parametrize(("world_size", "reshard_after_forward"), [(2, True), (4, 2)])
+def test_uncompiled_backward_gathers_nothing(run_on_gloo_ranks, world_size, reshard_after_forward):
+    """Autograd keeps the full parameters, whatever `reshard_after_forward` says."""
+    assert run_on_gloo_ranks(world_size, gather_in_backward, reshard_after_forward) == [(3, 0)] * world_size
+
+
+class Cubes(nn.Module):
+    """Its backward makes a tensor of the weight's size of the weight alone: Inductor would write it over the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight.pow(3).sum()
+
+
+def accumulate_cubes(reshard_after_forward: bool | int, dtype: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(Cubes(), Cubes())
+    model = copy.deepcopy(reference)
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    shard_units(
+        "compiled", model, [*model], reshard_after_forward=reshard_after_forward, mp_policy=policy
+    )
+    forward = compile_if_asked("compiled", model)
+    for _ in range(2):
+        for micro_batch in range(3):
+            model.set_requires_gradient_sync(micro_batch == 2)
+            model.set_reshard_after_backward(micro_batch == 2)
+            batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(micro_batch))
+            forward(batch).mean().backward()
+            reference(batch).mean().backward()
+        for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert_close(parameter.full_tensor(), expected, rtol=0, atol=0)
+            assert_close(parameter.grad.full_tensor(), expected.grad)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "reshard_after_forward", "dtype"),
+    [(2, False, None), (2, False, torch.float32), (2, True, None), (1, True, torch.float32), (4, 2, None)],
+)
+def test_a_backward_writes_over_no_parameter(run_on_gloo_ranks, num_ranks, reshard_after_forward, dtype):
+    run_on_gloo_ranks(num_ranks, accumulate_cubes, reshard_after_forward, dtype)

@@ -1,0 +1,83 @@
+"""What the other tests of ranks run on gloo, on NCCL: one rank of it, for machines with one GPU."""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+
+from graphshard.ir.bucket_ops import ADD_ROWS, JOIN, PACK, UNPACK
+from graphshard.ir.shard_rows import lie_in_a_row, moved_to_row
+
+#: The same on the CPU, so that the tests themselves are tested.
+NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+
+
+@contextlib.contextmanager
+def _one_rank(device: str) -> Iterator[dist.ProcessGroup]:
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_shards_in_a_row_are_sent_as_they_lie(device: str, dtype: torch.dtype) -> None:
+    pieces = [torch.randn(size, device=device).to(dtype) for size in (16, 32, 8)]
+    row = moved_to_row(pieces)
+    assert lie_in_a_row(row) and all(piece.data_ptr() % 16 == 0 for piece in row)
+    for piece, moved in zip(pieces, row, strict=True):
+        torch.testing.assert_close(moved, piece, rtol=0, atol=0)
+    joined = JOIN(row)
+    assert joined.data_ptr() == row[0].data_ptr()
+    with _one_rank(device) as group:
+        name = group.group_name
+        gathered = torch.ops._c10d_functional.all_gather_into_tensor(joined, 1, name)
+        gathered = torch.ops._c10d_functional.wait_tensor(gathered)
+        torch.testing.assert_close(gathered, torch.cat(pieces), rtol=0, atol=0)
+        how = "avg" if device == "cuda" else "sum"
+        reduced = torch.ops._c10d_functional.reduce_scatter_tensor(gathered, how, 1, name)
+        torch.testing.assert_close(torch.ops._c10d_functional.wait_tensor(reduced), gathered, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_copies_into_buckets_and_out(device: str) -> None:
+    pieces = [torch.randn(4, 3, device=device), torch.randn(8, device=device)]
+    packed = PACK(pieces, 2)
+    expected = torch.cat([piece.reshape(2, -1) for piece in pieces], 1)
+    torch.testing.assert_close(packed, expected.reshape(-1), rtol=0, atol=0)
+    for piece, found in zip(pieces, UNPACK(packed, 2, [6, 4]), strict=True):
+        torch.testing.assert_close(found, piece.reshape(-1), rtol=0, atol=0)
+    torch.testing.assert_close(ADD_ROWS(packed, 2, True), expected.mean(0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_planned_graph_of_collectives_trains(device: str) -> None:
+    """The plan's order is checked in the code that Inductor makes."""
+
+    def step(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        for shard in (first, second):
+            x = torch.nn.functional.gelu(x @ gather(shard, 0, group))
+        return funcol.all_reduce(x.square().mean().detach(), "sum", group) + x.square().mean()
+
+    torch.manual_seed(0)
+    # Its name since torch 2.13, and before.
+    gather = getattr(funcol, "all_gather_single_autograd", None) or funcol.all_gather_tensor_autograd
+    given = [torch.randn(32, 32, device=device) for _ in range(3)]
+    shards = [each.clone().requires_grad_() for each in given[1:]]
+    plain = [each.clone().requires_grad_() for each in given[1:]]
+    options = {"hardware": "h100-sxm" if device == "cuda" else "cpu-loopback", "verify": "full"}
+    with _one_rank(device) as group:
+        found = torch.compile(step, backend="graphshard", options=options)(given[0], *shards)
+        found.backward()
+        expected = step(given[0], *plain)
+        expected.backward()
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(shards, plain, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
