@@ -2,8 +2,8 @@
 
 Inductor fuses neighbouring pointwise ops and reductions, so the values between them never reach
 memory. A run of fusible nodes (:func:`graphshard.ir.op_traits.fusion_runs`) is split by what cannot share a loop:
-reductions over rows and over columns, and domains of different sizes. Every other op is a kernel of its own; views, waits and the
-starts of collectives are none.
+reductions over rows and over columns, and domains of different sizes. Every other op is a kernel of its own;
+views, waits and the starts of collectives are none.
 A cast, a reshape or ``contiguous`` that copies is as fusible as the ops it becomes.
 """
 
