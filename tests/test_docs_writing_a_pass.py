@@ -27,10 +27,8 @@ def test_script_runs_and_prints_what_the_page_shows() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("all right\n")
-    printed = set(done.stdout.splitlines())
     (shown,) = blocks((ROOT / "docs" / "extend" / "writing-a-pass.md").read_text(), "text")
-    assert len(shown.splitlines()) > 4
-    assert [line for line in shown.splitlines() if line not in printed] == []
+    assert "all_gather" in shown and shown in done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,4 +1,4 @@
-"""The blocks of docs/checkpointing.md run as they stand, in order, and do what the page says."""
+"""The blocks of docs/use/checkpoints.md run as they stand, in order, and do what the page says."""
 
 import contextlib
 import re
@@ -11,7 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-PAGE = Path(__file__).parents[2] / "docs" / "checkpointing.md"
+ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
+PAGE = ROOT / "docs" / "use" / "checkpoints.md"
 NUM_BLOCKS = 6
 
 
