@@ -19,13 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from graphshard import fully_shard
-from graphshard.collectives import ALL_GATHER, WAIT
-from graphshard.context import PassContext
 from graphshard.errors import PipelineError
-from graphshard.facts import Fact
-from graphshard.graph_text import graph_text
-from graphshard.pipeline import PassRecord, PassReport, Pipeline
-from graphshard.rewrite import GraphEmitter, copy_graph
+from graphshard.ir import ALL_GATHER, WAIT, GraphEmitter, copy_graph, graph_text
+from graphshard.pipeline import Fact, PassContext, PassRecord, PassReport, Pipeline
 from graphshard.testing import CapturedGraphs, capture_graphs, check_golden, run_on_all_ranks
 
 aten = torch.ops.aten

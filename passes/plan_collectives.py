@@ -1,6 +1,6 @@
 """plan_collectives: merge, split and place all collectives as the planner finds best under the cost model.
 
-What :func:`graphshard.schedule_graph` does for any graph, as a pass: docs/planning.md has the model
+What :func:`graphshard.schedule_graph` does for any graph, as a pass: docs/reference/planning.md has the model
 and the algorithm. Prices come from the context, and so does a plan of another rank to follow. Compute
 keeps its order, but for what moves beside collectives that compute reads soon (``move_compute``). A unit
 whose user named the units to prefetch is one bucket a dtype and group, and starts those right after its

@@ -3,7 +3,7 @@
 A card is data: JSON files ship beside this module, ``graphshard calibrate`` writes one for the
 machine at hand, and anyone can write one. Every rate is a peak that a datasheet or a measurement
 gives, times an efficiency between 0 and 1, so no prediction is faster than the hardware.
-docs/cost-model.md says what each entry means and where the shipped numbers come from.
+docs/understand/cost-model.md says what each entry means and where the shipped numbers come from.
 """
 
 from __future__ import annotations

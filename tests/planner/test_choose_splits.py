@@ -1,4 +1,4 @@
-"""Splitting collectives: where it cannot help, on problems solved exactly, and where plans do (docs/planning.md)."""
+"""Splitting collectives: where it cannot help, on problems solved exactly, and where plans do (docs/reference/planning.md)."""
 
 import random
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """A second, plain implementation of the planner's rules, and a search through all that they allow.
 
 It shares no code with the planner: every sequence of starts, waits and tasks is tried, and its time
-and memory are computed from the rules as docs/planning.md states them. Sequences that have led to
+and memory are computed from the rules as docs/reference/planning.md states them. Sequences that have led to
 the very same state, with no less memory, are tried once. ``prunes`` looks for the least time alone, and
 leaves out what has done the same as another with no clock earlier, and what cannot end before the best:
 for up to ten collectives, and itself compared with the search that does not.
