@@ -42,10 +42,12 @@ def broken_links(page: Path, text: str) -> list[str]:
     broken = []
     for link in links(text):
         name, _, anchor = link.partition("#")
-        target = (page.parent / name).resolve()
-        if name and not (target.exists() and target.is_relative_to(ROOT)):
+        target = (page.parent / name).resolve() if name else page
+        if not (target.exists() and target.is_relative_to(ROOT)):
             broken.append(link)
-        elif anchor and anchor not in anchors(target.read_text() if name else text):
+            continue
+        headings = anchors(target.read_text() if name else text) if anchor else {anchor}
+        if anchor not in headings:
             broken.append(link)
     return broken
 

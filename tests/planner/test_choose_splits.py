@@ -1,4 +1,4 @@
-"""Splitting collectives: where it cannot help, on problems solved exactly, and where plans do (docs/reference/planning.md)."""
+"""Splitting collectives (docs/reference/planning.md): where it cannot help, solved exactly, and where plans do it."""
 
 import random
 from dataclasses import replace
