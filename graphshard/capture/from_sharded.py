@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedShardingError
-from ..fsdp import SLOTS, UNIT, ParameterSlot, Unit, slots_of
-from ..ir import UnshardCall
+from ..fsdp import SLOTS, ParameterSlot, TreeUnit, slots_of
+from ..ir import UNIT, UnshardCall
 from .capture_step import ShardingRules
 
 #: Entries of a module that ``fully_shard`` makes, or that only loading and saving use.
@@ -69,13 +69,13 @@ def plain_copy(model: nn.Module) -> tuple[nn.Module, FoundRules]:
     rules = FoundRules(
         mesh=mesh,
         units=[unit.label for unit in units.values() if unit.label != "root"],
-        mp_policy=first.unit.mp_policy,
+        mp_policy=first.unit.settings.mp_policy,
         calls={slot.name: UnshardCall(None, None, *slot.arguments) for slot in slots.values()},
     )
     return _copied(model), rules
 
 
-def _problems(model: nn.Module, slots: list[ParameterSlot], units: list[Unit]) -> Iterator[str]:
+def _problems(model: nn.Module, slots: list[ParameterSlot], units: list[TreeUnit]) -> Iterator[str]:
     known = {id(slot.param) for slot in slots}
     for path, param in model.named_parameters():
         if id(param) not in known:
@@ -90,11 +90,11 @@ def _problems(model: nn.Module, slots: list[ParameterSlot], units: list[Unit]) -
         if (slot.axis, slot.replicate) != (slots[0].axis, slots[0].replicate):
             yield "parameters are on different meshes"
     for unit in units:
-        if unit.mp_policy != units[0].mp_policy:
+        if unit.settings.mp_policy != units[0].settings.mp_policy:
             yield "units have different mixed-precision policies"
         if unit.compute_device is not None:
             yield f"unit {unit.label} is offloaded"
-        if unit.comms.names():
+        if unit.settings.comms.names():
             yield f"unit {unit.label} has communication of its own"
 
 

@@ -10,17 +10,19 @@ Read first: ``fully_shard``, ``sharded_class`` (what a parameter's property retu
 
 from .fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from .fully_shard import fully_shard
+from .parameter_slot import ParameterSlot, slots_of
 from .shard_versions import Version, version_of
 from .sharded_class import register_fsdp_forward_method
-from .unit import ROOT, SLOTS, UNIT, ParameterSlot, Tree, Unit, slots_of, unit_of
+from .tree import ROOT, SLOTS, Tree, TreeUnit
+from .unit import Unit, unit_of
 
 __all__ = [
     "ROOT",
     "SLOTS",
-    "UNIT",
     "FSDPModule",
     "ParameterSlot",
     "Tree",
+    "TreeUnit",
     "Unit",
     "UnshardHandle",
     "Version",

@@ -9,10 +9,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import AlreadyShardedError
-from ..ir import padded_shape
-from .naming import relabel
+from ..ir import UNIT, padded_shape
+from .parameter_slot import ParameterSlot, slots_of
 from .row_layout import lay_out
-from .unit import UNIT, ParameterSlot, Unit, slots_of
+from .tree import relabel
+from .unit import Unit, owner_of
 
 
 def copy_sharded(module: Any, memo: dict[int, Any], has_own: bool) -> nn.Module:
@@ -63,9 +64,10 @@ def _regroup_copies(copied: nn.Module) -> None:
         for name, slot in slots_of(owner):
             if (owner, name) not in slot.owners:
                 slot.owners.append((owner, name))
-            if slot not in slot.unit.slots:
-                slot.unit.slots.append(slot)
-            if not slot.unit.modules:  # tied to a parameter that a unit outside of the copy owns
-                slot.unit.tree = unit.tree
+            owner_unit = owner_of(slot)
+            if slot not in owner_unit.slots:
+                owner_unit.slots.append(slot)
+            if not owner_unit.modules:  # tied to a parameter that a unit outside of the copy owns
+                owner_unit.tree = unit.tree
     lay_out(unit)
     relabel(unit.modules)

@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..ir import UnshardCall, gradient_call
+from .parameter_slot import ParameterSlot, local_shard
 from .tensor_trees import tensors_in
-from .unit import ParameterSlot, Tree, Unit, local_shard
+from .tree import Tree
+from .unit import Unit, owner_of
 
 
 class _GatherUnit(torch.autograd.Function):
@@ -53,12 +55,13 @@ def full_parameter(slot: ParameterSlot) -> Tensor:
 
     Read by another unit, or by a checkpointed region that runs again, it is gathered alone.
     """
-    in_use = slot.unit.in_use
+    unit = owner_of(slot)
+    in_use = unit.in_use
     if in_use is None:
         in_use = {}
-        _gather(slot.unit, [slot], in_use)
+        _gather(unit, [slot], in_use)
     elif slot.name not in in_use:
-        _gather_all(slot.unit, in_use)
+        _gather_all(unit, in_use)
     return in_use[slot.name]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..ir import (
     PACK,
@@ -30,6 +31,9 @@ from ..ir import (
     emit_reduction_input,
     emit_reduction_output,
 )
+from .gather_extensions import calls_before, full_after
+from .parameter_slot import ParameterSlot
+from .tree import TreeUnit
 
 _EMIT = EagerEmitter()
 
@@ -76,6 +80,36 @@ class StartedGather:
         return [full for full in result if full is not None]
 
 
+class PendingGather:
+    """A gather of several parameters of a unit that was started and not waited for."""
+
+    def __init__(self, unit: TreeUnit, members: list[tuple[ParameterSlot, Tensor]]) -> None:
+        self._members = members
+        self._calls = [UnshardCall(local, unit.handle, *slot.arguments) for slot, local in members]
+        # What each member gathers: itself, or what its extension makes of it.
+        self._parts: list[tuple[int, Any]] = []
+        parts: list[UnshardCall] = []
+        for (slot, _), call in zip(members, self._calls, strict=True):
+            own, metadata = _extended_calls(slot, call) if slot.is_extended else ([call], None)
+            parts += own
+            self._parts.append((len(own), metadata))
+        if parts:
+            unit.meet_for_gather([call.name for call in self._calls], self._calls[0])
+        self._started = StartedGather(parts)
+
+    def take(self) -> dict[str, Tensor]:
+        """Waits; the full parameters by name, none when they were taken before."""
+        gathered = self._started.wait() if self._members else []
+        fulls = {}
+        for (slot, local), call, (num_parts, metadata) in zip(
+            self._members, self._calls, self._parts, strict=True
+        ):
+            own, gathered = gathered[:num_parts], gathered[num_parts:]
+            fulls[slot.name] = full_after(local, own, metadata, call) if slot.is_extended else own[0]
+        self._members, self._calls, self._parts = [], [], []
+        return fulls
+
+
 def reduce_together(calls: Sequence[ReduceGradCall]) -> list[Tensor]:
     """What ``graphshard::reduce_grad`` gives for each call, with one collective per dtype and group."""
     groups: dict[tuple[Any, ...], list[tuple[int, Tensor, Scaling]]] = {}
@@ -117,3 +151,16 @@ def _reduce_bucket(calls: list[ReduceGradCall], inputs: list[list[Any]]) -> list
 def _pieces(bucket: Tensor, shapes: list[list[int]]) -> list[Tensor]:
     sizes = [int(torch.Size(shape).numel()) for shape in shapes]
     return [flat.view(shape) for flat, shape in zip(bucket.split(sizes), shapes, strict=True)]
+
+
+def _extended_calls(slot: ParameterSlot, call: UnshardCall) -> tuple[list[UnshardCall], Any]:
+    param = slot.param
+    assert isinstance(param, DTensor)
+    mesh = param.device_mesh
+    shard_mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
+    shard = call.shard.detach()
+    if call.device is not None:
+        shard = shard.to(call.device)
+    owner, _ = slot.owners[0]
+    policy = slot.unit.settings.mp_policy
+    return calls_before(call._replace(shard=shard), shard_mesh, param.stride(), owner, policy)

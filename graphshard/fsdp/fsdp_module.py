@@ -23,20 +23,23 @@ from ..errors import (
     ParameterStateError,
     UnsupportedShardingError,
 )
+from ..ir import UNIT
 from .deepcopy import copy_sharded
+from .eager_collectives import PendingGather
+from .parameter_slot import slots_of
 from .row_layout import lay_out
-from .unit import UNIT, PendingGather, Unit, slots_of
+from .unit import Unit
 
 
 class UnshardHandle:
     """What ``unshard(async_op=True)`` returns: :meth:`wait` before the parameters are used."""
 
-    def __init__(self, pending: PendingGather) -> None:
-        self._pending = pending
+    def __init__(self, unit: Unit, pending: PendingGather) -> None:
+        self._unit, self._pending = unit, pending
 
     def wait(self) -> None:
         """Waits for the gather; the module's parameters are the full ones from then on."""
-        self._pending.wait()
+        self._unit.finish_unshard(self._pending)
 
 
 class FSDPModule:
@@ -70,10 +73,11 @@ class FSDPModule:
         Args:
             async_op: return a handle at once and gather in the background.
         """
-        pending = _unit(self).start_unshard()
+        unit = _unit(self)
+        handle = UnshardHandle(unit, unit.start_unshard())
         if async_op:
-            return UnshardHandle(pending)
-        pending.wait()
+            return handle
+        handle.wait()
         return None
 
     def reshard(self) -> None:
@@ -123,7 +127,7 @@ class FSDPModule:
         """Whether parameters are freed after the forward; compiled graphs are traced again."""
         value = _flag(reshard_after_forward, "reshard_after_forward")
         for unit in _units(self, recurse):
-            unit.reshard_after_forward = value
+            unit.settings.reshard_after_forward = value
             unit.refresh()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -140,7 +144,7 @@ class FSDPModule:
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor <= 0:
             raise OptionError(f"set_gradient_divide_factor: {factor!r} must be a positive number")
         unit = _unit(self)
-        unit.divide_factor = float(factor)
+        unit.settings.divide_factor = float(factor)
         unit.refresh()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
@@ -150,7 +154,7 @@ class FSDPModule:
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Whether this unit's gradients are summed and divided, never averaged by the process group."""
         unit = _unit(self)
-        unit.force_sum = _flag(enable, "enable")
+        unit.settings.force_sum = _flag(enable, "enable")
         unit.refresh()
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
@@ -180,14 +184,14 @@ class FSDPModule:
         """
         _check_comm(comm, "set_custom_all_gather")
         unit = _unit(self)
-        unit.comms.all_gather = comm
+        unit.settings.comms.all_gather = comm
         unit.refresh()
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduce-scatters this unit's gradients with ``comm``, an object as FSDP2's ``ReduceScatter``."""
         _check_comm(comm, "set_custom_reduce_scatter")
         unit = _unit(self)
-        unit.comms.reduce_scatter = comm
+        unit.settings.comms.reduce_scatter = comm
         unit.refresh()
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], Any], *, stream: Any = None) -> None:
@@ -216,7 +220,7 @@ class FSDPModule:
                 "set_all_reduce_hook: stream= is not supported, since a hook is a node of the graph and runs on "
                 "its stream; switch streams inside the hook"
             )
-        unit.comms.all_reduce_hook = hook
+        unit.settings.comms.all_reduce_hook = hook
         unit.refresh()
 
     def set_post_optim_event(self, event: Any) -> None:
@@ -250,11 +254,13 @@ class FSDPModule:
         if max_input_buffers < 1:
             raise OptionError(f"set_reduce_scatter_max_input_buffers: {max_input_buffers} must be at least 1")
         for unit in _units(self, recurse):
-            unit.max_reductions = max_input_buffers
+            unit.settings.max_reductions = max_input_buffers
         tree = _unit(self).tree
-        tree.max_reductions = max((unit.max_reductions for unit in tree.units()), default=max_input_buffers)
-        for unit in tree.units():
-            unit.refresh()
+        tree.max_reductions = max(
+            (unit.settings.max_reductions for unit in tree.units()), default=max_input_buffers
+        )
+        for each in tree.units():
+            each.refresh()
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reduce-scatters run on a process group of their own, so that gathers do not queue behind them.
@@ -264,13 +270,13 @@ class FSDPModule:
         enable = _flag(enable, "enable")
         made: dict[str, str] = {}
         for unit in _units(self, recurse):
-            unit.reduce_group = ""
+            unit.settings.reduce_group = ""
             for slot in unit.slots if enable else ():
                 name = slot.axis.group_name
                 if name not in made:
                     ranks = dist.get_process_group_ranks(group_by_name(name))
                     made[name] = dist.new_group(ranks, use_local_synchronization=True).group_name
-                unit.reduce_group = made[name]
+                unit.settings.reduce_group = made[name]
             unit.refresh()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -295,7 +301,7 @@ class FSDPModule:
         self._refuse_buffers("set_symm_mem_for_comm")
 
     def _refuse_buffers(self, method: str) -> NoReturn:
-        comms = _unit(self).comms
+        comms = _unit(self).settings.comms
         if comms.all_gather is not None or comms.reduce_scatter is not None:
             raise ConflictingCommError(
                 f"{method}: this unit has a custom collective, which allocates its own buffers"

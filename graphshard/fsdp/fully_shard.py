@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
 
 from ..errors import (
     AlreadyShardedError,
@@ -28,15 +27,18 @@ from ..errors import (
     StaleOptimizerError,
     UnsupportedShardingError,
 )
-from ..ir import NO_AXIS, MeshAxis, axis_of, padded_rows, padded_shape, shard_shape
+from ..ir import NO_AXIS, UNIT, MeshAxis, axis_of
 from .fsdp_module import FSDPModule
 from .gather_extensions import has_extension
-from .naming import relabel
+from .parameter_slot import ParameterSlot
 from .placements import DataParallelAxes, Layout, layout_of
 from .row_layout import give_places
+from .shard_parameter import local_piece, mesh_device, shard_extended, shard_parameter
 from .shard_versions import watch_optimizers
 from .sharded_class import sharded_class
-from .unit import SLOTS, UNIT, ParameterSlot, Tree, Unit
+from .tree import SLOTS, Tree, relabel
+from .unit import Unit
+from .unit_settings import UnitSettings
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound="nn.Module | list[nn.Module]")
 
@@ -109,13 +111,17 @@ def fully_shard(
     _refuse_unsupported_regather(reshard_after_forward, axes, fresh, layouts)
     _refuse_stale_optimizers(fresh)
     watch_optimizers()
-    unit = Unit(
-        tree=Tree(), modules=modules, reshard_after_forward=reshard_after_forward, mp_policy=mp_policy
+    settings = UnitSettings(
+        reshard_after_forward=reshard_after_forward,
+        mp_policy=mp_policy,
+        regather=_regather_axis(axes.mesh, reshard_after_forward),
     )
     if mesh.device_type != "cpu":
-        unit.input_device = _mesh_device(mesh)
-        unit.compute_device = unit.input_device if isinstance(offload_policy, CPUOffloadPolicy) else None
-    unit.regather = _regather_axis(axes.mesh, reshard_after_forward)
+        settings.input_device = mesh_device(mesh)
+        settings.compute_device = (
+            settings.input_device if isinstance(offload_policy, CPUOffloadPolicy) else None
+        )
+    unit = Unit(tree=Tree(), modules=modules, settings=settings)
     _move_buffers(modules, mesh)
     for entry in owned:
         if not _is_sharded(entry):
@@ -288,18 +294,12 @@ def _refuse_stale_optimizers(entries: list[_Owned]) -> None:
 
 
 def _move_buffers(modules: list[nn.Module], mesh: DeviceMesh) -> None:
-    device = _mesh_device(mesh)
+    device = mesh_device(mesh)
     for root in modules:
         for owner in root.modules():
             for name, buffer in owner._buffers.items():
                 if buffer is not None and not buffer.is_meta and buffer.device != device:
                     owner._buffers[name] = buffer.to(device)
-
-
-def _mesh_device(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
 def _install(entry: _Owned, unit: Unit, layouts: dict[int, Layout], offload_policy: OffloadPolicy) -> None:
@@ -309,73 +309,21 @@ def _install(entry: _Owned, unit: Unit, layouts: dict[int, Layout], offload_poli
         slot = ParameterSlot(
             unit=unit,
             name=entry.path,
-            shape=_local_piece(entry.param).shape,
+            shape=local_piece(entry.param).shape,
             dim=layout.dim,
             axis=layout.axes.shard,
             replicate=layout.axes.replicate,
             outer=layout.outer,
         )
         unit.slots.append(slot)
-        slot.is_extended = has_extension(_local_piece(entry.param).detach(), entry.path)
-        shard = _shard_extended if slot.is_extended else _shard
+        slot.is_extended = has_extension(local_piece(entry.param).detach(), entry.path)
+        shard = shard_extended if slot.is_extended else shard_parameter
         successor = (shard(entry.param, layout, offload_policy), slot)
         setattr(entry.param, _SUCCESSOR, successor)
     param, slot = successor
     slot.owners.append((entry.owner, entry.name))
     entry.owner._parameters[entry.name] = param
     entry.owner.__dict__.setdefault(SLOTS, {})[entry.name] = slot
-
-
-def _local_piece(param: nn.Parameter) -> torch.Tensor:
-    """What data parallelism cuts: the parameter, or this rank's piece of a DTensor."""
-    return param._local_tensor if isinstance(param, DTensor) else param
-
-
-def _shard(param: nn.Parameter, layout: Layout, offload_policy: OffloadPolicy) -> nn.Parameter:
-    """This rank's shard as a DTensor parameter; the values of the other ranks' shards are dropped."""
-    full, dim = _local_piece(param).detach(), layout.dim
-    is_offloaded = isinstance(offload_policy, CPUOffloadPolicy)
-    device = full.device if full.is_meta else _home(layout, offload_policy)
-    rank, num_ranks = layout.axes.shard_rank, layout.axes.shard.size
-    size = shard_shape(full.shape, dim, num_ranks, rank)[dim]
-    start = min(rank * padded_rows(full.shape[dim], num_ranks), full.shape[dim])
-    # A storage of its own, so that the full one is freed, with room for the padding.
-    padded = torch.zeros(padded_shape(full.shape, dim, num_ranks), dtype=param.dtype, device=device)
-    if is_offloaded and offload_policy.pin_memory and device.type == "cpu" and torch.cuda.is_available():
-        padded = padded.pin_memory()
-    # An uneven cut along another dim than the first would not be contiguous: it does without the room.
-    local = padded.narrow(dim, 0, size).contiguous()
-    if not full.is_meta:
-        local.copy_(full.narrow(dim, start, size))
-    # from_local would move an offloaded shard to the mesh's device: it makes the spec only.
-    like = local if local.device.type == layout.mesh.device_type else torch.empty_like(local, device="meta")
-    sharded = DTensor.from_local(
-        like, layout.mesh, layout.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
-    if like is not local:
-        sharded = DTensor(local, sharded._spec, requires_grad=False)
-    return nn.Parameter(sharded, requires_grad=param.requires_grad)
-
-
-def _shard_extended(param: nn.Parameter, layout: Layout, offload_policy: OffloadPolicy) -> nn.Parameter:
-    """The same of a tensor subclass that says itself how it is gathered: its rows stay what they are."""
-    full = _local_piece(param).detach()
-    rank, num_ranks = layout.axes.shard_rank, layout.axes.shard.size
-    device = _home(layout, offload_policy)
-    pieces = torch.chunk(full, num_ranks)
-    local = pieces[rank] if rank < len(pieces) else full.narrow(0, 0, 0)
-    local = local.clone() if local.device == device else local.to(device)
-    sharded = DTensor.from_local(
-        local, layout.mesh, layout.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
-    return nn.Parameter(sharded, requires_grad=param.requires_grad)
-
-
-def _home(layout: Layout, offload_policy: OffloadPolicy) -> torch.device:
-    """Where shards live."""
-    if isinstance(offload_policy, CPUOffloadPolicy):
-        return torch.device("cpu")
-    return _mesh_device(layout.mesh)
 
 
 def _swap_classes(modules: list[nn.Module], unit: Unit) -> None:

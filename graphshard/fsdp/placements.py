@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from .._compat import (
     ShardPlacementResult,
@@ -26,7 +26,6 @@ from .._compat import (
 )
 from ..errors import ShardDimError, ShardingError, UnnamedMeshError, UnsupportedShardingError
 from ..ir import NO_AXIS, MeshAxis, axis_of
-from .outer_dtensor import OuterLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +129,50 @@ class DataParallelAxes:
     def placements(self, cut: Placement) -> list[Placement]:
         """``cut`` on the shard axis, copies on the other."""
         return [cut if dim == self.shard_dim else Replicate() for dim in range(self.mesh.ndim)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterLayout:
+    """A DTensor without its values.
+
+    Attributes:
+        mesh, placements: where the pieces of the parameter are.
+        grad_placements: where the pieces of its gradient must be before data parallelism reduces them.
+        shape, stride: of the whole parameter, over all ranks.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    grad_placements: tuple[Placement, ...]
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @staticmethod
+    def of(param: DTensor, partial_dims: tuple[int, ...] = ()) -> OuterLayout:
+        """The layout of ``param``; over the mesh dims ``partial_dims`` its gradients stay unsummed."""
+        placements = tuple(param.placements)
+        return OuterLayout(
+            mesh=param.device_mesh,
+            placements=placements,
+            grad_placements=tuple(
+                Partial() if dim in partial_dims else placement for dim, placement in enumerate(placements)
+            ),
+            shape=param.shape,
+            stride=tuple(param.stride()),
+        )
+
+    def wrap(self, piece: Tensor) -> Tensor:
+        """The DTensor whose piece on this rank is ``piece``; gradients flow back to the piece."""
+        of_gradient = {"grad_placements": self.grad_placements} if from_local_takes_grad_placements else {}
+        return DTensor.from_local(
+            piece,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride,
+            **of_gradient,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

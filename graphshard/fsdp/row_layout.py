@@ -14,7 +14,7 @@ from .unit import Unit
 
 def give_places(unit: Unit) -> None:
     """Chooses where in the unit's rows shards lie, and puts them there; each process group has its own row."""
-    slots = {slot.name: slot for slot in unit.slots if not (slot.is_extended or unit.compute_device)}
+    slots = {slot.name: slot for slot in unit.slots if not (slot.is_extended or unit.settings.compute_device)}
     shapes = {
         name: ShardedShape(
             slot.axis.group_name, slot.shape, slot.dim, slot.axis.size, slot.param.dtype

@@ -18,12 +18,14 @@ from torch import nn
 
 from .._compat import in_recomputation
 from ..errors import ParameterStateError, ShardingError, UnsupportedShardingError
-from ..ir import UNSHARD
+from ..ir import UNIT, UNSHARD
 from .eager_autograd import drop_prefetched, full_parameter, take_part_unused, watch_outputs
 from .fsdp_module import FSDPModule
+from .parameter_slot import ParameterSlot, local_shard
 from .shard_versions import version_of
 from .tensor_trees import cast_tensors, move_tensors
-from .unit import SLOTS, UNIT, ParameterSlot, Unit, local_shard
+from .tree import SLOTS
+from .unit import Unit
 
 
 def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
@@ -142,9 +144,9 @@ def run_inside_tree(
 ) -> Any:
     """Runs a method of a unit's module as a forward: inputs moved and cast, parameters gathered."""
     unit: Unit = module.__dict__[UNIT]
-    tree, policy = unit.tree, unit.mp_policy
-    if unit.input_device is not None:
-        args, kwargs = move_tensors((args, kwargs), unit.input_device)
+    tree, policy = unit.tree, unit.settings.mp_policy
+    if unit.settings.input_device is not None:
+        args, kwargs = move_tensors((args, kwargs), unit.settings.input_device)
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         args, kwargs = cast_tensors((args, kwargs), policy.param_dtype)
     is_compiling = torch.compiler.is_compiling()

@@ -14,7 +14,7 @@ import graphshard
 import graphshard.backend.step_planner as planning
 from graphshard.backend.accumulation import _Accumulation, accumulation_cost, choose_kept_between
 from graphshard.backend.step_trials import JointTrials, StepChoice
-from graphshard.fsdp.unit import UNIT
+from graphshard.ir import UNIT
 from graphshard.ir.rewrite import copy_graph
 from graphshard.passes import LowerShards, PlanCollectives
 from graphshard.pipeline.pipeline import Pipeline

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from graphshard.backend.half import PLAIN, Half, Selection
 from graphshard.errors import UnsupportedShardingError
-from graphshard.fsdp.unit import ParameterSlot, Tree, Unit
+from graphshard.fsdp import ParameterSlot, Tree, Unit
+from graphshard.fsdp.unit_settings import UnitSettings
 from graphshard.ir.mesh import NO_AXIS
 from graphshard.ir.params import ReduceGradCall, gradient_call
 from graphshard.ir.rewrite import copy_graph, output_values
@@ -87,9 +88,18 @@ def _slot(unit, name, shard):
 class Setup:
     """A half with two units, and what a call of it takes."""
 
-    def __init__(self, gm, *, is_backward, **unit_options):
+    def __init__(self, gm, *, is_backward, reshard_after_forward=None, **unit_options):
         self.tree = Tree(_end_is_queued=is_backward)  # as if inside a backward of autograd
-        self.units = [Unit(tree=self.tree, modules=[], label=name, **unit_options) for name in NAMES]
+        self.units = [
+            Unit(
+                tree=self.tree,
+                modules=[],
+                label=name,
+                settings=UnitSettings(reshard_after_forward=reshard_after_forward),
+                **unit_options,
+            )
+            for name in NAMES
+        ]
         self.shards = [torch.randn(2, 2, dtype=torch.float64) for _ in NAMES]
         for unit, name, shard in zip(self.units, NAMES, self.shards, strict=True):
             unit.slots.append(_slot(unit, name, shard))
@@ -195,7 +205,7 @@ def test_a_unit_stays_gathered_until_its_gradients_are_reduced(x):
     unit, a = backward.units[0], backward.shards[0]
     forward.units[0], forward.shards = unit, backward.shards
     forward.half.kept_between = frozenset({"a"})
-    unit.reduce_grads, unit.reshard_after_forward = False, True
+    unit.reduce_grads, unit.settings.reshard_after_forward = False, True
     for _ in range(2):
         forward.run(x)
         assert torch.equal(unit.gathered_value("a"), a), "for the backward, and for the next forward"

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard.errors import GraphShardError, UnsupportedShardingError
-from graphshard.fsdp.unit import Tree, slots_of
+from graphshard.fsdp import Tree, slots_of
 from graphshard.ir.params import UnshardCall
 
 Mesh = Callable[..., DeviceMesh]
@@ -128,7 +128,7 @@ def test_the_largest_number_of_buffers_counts(fake_group: Mesh) -> None:
     graphshard.fully_shard(model, mesh=mesh)
     model.set_reduce_scatter_max_input_buffers(2, recurse=False)
     units = model._graphshard_unit.tree.units()
-    assert [unit.max_reductions for unit in units] == [2, 3]
+    assert [unit.settings.max_reductions for unit in units] == [2, 3]
     calls = [UnshardCall(None, None, *slot.arguments) for unit in units for slot in unit.slots]
     assert [call.max_reductions for call in calls] == [3] * 4
 

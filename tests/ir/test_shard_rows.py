@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from graphshard import fully_shard
 from graphshard.capture.capture_step import ShardingRules, capture_step
+from graphshard.fsdp import slots_of
 from graphshard.fsdp.row_layout import give_places, lay_out
-from graphshard.fsdp.unit import UNIT, slots_of
+from graphshard.ir import UNIT
 from graphshard.ir.bucket_ops import JOIN, PACK
 from graphshard.ir.shard_rows import (
     RowPlace,
@@ -299,7 +300,7 @@ def test_shards_that_are_kept_on_the_cpu_have_no_place(fake_group):
     assert [slot.row_offset for slot in slots] == [0, 32]
     for slot in slots:
         slot.row_offset = -1
-    unit.compute_device = torch.device("cuda")
+    unit.settings.compute_device = torch.device("cuda")
     give_places(unit)
     assert [slot.row_offset for slot in slots] == [-1, -1]
 

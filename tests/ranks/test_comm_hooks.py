@@ -187,7 +187,7 @@ def test_no_stream_with_hybrid_sharding(
 def train_with_separate_group(implementation: str) -> None:
     reference, model = _pair(implementation)
     model.set_separate_reduce_scatter_group()
-    groups = {unit.reduce_group for unit in model._graphshard_unit.tree.units()}
+    groups = {unit.settings.reduce_group for unit in model._graphshard_unit.tree.units()}
     assert len(groups) == 1 and groups != {world_mesh().get_group().group_name} and groups != {""}
     forward = compile_if_asked(implementation, model, verify="full")
     _step(reference, forward, 0)

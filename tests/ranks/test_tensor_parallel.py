@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from graphshard._compat import from_local_takes_grad_placements
 from graphshard.cost import load_card
-from graphshard.fsdp import outer_dtensor
+from graphshard.fsdp import placements
 
 from .test_refusals import expect_error
 
@@ -154,7 +154,7 @@ def train_as_on_torch_2_11() -> None:
 
     with (
         mock.patch.object(DTensor, "from_local", from_local),
-        mock.patch.object(outer_dtensor, "from_local_takes_grad_placements", False),
+        mock.patch.object(placements, "from_local_takes_grad_placements", False),
     ):
         train_two_dim("sharded", "layers", EVEN)
 

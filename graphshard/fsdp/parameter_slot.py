@@ -1,0 +1,190 @@
+"""parameter_slot: one sharded parameter, where it lives, and what its gathers are traced with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import ParameterStateError
+from ..ir import NO_AXIS, MeshAxis, UnshardCall
+from .placements import OuterLayout
+from .shard_versions import Version
+from .tree import SLOTS, TreeUnit
+
+
+@dataclass(eq=False, kw_only=True)
+class ParameterSlot:
+    """One sharded parameter: where it lives and how it is gathered and reduced.
+
+    Attributes:
+        shape: of what is gathered: the whole parameter, or this rank's piece of a DTensor.
+        outer: the DTensor it is while gathered (tensor or expert parallel); None for a plain tensor.
+        owners: the modules that hold it, with its name in each; several when it is tied.
+        arguments: what follows shard and handle in a call of ``graphshard::unshard``.
+        hidden: the sharded parameter, while the owners show the gathered one.
+        version: its version when an uncompiled forward last read it.
+        is_extended: the shard is a tensor subclass that says itself how it is gathered.
+        row_offset: where the shard begins in the unit's row; see ``UnshardCall``.
+    """
+
+    unit: TreeUnit
+    name: str
+    shape: torch.Size
+    dim: int
+    axis: MeshAxis
+    replicate: MeshAxis = NO_AXIS
+    outer: OuterLayout | None = None
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    arguments: tuple[Any, ...] = ()
+    needs_op: bool = True
+    hidden: nn.Parameter | None = None
+    version: Version | None = None
+    is_extended: bool = False
+    row_offset: int = -1
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The sharded parameter."""
+        owner, name = self.owners[0]
+        return self.hidden if self.hidden is not None else owner._parameters[name]
+
+    @property
+    def global_shape(self) -> torch.Size:
+        """Shape of the whole parameter, over all ranks."""
+        return self.shape if self.outer is None else self.outer.shape
+
+    def as_read(self, piece: Tensor) -> Tensor:
+        """What a forward reads, made from the gathered tensor."""
+        return piece if self.outer is None else self.outer.wrap(piece)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterSlot:
+        """The slot of a copied parameter; its copied owners enter themselves."""
+        return replace(self, unit=copy.deepcopy(self.unit, memo), owners=[], hidden=None)
+
+    def refresh(self) -> None:
+        """Rebuilds ``arguments`` after the name, the unit's label or a setting changed."""
+        unit, settings = self.unit, self.unit.settings
+        policy = settings.mp_policy
+        is_float = self.param.dtype.is_floating_point
+        ranks = unit.reshard_ranks(self.axis.size)
+        call = UnshardCall(
+            shard=None,
+            handle=None,
+            name=self.name,
+            unit=unit.label,
+            shape=list(self.shape),
+            dim=self.dim,
+            dtype=policy.param_dtype if is_float else None,
+            reshard=ranks,
+            reshard_group=settings.regather.group_name if 1 < ranks < self.axis.size else "",
+            axis=self.axis.label,
+            group_size=self.axis.size,
+            group_name=self.axis.group_name,
+            replicate_axis=self.replicate.label,
+            replicate_size=self.replicate.size,
+            replicate_group=self.replicate.group_name,
+            reduce_dtype=policy.reduce_dtype,
+            divide_factor=settings.divide_factor,
+            force_sum=settings.force_sum,
+            device=settings.compute_device,
+            reduce_group=settings.reduce_group,
+            custom=settings.comms.names(),
+            forward_prefetch=_labels(unit.forward_prefetch),
+            backward_prefetch=_labels(unit.backward_prefetch),
+            max_reductions=unit.tree.max_reductions,
+            reshard_fixed=settings.reshard_after_forward is not None,
+            row_offset=self.row_offset,
+        )
+        self.arguments = tuple(call[2:])
+        is_alone = self.axis.size == 1 and self.replicate.size == 1
+        self.needs_op = (
+            not is_alone
+            or self.is_extended
+            or any(
+                setting is not None
+                for setting in (call.dtype, call.reduce_dtype, call.divide_factor, call.device)
+            )
+        )
+
+    def replace(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        """Puts another parameter in place of this one, in every module that shares it."""
+        self.unit.reshard()
+        for owner, each in self.owners if param is not None else [(module, name)]:
+            owner._parameters[each] = param
+
+    def show(self, full: Tensor) -> None:
+        """Makes the owners show the gathered parameter instead of the shard."""
+        if self.hidden is None:
+            self.hidden = self.param
+        shown = nn.Parameter(self.as_read(full.detach()), requires_grad=self.hidden.requires_grad)
+        for owner, name in self.owners:
+            owner._parameters[name] = shown
+
+    def add_gradient(self, reduced: Tensor) -> None:
+        """Adds the reduced gradient of the shard to ``.grad``, and calls the parameter's hooks."""
+        grad = DTensor(reduced, self.param._spec, requires_grad=False)
+        self.param.grad = grad if self.param.grad is None else self.param.grad + grad
+        for hook in (getattr(self.param, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(self.param)
+
+    def fill_gradient(self) -> None:
+        """Makes ``.grad`` zeros if it is None."""
+        if self.param.grad is None:
+            self.param.grad = torch.zeros_like(self.param)
+
+    def hide(self) -> None:
+        """Makes the owners show the shard again."""
+        if self.hidden is not None:
+            for owner, name in self.owners:
+                owner._parameters[name] = self.hidden
+            self.hidden = None
+
+
+def local_shard(slot: ParameterSlot) -> Tensor:
+    """This rank's piece of a parameter, as the shard ops take it.
+
+    Raises:
+        ParameterStateError: the parameter was replaced by a plain tensor, or is on the meta device.
+    """
+    param = slot.param
+    if not isinstance(param, DTensor):
+        raise ParameterStateError(
+            f"parameter {slot.name} was replaced by a {type(param).__name__} of shape {tuple(param.shape)}; "
+            f"a sharded parameter must stay a DTensor: use distribute_tensor() on the new value"
+        )
+    local = param.to_local()
+    if slot.unit.settings.compute_device is not None and local.device.type not in ("cpu", "meta"):
+        found = [
+            f"({each.name}, {each.param.to_local().device})"
+            for unit in slot.unit.tree.units()
+            for each in unit.slots
+            if unit.compute_device is not None and each.param.to_local().device.type != "cpu"
+        ]
+        raise ParameterStateError(
+            f"with CPUOffloadPolicy parameters stay on the CPU, but these do not: {', '.join(found)}; load them "
+            'there, or call model.to_empty(device="cpu") and initialise them'
+        )
+    if local.device.type == "meta":
+        modules = [module for root in slot.unit.tree.roots for module in root.modules()]
+        slots = [each for module in modules for _, each in slots_of(module)]
+        names = list(dict.fromkeys(each.name for each in slots if each.param.is_meta))
+        raise ParameterStateError(
+            f"{len(names)} parameter(s) are still on the meta device: {', '.join(names)}; "
+            "call model.to_empty(device=...) and initialise them before the first forward"
+        )
+    return local
+
+
+def slots_of(module: nn.Module) -> Iterator[tuple[str, ParameterSlot]]:
+    """The sharded parameters that a module holds itself, by attribute name."""
+    yield from module.__dict__.get(SLOTS, {}).items()
+
+
+def _labels(units: Sequence[TreeUnit]) -> str:
+    return ",".join(unit.label for unit in units)

@@ -1,0 +1,70 @@
+"""shard_parameter: cuts this rank's shard out of a parameter."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from ..ir import padded_rows, padded_shape, shard_shape
+from .placements import Layout
+
+
+def shard_parameter(param: nn.Parameter, layout: Layout, offload_policy: OffloadPolicy) -> nn.Parameter:
+    """This rank's shard as a DTensor parameter; the values of the other ranks' shards are dropped."""
+    full, dim = local_piece(param).detach(), layout.dim
+    is_offloaded = isinstance(offload_policy, CPUOffloadPolicy)
+    device = full.device if full.is_meta else home_of(layout, offload_policy)
+    rank, num_ranks = layout.axes.shard_rank, layout.axes.shard.size
+    size = shard_shape(full.shape, dim, num_ranks, rank)[dim]
+    start = min(rank * padded_rows(full.shape[dim], num_ranks), full.shape[dim])
+    # A storage of its own, so that the full one is freed, with room for the padding.
+    padded = torch.zeros(padded_shape(full.shape, dim, num_ranks), dtype=param.dtype, device=device)
+    if is_offloaded and offload_policy.pin_memory and device.type == "cpu" and torch.cuda.is_available():
+        padded = padded.pin_memory()
+    # An uneven cut along another dim than the first would not be contiguous: it does without the room.
+    local = padded.narrow(dim, 0, size).contiguous()
+    if not full.is_meta:
+        local.copy_(full.narrow(dim, start, size))
+    # from_local would move an offloaded shard to the mesh's device: it makes the spec only.
+    like = local if local.device.type == layout.mesh.device_type else torch.empty_like(local, device="meta")
+    sharded = DTensor.from_local(
+        like, layout.mesh, layout.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+    if like is not local:
+        sharded = DTensor(local, sharded._spec, requires_grad=False)
+    return nn.Parameter(sharded, requires_grad=param.requires_grad)
+
+
+def shard_extended(param: nn.Parameter, layout: Layout, offload_policy: OffloadPolicy) -> nn.Parameter:
+    """The same of a tensor subclass that says itself how it is gathered: its rows stay what they are."""
+    full = local_piece(param).detach()
+    rank, num_ranks = layout.axes.shard_rank, layout.axes.shard.size
+    device = home_of(layout, offload_policy)
+    pieces = torch.chunk(full, num_ranks)
+    local = pieces[rank] if rank < len(pieces) else full.narrow(0, 0, 0)
+    local = local.clone() if local.device == device else local.to(device)
+    sharded = DTensor.from_local(
+        local, layout.mesh, layout.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+    return nn.Parameter(sharded, requires_grad=param.requires_grad)
+
+
+def local_piece(param: nn.Parameter) -> torch.Tensor:
+    """What data parallelism cuts: the parameter, or this rank's piece of a DTensor."""
+    return param._local_tensor if isinstance(param, DTensor) else param
+
+
+def home_of(layout: Layout, offload_policy: OffloadPolicy) -> torch.device:
+    """Where shards live."""
+    if isinstance(offload_policy, CPUOffloadPolicy):
+        return torch.device("cpu")
+    return mesh_device(layout.mesh)
+
+
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

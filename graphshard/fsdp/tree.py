@@ -1,0 +1,219 @@
+"""tree: the units of one model, their names, and what they share.
+
+:func:`relabel` puts the units below an outermost module into one :class:`Tree` and names units and parameters as seen
+from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .._compat import queue_after_backward
+from ..coordination import meet
+from ..ir import UNIT, MeshAxis, UnitState
+from .unit_settings import UnitSettings
+
+#: Where a module keeps the slots of its sharded parameters.
+SLOTS = "_graphshard_slots"
+
+#: The label of the outermost unit.
+ROOT = "root"
+
+_RUN_REMEDY = "Every rank must take the same branches of compiled code"
+
+#: Attributes under which ``checkpoint_wrapper`` and ``torch.compile`` keep the module they wrap.
+_WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
+
+
+class TreeSlot(Protocol):
+    """The part of a ``ParameterSlot`` that the tree and its users read."""
+
+    name: str
+    axis: MeshAxis
+    replicate: MeshAxis
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The sharded parameter."""
+
+
+class TreeUnit(UnitState, Protocol):
+    """The part of a ``Unit`` that the tree, the slots, and their users read and call."""
+
+    tree: Tree
+    modules: list[nn.Module]
+    settings: UnitSettings
+    label: str
+    is_root: bool
+    reduces_unused: bool
+    handle: Tensor
+
+    @property
+    def slots(self) -> Sequence[TreeSlot]:
+        """The unit's parameters."""
+
+    @property
+    def forward_prefetch(self) -> Sequence[TreeUnit]:
+        """The units whose gathers start in a forward right after this one's."""
+
+    @property
+    def backward_prefetch(self) -> Sequence[TreeUnit]:
+        """The units whose gathers start in a backward right after this one's."""
+
+    @property
+    def compute_device(self) -> torch.device | None:
+        """Where full parameters are if their shards are kept on the CPU."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether gradients of the unit wait for a reduction."""
+
+    def reshard_ranks(self, group_size: int) -> int:
+        """Ranks over which a full parameter is spread between forward and backward; 1 keeps it whole."""
+
+    def refresh(self) -> None:
+        """Renews what the unit's next graphs are traced with."""
+
+    def reshard(self) -> None:
+        """Frees the gathered parameters."""
+
+    def drop_prefetched(self) -> None:
+        """Frees the result of a gather that nothing has asked for."""
+
+    def drop_iteration(self) -> None:
+        """Forgets gathered parameters and gradients that are not reduced."""
+
+    def end_backward(self) -> None:
+        """Frees what is gathered, unless it is to stay so."""
+
+    def reduce_left_over(self) -> None:
+        """Reduces what no backward has reduced."""
+
+
+@dataclass(eq=False)
+class Tree:
+    """What all units of one model share.
+
+    Attributes:
+        in_forward: a forward of the model is running.
+        roots: the outermost modules.
+        is_last_backward: what is left over is reduced at the end of this backward.
+        waiting: gradients of some unit wait for their reduction.
+        max_reductions: the largest that any unit asks for.
+        is_broken: Dynamo has cut a forward of the model into several graphs.
+        numbers: by process group, the place of this model among those whose graphs were planned there.
+    """
+
+    in_forward: bool = False
+    roots: list[nn.Module] = field(default_factory=list)
+    is_last_backward: bool = True
+    waiting: bool = False
+    max_reductions: int = 0
+    is_broken: bool = False
+    numbers: dict[str, int] = field(default_factory=dict)
+    _end_is_queued: bool = False
+    _last_run: str = ""
+    _next_run: dict[str, str] = field(default_factory=dict)
+    _branches: dict[str, set[str]] = field(default_factory=dict)
+
+    def follow(self, group_name: str, run: str, what: str, *, branch: str) -> None:
+        """Called before a compiled graph whose collectives are ``run`` starts.
+
+        Where it follows what it followed the last time, nothing happens. Elsewhere the ranks meet:
+        they have the same past, so if one of them runs something else, at least one gets here. Where
+        several branches have followed, all ranks meet each time.
+
+        Args:
+            branch: tells forward graphs apart, whatever the state of their units; "" for a backward.
+        """
+        branches = self._branches.setdefault(self._last_run, set())
+        if branch:
+            branches.add(branch)
+        if self._next_run.get(self._last_run) != run or len(branches) > 1:
+            meet(group_name, f"run {run}", what=what, remedy=_RUN_REMEDY)
+        self._next_run[self._last_run] = run
+        self._last_run = run
+
+    def reset(self) -> None:
+        """Drops what a forward or a backward that was cut short has left."""
+        self.in_forward = self.waiting = self._end_is_queued = False
+        self._last_run = ""
+        for unit in self.units():
+            unit.drop_iteration()
+
+    def units(self) -> list[TreeUnit]:
+        """The units below the roots, outermost first."""
+        found = {
+            id(module.__dict__[UNIT]): module.__dict__[UNIT]
+            for root in self.roots
+            for module in root.modules()
+            if UNIT in module.__dict__
+        }
+        return list(found.values())
+
+    def groups(self) -> list[str]:
+        """Names of the process groups of more than one rank over which parameters are sharded or copied."""
+        axes = (axis for unit in self.units() for slot in unit.slots for axis in (slot.axis, slot.replicate))
+        return list(dict.fromkeys(axis.group_name for axis in axes if axis.size > 1 and axis.group_name))
+
+    def queue_end_of_backward(self) -> None:
+        """Has :meth:`_end_backward` run once the backward that is running ends."""
+        if self._end_is_queued:
+            return
+        self._end_is_queued = True
+        queue_after_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        if not self._end_is_queued:  # the iteration was reset
+            return
+        self._end_is_queued = False
+        for unit in self.units():
+            unit.end_backward()
+            if self.is_last_backward:
+                unit.reduce_left_over()
+        self.waiting = any(unit.is_waiting for unit in self.units())
+
+
+def relabel(roots: Iterable[nn.Module]) -> None:
+    """Names parameters and units as seen from ``roots`` and puts all units below into one tree."""
+    roots = list(roots)
+    outer: TreeUnit = roots[0].__dict__[UNIT]
+    outer.tree.roots = roots
+    seen: set[int] = set()
+    named: set[int] = set()
+    for index, root in enumerate(roots):
+        prefix = f"{index}." if len(roots) > 1 else ""
+        for wrapped_path, module in root.named_modules():
+            path = _without_wrappers(wrapped_path)
+            unit = module.__dict__.get(UNIT)
+            if unit is not None and unit is not outer and id(unit) not in seen:
+                seen.add(id(unit))
+                unit.tree, unit.is_root, unit.settings.input_device = outer.tree, False, None
+            if unit is not None and unit is not outer:
+                unit.label = _label(unit, path, module)
+            for name, slot in module.__dict__.get(SLOTS, {}).items():
+                if id(slot) not in named:  # tied parameters: the first name, as in named_parameters()
+                    named.add(id(slot))
+                    slot.name = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
+    outer.tree.max_reductions = max(unit.settings.max_reductions for unit in outer.tree.units())
+    for root in roots:
+        for module in root.modules():
+            for slot in module.__dict__.get(SLOTS, {}).values():
+                slot.refresh()
+
+
+def _without_wrappers(path: str) -> str:
+    """The path in the state dict: wrappers that checkpoint or compile a module are no part of it."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+
+
+def _label(unit: TreeUnit, path: str, module: nn.Module) -> str:
+    """The path of the unit's module; the paths of all its modules, joined, for a list unit."""
+    if len(unit.modules) == 1 or module is unit.modules[0]:
+        return path
+    return unit.label if path in unit.label.split("+") else f"{unit.label}+{path}"
