@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from graphshard.ir.collectives import REDUCE_SCATTER, WAIT, EagerEmitter, emit_exchange, emit_sum_of_exchange
+from graphshard.ir.collectives import REDUCE_SCATTER, WAIT
+from graphshard.ir.lowering import EagerEmitter, emit_exchange, emit_sum_of_exchange
 from shaped_link import check_rate, find_obstacle, shaped_link
 
 NUM_RANKS = 2

@@ -48,7 +48,6 @@ from ..ir import (
     aten,
     copy_graph,
     graph_text,
-    no_garbage_collection,
     output_values,
     row_offsets,
     value_text,
@@ -56,6 +55,7 @@ from ..ir import (
 from ..passes import InsertShards, KeepGathered, MergeUnshards, MergeWaits, SpreadParameters, TagRecompute
 from ..pipeline import PassContext, PassRecord, Pipeline, context_from_shard_ops, pieces_of
 from .export_blocks import export_joint_of_blocks
+from .gc_pauses import no_garbage_collection
 from .gpu_attention import use_gpu_attention
 
 #: A frame of a traceback, and the folders whose frames are not the user's.

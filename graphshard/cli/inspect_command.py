@@ -81,8 +81,8 @@ def run_inspect(options: argparse.Namespace) -> int:
     # What follows loads Inductor, which takes seconds: mistakes above are told at once.
     from rich.console import Console
 
+    from ..capture import no_garbage_collection
     from ..inspection import inspect
-    from ..ir import no_garbage_collection
     from ..report import print_summary, report_text, write_html, write_trace
 
     progress = _Progress()

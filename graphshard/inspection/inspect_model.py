@@ -18,10 +18,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .._compat import lazy_graph_modules
 from ..backend import LOWERING, BackendOptions, half_pipeline
-from ..capture import CapturedStep, capture_step
+from ..capture import CapturedStep, capture_step, no_garbage_collection
 from ..cost import CollectiveTables, CostModel, HardwareCard
 from ..errors import BudgetError
-from ..ir import apply_order, graph_text, no_garbage_collection, output_values, remembered_results
+from ..ir import apply_order, graph_text, output_values, remembered_results
 from ..passes import PlanCollectives
 from ..pipeline import Fact, PassContext, PassRecord, Pipeline
 from ..planner import PlannedGraph, problem_of_graph

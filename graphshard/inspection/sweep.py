@@ -29,12 +29,14 @@ from ..capture import (
     StepNumbers,
     can_reshard,
     capture_step,
+    no_garbage_collection,
     numbers_of,
     reshard_step,
+    spared_by_garbage_collection,
     step_between,
 )
 from ..errors import CaptureError, OptionError
-from ..ir import no_garbage_collection, remembered_results, spared_by_garbage_collection
+from ..ir import remembered_results
 from ..processes import process_context
 from ..progress import Stages
 from ..report import Sweep, SweepPoint, sweep_point

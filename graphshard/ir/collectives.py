@@ -1,27 +1,21 @@
-"""Level 2: the collectives of a graph, and what the two shard ops become when written with them.
+"""collectives: the ops of level 2, and what a graph says of them.
 
-The lowering of a shard op is written once, against an *emitter*: :class:`EagerEmitter` runs it at
-once (the eager implementation of the op), :class:`graphshard.ir.rewrite.GraphEmitter` appends it to a
-graph (the pass ``lower_shards``). So the two cannot drift apart.
+Predicates, the operands and settings of a collective, its waits, and waits that do nothing.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
 
 from .._compat import collective_op
-from .bucket_ops import ADD_ROWS
 from .custom_collectives import ALL_REDUCE_HOOK, CUSTOM_ALL_GATHER, CUSTOM_REDUCE_SCATTER
 from .node_args import call_arguments
-from .params import ReduceGradCall, Scaling, UnshardCall, gradient_scaling, padded_rows, padded_shape
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 c10d = torch.ops._c10d_functional
 
 ALL_GATHER = c10d.all_gather_into_tensor.default
@@ -197,201 +191,3 @@ def drop_derivatives(graph: fx.Graph) -> int:
     for node in found:
         node.target = _WITH_DERIVATIVE[node.target]
     return len(found)
-
-
-class Emitter(Protocol):
-    """What a lowering needs: apply an op, and look at the tensor a value stands for."""
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any: ...
-
-    def tensor(self, value: Any) -> torch.Tensor: ...
-
-
-class EagerEmitter:
-    """Applies each op at once."""
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        return target(*args, **kwargs)
-
-    def tensor(self, value: Any) -> torch.Tensor:
-        return value
-
-
-def emit_unshard(emit: Emitter, call: UnshardCall) -> Any:
-    """Move and cast a shard, gather it along its dim, drop the padding: contiguous, of ``call.shape``.
-
-    The shard is the padded or the unpadded piece; a piece that lacks rows is padded with zeros.
-    """
-    piece = padded_shape(call.shape, call.dim, call.group_size)
-    shard = emit_gather_input(emit, call)
-    if call.group_size == 1:
-        return shard
-    dtype = emit.tensor(shard).dtype
-    shard = emit_bytes(emit, emit_contiguous(emit, shard))
-    gathered = emit_from_bytes(emit, emit(WAIT, emit_all_gather(emit, shard, call)), dtype)
-    if call.dim != 0:
-        gathered = _ranks_to_dim(emit, gathered, piece, call.dim, call.group_size)
-    if emit.tensor(gathered).shape[call.dim] != call.shape[call.dim]:
-        gathered = emit_contiguous(emit, emit(aten.slice.Tensor, gathered, call.dim, 0, call.shape[call.dim]))
-    return gathered
-
-
-def emit_gather_input(emit: Emitter, call: UnshardCall) -> Any:
-    """What a gather sends: the shard padded, on the device and in the dtype of the full parameter."""
-    piece = padded_shape(call.shape, call.dim, call.group_size)
-    return emit_cast(emit, emit_move(emit, emit_pad(emit, call.shard, piece), call.device), call.dtype)
-
-
-def emit_bytes(emit: Emitter, value: Any) -> Any:
-    """An 8-bit float as the bytes it is: not every process group knows the dtype."""
-    tensor = emit.tensor(value)
-    is_small_float = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
-    return emit(aten.view.dtype, value, torch.uint8) if is_small_float else value
-
-
-def emit_from_bytes(emit: Emitter, value: Any, dtype: torch.dtype) -> Any:
-    """The reverse of :func:`emit_bytes` for a value that had ``dtype``."""
-    return value if emit.tensor(value).dtype == dtype else emit(aten.view.dtype, value, dtype)
-
-
-def emit_all_gather(emit: Emitter, value: Any, call: UnshardCall) -> Any:
-    """Starts the gather of a contiguous value, with the user's own collective if one is set."""
-    if "all_gather" in call.custom.split(","):
-        return emit(CUSTOM_ALL_GATHER, value, call.group_size, call.group_name, call.handle)
-    return emit(ALL_GATHER, value, call.group_size, call.group_name)
-
-
-def emit_reduce_grad(emit: Emitter, call: ReduceGradCall) -> Any:
-    """Reduce a full gradient over the ranks and keep this rank's piece.
-
-    Cast to the dtype of the reduction, add what earlier micro-batches left, pad, reduce-scatter
-    along the dim, all-reduce over the copies, call the user's hook, scale, cast to the shard's dtype
-    and cut to its shape. Without the all-reduce the result is the partial sum: unscaled, padded, in
-    the reduction's dtype.
-    """
-    prepared, scaling = emit_reduction_input(emit, call)
-    reduced = prepared if call.group_size == 1 else emit_reduce_scatter(emit, prepared, scaling.op, call)
-    if call.partial is not None:
-        reduced = emit(aten.add.Tensor, call.partial, reduced)
-    if not call.all_reduce:
-        return reduced
-    reduced = emit_all_reduce(emit, reduced, scaling.op, call)
-    return emit_reduction_output(emit, reduced, scaling, call)
-
-
-def emit_reduction_input(emit: Emitter, call: ReduceGradCall) -> tuple[Any, Scaling]:
-    """What a reduce-scatter sends, the pieces of the ranks one after the other, and how it is scaled."""
-    grad = emit_cast(emit, call.grad, call.reduce_dtype)
-    if call.unreduced is not None:
-        grad = emit(aten.add.Tensor, call.unreduced, grad)
-    num_ranks = call.group_size * call.replicate_size
-    scaling = gradient_scaling(emit.tensor(grad).dtype, num_ranks, call.divide_factor, call.force_sum)
-    grad = emit_scale(emit, grad, scaling.before)
-    if call.group_size == 1:
-        return grad, scaling
-    shape = list(emit.tensor(grad).shape)
-    shape[call.dim] = padded_rows(shape[call.dim], call.group_size) * call.group_size
-    padded = emit_pad(emit, grad, shape)
-    if call.dim != 0:
-        padded = _dim_to_ranks(emit, padded, shape, call.dim, call.group_size)
-    return emit_contiguous(emit, padded), scaling
-
-
-def emit_reduce_scatter(emit: Emitter, value: Any, op: str, call: ReduceGradCall) -> Any:
-    """The reduce-scatter of a contiguous value and its wait."""
-    if "reduce_scatter" in call.custom.split(","):
-        arguments = (value, op, call.group_size, call.group_name, call.handle)
-        return emit(WAIT, emit(CUSTOM_REDUCE_SCATTER, *arguments))
-    return emit(WAIT, emit(REDUCE_SCATTER, value, op, call.group_size, call.group_name))
-
-
-def emit_exchange(emit: Emitter, value: Any, num_ranks: int, group: str) -> Any:
-    """Starts to send each rank its piece of a value that has the pieces of the ranks one after the other."""
-    splits = [emit.tensor(value).shape[0] // num_ranks] * num_ranks
-    return emit(ALL_TO_ALL, value, splits, splits, group)
-
-
-def emit_sum_of_exchange(emit: Emitter, received: Any, op: str, num_ranks: int) -> Any:
-    """What a reduce-scatter gives, from what :func:`emit_exchange` gave and was waited for: ``op`` "sum" or "avg"."""
-    return emit(ADD_ROWS, received, num_ranks, op == "avg")
-
-
-def emit_all_reduce(emit: Emitter, value: Any, op: str, call: ReduceGradCall) -> Any:
-    """The sum over the copies, if there are any, and the user's hook, if there is one."""
-    if call.replicate_size > 1:
-        whole = emit_contiguous(emit, value)
-        value = emit(WAIT, emit(ALL_REDUCE, whole, op, call.replicate_group))
-    if "all_reduce_hook" in call.custom.split(","):
-        whole = emit_contiguous(emit, value)
-        value = emit(WAIT, emit(ALL_REDUCE_HOOK, whole, "hook", call.group_name, call.handle))
-    return value
-
-
-def emit_reduction_output(emit: Emitter, reduced: Any, scaling: Scaling, call: ReduceGradCall) -> Any:
-    """The shard's gradient from its padded sum: scaled, cast, cut and moved to where the shard is."""
-    reduced = emit_cast(emit, emit_scale(emit, reduced, scaling.after), call.dtype)
-    if emit.tensor(reduced).shape[call.dim] != call.shard_shape[call.dim]:
-        cut = emit(aten.slice.Tensor, reduced, call.dim, 0, call.shard_shape[call.dim])
-        reduced = emit_contiguous(emit, cut)
-    return emit_move(emit, reduced, call.device)
-
-
-def emit_cast(emit: Emitter, value: Any, dtype: torch.dtype | None) -> Any:
-    """The value in ``dtype``; itself when it has it already, or when ``dtype`` is None."""
-    if dtype is None or emit.tensor(value).dtype == dtype:
-        return value
-    return emit(prims.convert_element_type.default, value, dtype)
-
-
-def emit_move(emit: Emitter, value: Any, device: torch.device | None) -> Any:
-    """The value on ``device``; itself when it is there already, or when ``device`` is None.
-
-    To an accelerator the copy is asynchronous (it is ordered before the gather that reads it); to
-    the CPU it waits, because whoever reads the result there knows of no stream. The op is the one that Inductor
-    makes of ``aten._to_copy``, which it has no lowering for.
-    """
-    if device is None or emit.tensor(value).device == device:
-        return value
-    return emit(prims.device_put.default, value, device, device.type != "cpu")
-
-
-def emit_scale(emit: Emitter, value: Any, factor: float) -> Any:
-    """The value times a constant; itself when that is 1."""
-    return value if factor == 1.0 else emit(aten.mul.Tensor, value, factor)
-
-
-def emit_pad(emit: Emitter, value: Any, shape: Sequence[int]) -> Any:
-    """Append zeros until ``value`` has ``shape``; the value itself when it already has."""
-    missing = [want - have for want, have in zip(shape, emit.tensor(value).shape, strict=True)]
-    if not any(missing):
-        return value
-    amounts = [amount for size in reversed(missing) for amount in (0, size)]
-    return emit(aten.constant_pad_nd.default, value, amounts, 0.0)
-
-
-def emit_contiguous(emit: Emitter, value: Any) -> Any:
-    """The value, copied only if it is not contiguous."""
-    if emit.tensor(value).is_contiguous():
-        return value
-    return emit(aten.clone.default, value, memory_format=torch.contiguous_format)
-
-
-def _ranks_to_dim(emit: Emitter, gathered: Any, piece: Sequence[int], dim: int, num_ranks: int) -> Any:
-    """``[ranks * piece[0], ...]``, one piece after the other, to pieces joined along ``dim``."""
-    split = emit(aten.view.default, gathered, [num_ranks, *piece])
-    order = [*range(1, dim + 1), 0, *range(dim + 1, len(piece) + 1)]
-    joined = emit_contiguous(emit, emit(aten.permute.default, split, order))
-    whole = list(piece)
-    whole[dim] *= num_ranks
-    return emit(aten.view.default, joined, whole)
-
-
-def _dim_to_ranks(emit: Emitter, whole: Any, shape: Sequence[int], dim: int, num_ranks: int) -> Any:
-    """The inverse of :func:`_ranks_to_dim`."""
-    piece = list(shape)
-    piece[dim] //= num_ranks
-    contiguous = emit_contiguous(emit, whole)
-    split = emit(aten.view.default, contiguous, [*piece[:dim], num_ranks, *piece[dim:]])
-    order = [dim, *range(dim), *range(dim + 1, len(piece) + 1)]
-    ordered = emit_contiguous(emit, emit(aten.permute.default, split, order))
-    return emit(aten.view.default, ordered, [num_ranks * piece[0], *piece[1:]])

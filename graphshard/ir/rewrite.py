@@ -7,7 +7,6 @@ that the fact TYPED holds after every pass by construction.
 from __future__ import annotations
 
 import contextlib
-import gc
 import heapq
 import itertools
 from collections.abc import Iterator, Sequence
@@ -130,31 +129,6 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     graph.output(output)
     graph.output_node().meta.update(gm.graph.output_node().meta)
     return make_graph_module(gm, graph)
-
-
-@contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Work on graphs makes millions of objects that live to its end; each full collection looks at all."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def spared_by_garbage_collection() -> Iterator[None]:
-    """Inside, collections do not look at what exists now: captured graphs, which live on."""
-    if gc.get_freeze_count():
-        yield  # somebody else's, who may not want it thawed
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def stable_topological_sort(graph: fx.Graph) -> None:

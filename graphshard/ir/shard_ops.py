@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .collectives import EagerEmitter, emit_reduce_grad, emit_unshard
 from .handles import unit_state_of
+from .lowering import EagerEmitter, emit_reduce_grad, emit_unshard
 from .params import ReduceGradCall, UnshardCall, gradient_call, padded_shape
 
 

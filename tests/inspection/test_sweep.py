@@ -17,6 +17,7 @@ from test_inspect_command import MODULE
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
+from graphshard.capture import spared_by_garbage_collection
 from graphshard.capture.capture_step import ShardingRules, capture_step
 from graphshard.capture.change_batch import numbers_of, step_between
 from graphshard.capture.change_mesh import can_reshard, reshard_step
@@ -26,7 +27,6 @@ from graphshard.errors import CaptureError, OptionError, ShardingError, UsageErr
 from graphshard.inspection.processes import process_context, start_early
 from graphshard.inspection.sweep import resized
 from graphshard.ir.graph_text import graph_text
-from graphshard.ir.rewrite import spared_by_garbage_collection
 from graphshard.report import CATEGORIES
 
 #: The module; its package shows the function of the same name.

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 
 from ...backend import LOWERING
-from ...capture import CapturedStep, capture_step, reshard_step
+from ...capture import CapturedStep, capture_step, no_garbage_collection, reshard_step
 from ...cost import (
     HardwareCard,
     Kernel,
@@ -22,7 +22,7 @@ from ...cost import (
     kernels_of,
     memory_seconds,
 )
-from ...ir import copy_graph, is_collective, no_garbage_collection, remembered_results
+from ...ir import copy_graph, is_collective, remembered_results
 from ...pipeline import PassContext
 from ...progress import Stages
 from ...report import CATEGORIES
