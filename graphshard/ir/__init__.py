@@ -1,10 +1,12 @@
-"""The words of a graph: meshes, parameters, shards, ops, collectives, and edits of FX graphs.
+"""What a graph is made of: meshes, parameters, shard ops, collectives, and how FX graphs are read and edited.
 
-Every other room speaks in these. Imports: nothing but ``errors`` and ``_compat``.
+Every other room uses these. Imports: ``errors`` and ``_compat`` only.
 
-Read first: ``mesh`` and ``params`` (the words), ``shard_ops`` (level 1), ``collectives`` (level 2), ``graph_text``.
-Then: ``shard_rows``, ``bucket_ops``, ``piece_ops``, ``custom_collectives`` (further ops), ``rewrite``, ``node_args``,
-``tensor_sizes``, ``op_traits``, ``mutation`` (reading and editing graphs), ``handles``, ``input_names``.
+Read first: ``mesh`` and ``params`` (what a graph says of ranks and parameters), ``shard_ops`` (level 1),
+``collectives`` (level 2), ``lowering`` (level 1 to level 2), ``graph_text`` (a graph as text).
+Further ops: ``bucket_ops``, ``piece_ops``, ``custom_collectives``. Where shards lie: ``shard_rows``.
+Reading and editing graphs: ``rewrite``, ``node_args``, ``tensor_sizes``, ``op_traits``, ``mutation``, ``input_names``.
+From a graph to the state of its units: ``handles``.
 """
 
 from .bucket_ops import JOIN, JOIN_PARTS, PACK, UNPACK

@@ -1,8 +1,8 @@
-"""Copies into and out of a bucket, and the sum of its rows, as ops of their own.
+"""Ops that copy into and out of a bucket, and that sum the rows of one.
 
-A bucket is rank-major: for each rank a row that holds every member's piece for that rank, one after
-the other. Writing them as ops keeps them visible in the graph (no hidden ones), keeps Inductor
-from fusing them with compute that waits for another bucket, and needs no kernel to be generated.
+A bucket is rank-major: it has a row for each rank, which holds that rank's piece of every member, one after the other.
+Because these are ops, the copies are visible in the graph, Inductor does not fuse them with compute that waits for
+another bucket, and no kernel is generated for them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from .._compat import over_memory
 from .shard_rows import lie_in_a_row
 
-# Plain dispatcher kernels: these ops run in compiled graphs, after autograd, dozens of times a step,
-# where the Python layers of torch.library.custom_op cost more than the copies of small units.
+# Plain dispatcher kernels: these ops run dozens of times a step in compiled graphs, below autograd. The Python layers
+# of torch.library.custom_op would cost more than the copies of small units.
 torch.library.define("graphshard::pack", "(Tensor[] pieces, SymInt num_rows) -> Tensor")
 torch.library.define("graphshard::join", "(Tensor(a)[] pieces) -> Tensor(a)")
 torch.library.define("graphshard::join_parts", "(Tensor[] parts, SymInt num_rows) -> Tensor")
@@ -29,7 +29,7 @@ def pack(pieces: Sequence[Tensor], num_rows: int) -> Tensor:
     """Concatenates ``pieces``, each split into ``num_rows`` equal parts, row by row.
 
     Args:
-        pieces: tensors of one dtype, any shapes; each numel divisible by ``num_rows``.
+        pieces: tensors of one dtype and any shapes; ``num_rows`` divides the numel of each.
         num_rows: 1 before a gather, the group's size before a reduce-scatter.
 
     Returns:
@@ -42,14 +42,14 @@ def pack(pieces: Sequence[Tensor], num_rows: int) -> Tensor:
 
 @torch.library.impl("graphshard::join", "CompositeExplicitAutograd")
 def join(pieces: Sequence[Tensor]) -> Tensor:
-    """The part of a row that ``pieces`` make up (:mod:`graphshard.ir.shard_rows`): a view, with no copy.
+    """The part of a row that ``pieces`` fill (:mod:`graphshard.ir.shard_rows`), without a copy.
 
     Args:
         pieces: contiguous tensors of one dtype, in the order of their places.
 
     Returns:
-        A 1-D tensor with the elements of all pieces, which keeps them alive. Where these are no neighbours, because a
-        user put another tensor in the place of one, it is made of copies.
+        A 1-D view of the elements of all pieces, which keeps them alive. If the pieces are not neighbours, because a
+        user replaced one, a copy.
     """
     if not lie_in_a_row(pieces):
         return torch.cat([piece.reshape(-1) for piece in pieces])
@@ -60,11 +60,11 @@ def join(pieces: Sequence[Tensor]) -> Tensor:
 
 @torch.library.impl("graphshard::join_parts", "CompositeExplicitAutograd")
 def join_parts(parts: Sequence[Tensor], num_rows: int) -> Tensor:
-    """What a collective that was split would have given: as ``pack``, of results in place of inputs.
+    """Joins the results of the parts of a split collective into the result of the whole; computes as ``pack``.
 
     Args:
-        parts: results of the parts, of one dtype, in their order.
-        num_rows: the group's size behind a gather, whose parts hold a row of each rank; 1 behind a reduction.
+        parts: results of the parts, of one dtype, in order.
+        num_rows: the group's size after a gather, whose parts hold a row of each rank; 1 after a reduction.
 
     Returns:
         A 1-D tensor with the elements of all parts.
@@ -74,11 +74,11 @@ def join_parts(parts: Sequence[Tensor], num_rows: int) -> Tensor:
 
 @torch.library.impl("graphshard::unpack", "CompositeExplicitAutograd")
 def unpack(bucket: Tensor, num_rows: int, sizes: Sequence[int]) -> list[Tensor]:
-    """The inverse of ``pack``: one contiguous 1-D tensor per member.
+    """The inverse of ``pack``: one contiguous 1-D tensor for each member.
 
     Args:
         bucket: 1-D tensor of ``num_rows * sum(sizes)`` elements.
-        num_rows: rows of the bucket (the group's size after a gather).
+        num_rows: rows of the bucket: the group's size after a gather.
         sizes: elements of each member in one row.
     """
     if num_rows == 1:
@@ -89,11 +89,11 @@ def unpack(bucket: Tensor, num_rows: int, sizes: Sequence[int]) -> list[Tensor]:
 
 @torch.library.impl("graphshard::add_rows", "CompositeExplicitAutograd")
 def add_rows(bucket: Tensor, num_rows: int, is_mean: bool) -> Tensor:
-    """The sum or the mean of the rows, added in their order; three 16-bit floats or more are added in 32 bits.
+    """The sum or the mean of the rows of a bucket, added in order; 16-bit rows, if three or more, in 32 bits.
 
     Args:
         bucket: ``num_rows`` equal rows one after the other along dim 0, floating-point.
-        num_rows: what a reduction got from as many ranks.
+        num_rows: number of ranks whose pieces are added.
         is_mean: divide by ``num_rows``.
 
     Returns:
@@ -106,7 +106,7 @@ def add_rows(bucket: Tensor, num_rows: int, is_mean: bool) -> Tensor:
         total = rows[0] + rows[1] if num_rows > 1 else rows[0].clone()
         for row in rows[2:]:
             total += row
-    # Not rows.mean(): of 16-bit rows it holds a copy in 32 bits.
+    # rows.mean() would hold a 32-bit copy of 16-bit rows.
     return total.div_(num_rows) if is_mean else total
 
 

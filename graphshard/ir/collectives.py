@@ -1,6 +1,6 @@
-"""collectives: the ops of level 2, and what a graph says of them.
+"""Level 2: the ops that are collectives, and what can be read of one in a graph.
 
-Predicates, the operands and settings of a collective, its waits, and waits that do nothing.
+Predicates, the operands and the settings of a collective, its waits, and waits that do nothing.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ ALL_REDUCE = c10d.all_reduce.default
 ALL_TO_ALL = c10d.all_to_all_single.default
 WAIT = c10d.wait_tensor.default
 
-#: Each with the object a user gave in its place.
+#: The collective of the process group, and the op that calls the user's object in its place.
 GATHERS = (ALL_GATHER, CUSTOM_ALL_GATHER)
 REDUCE_SCATTERS = (REDUCE_SCATTER, CUSTOM_REDUCE_SCATTER)
 
-#: Ops that write their result to memory they are given, by the op that returns it instead; those this torch has.
+#: Ops that write their result to an input, and the op that returns it instead; some torch versions lack some of them.
 _IN_MEMORY: dict[str, Any] = {
     "all_gather_into_tensor_out": ALL_GATHER,
     "reduce_scatter_tensor_out": REDUCE_SCATTER,
@@ -40,7 +40,7 @@ FUNCTIONAL_FORMS: dict[Any, Any] = {
     op: functional for name, functional in _IN_MEMORY.items() if (op := collective_op(name)) is not None
 }
 
-#: Every op that starts a collective.
+#: All ops that start a collective.
 COLLECTIVES = frozenset(
     {
         ALL_GATHER,
@@ -58,18 +58,18 @@ COLLECTIVES = frozenset(
     }
 )
 
-#: Ops with a derivative of their own, by what they run; from torch 2.13 on they stay in captured graphs as they are.
+#: Collectives with a derivative of their own, and the plain op of each. Since torch 2.13 captured graphs keep them.
 _WITH_DERIVATIVE: dict[Any, Any] = {
     getattr(torch.ops._c10d_functional_autograd, op._opname).default: op
     for op in (ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL)
 }
 
-#: Messages between two ranks: the others of the group take no part, so these are no collectives.
+#: Messages between two ranks. The other ranks of the group take no part, so these are not collectives.
 POINT_TO_POINT = frozenset(filter(None, map(collective_op, ("isend", "irecv", "batch_p2p_ops"))))
 
 
 def is_collective(node: fx.Node) -> bool:
-    """True for a node that starts a functional collective, or one that writes to memory it is given."""
+    """True for a node that starts a collective, also for one that writes its result to an input."""
     return node.op == "call_function" and node.target in COLLECTIVES
 
 
@@ -84,12 +84,12 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def functional_form(target: Any) -> Any:
-    """The op that returns what ``target`` writes to memory it is given; ``target`` itself for any other."""
+    """The op that returns the result which ``target`` writes to an input; ``target`` itself if it is no such op."""
     return FUNCTIONAL_FORMS.get(target, target)
 
 
 def short_name(node: fx.Node) -> str:
-    """``all_gather_into_tensor`` of ``_c10d_functional.all_gather_into_tensor.default``."""
+    """``all_gather_into_tensor`` for ``_c10d_functional.all_gather_into_tensor.default``."""
     return str(node.target).split(".")[-2]
 
 
@@ -99,9 +99,9 @@ def group_name(node: fx.Node) -> str:
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
-    """The values a collective communicates: its inputs, less where it writes to and what leads to a user's object.
+    """The values that a collective communicates.
 
-    Nor are the sizes of an exchange's pieces among them.
+    The memory that it writes to, a unit's handle, and the sizes of an exchange's pieces are not among them.
     """
     arguments = call_arguments(node)
     apart = [arguments.get(name) for name in ("out", "handle")]
@@ -113,12 +113,12 @@ def operands(node: fx.Node) -> list[fx.Node]:
 
 
 def is_c10d_op(node: fx.Node) -> bool:
-    """True for what ``torch.distributed`` itself calls (``c10d.allreduce_``): no schema says what these write to."""
+    """True for ops of ``torch.distributed`` itself (``c10d.allreduce_``): no schema tells what they write to."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "c10d"
 
 
 def setting(node: fx.Node) -> str:
-    """What the ranks must agree on besides types: a reduction (``"sum"``), a broadcast's source; or ""."""
+    """What ranks must agree on besides types: the reduction (``"sum"``) or the source of a broadcast; else ""."""
     arguments = call_arguments(node)
     return str(arguments.get("reduce_op", arguments.get("src", "")))
 
@@ -141,7 +141,7 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
 def waits_of(collective: fx.Node) -> list[fx.Node]:
     """The waits for a collective, or for the items of a coalesced one, in the order of the items.
 
-    Where nothing waits for the result of one that writes to memory it is given: the next wait for that memory.
+    If nothing waits for the result of a collective that writes to an input: the next wait for that input.
     """
     items = [user for user in collective.users if user.target is operator.getitem]
     found = [wait for source in (collective, *items) for wait in source.users if is_wait(wait)]
@@ -153,9 +153,10 @@ def waits_of(collective: fx.Node) -> list[fx.Node]:
 
 
 def repeated_waits(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Waits for what another waits for before them, and waits for its result; each with that first one.
+    """Waits that do nothing, each with the first wait for the same result.
 
-    Of results of collectives only: memory that one writes to may be written to, and waited for, again.
+    Such a wait waits for the same value as an earlier wait, or for the result of one. Waits for collectives that write
+    to an input are not among them: that memory may be written to, and waited for, again.
     """
     first_of: dict[fx.Node, fx.Node] = {}
     for wait in graph.find_nodes(op="call_function", target=WAIT):
@@ -169,7 +170,7 @@ def repeated_waits(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def merge_waits(graph: fx.Graph) -> int:
-    """Erases :func:`repeated_waits`, which do nothing; returns how many there were."""
+    """Erases :func:`repeated_waits`; returns their number."""
     repeated = repeated_waits(graph)
     for wait, first in repeated.items():
         wait.replace_all_uses_with(first)
@@ -178,14 +179,14 @@ def merge_waits(graph: fx.Graph) -> int:
 
 
 def with_derivative(graph: fx.Graph) -> list[fx.Node]:
-    """The collectives that stand in a graph as ops with a derivative of their own (``_c10d_functional_autograd``)."""
+    """The collectives of a graph that are ops with a derivative of their own (``_c10d_functional_autograd``)."""
     return [node for op in _WITH_DERIVATIVE for node in graph.find_nodes(op="call_function", target=op)]
 
 
 def drop_derivatives(graph: fx.Graph) -> int:
-    """Puts plain collectives in the place of :func:`with_derivative`: their gradient is in the graph, or not wanted.
+    """Replaces :func:`with_derivative` by plain collectives; returns their number.
 
-    Returns how many there were.
+    Their gradient is in the graph already, or nobody needs it.
     """
     found = with_derivative(graph)
     for node in found:

@@ -1,10 +1,9 @@
-"""Collectives that a user put in place of the process group's own, as ops.
+"""Ops that call the collectives a user set in place of those of the process group.
 
-``FSDPModule.set_custom_all_gather`` and its relatives take Python objects. A graph cannot hold one,
-so these ops take the unit's handle and find the object there when they run: opaque calls at a fixed
-place of a fixed order, which is what a collective is. They look like the collectives they replace
-(a result that is waited for, a process group among the arguments), so passes bucket and schedule
-them alike: an object is called once per unit, dtype and group, with one flat buffer.
+``FSDPModule.set_custom_all_gather`` and its relatives take Python objects, and a graph cannot hold an object. So these
+ops take the unit's handle and find the object through it when they run. They have the form of the collectives that they
+replace: a result that is waited for, and the name of a process group among the arguments. So passes bucket and schedule
+them alike, and an object is called once per unit, dtype and group, with one flat buffer.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from .._compat import group_by_name
 
-#: Where a unit's handle keeps its :class:`UserComms`.
+#: The attribute by which a unit's handle holds its :class:`UserComms`.
 COMMS = "_graphshard_comms"
 
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
@@ -38,11 +37,12 @@ torch.library.define(
 
 @dataclass(eq=False, kw_only=True)
 class UserComms:
-    """The objects a unit's user gave; None where the process group does it.
+    """The objects that the user set for a unit; None for the collective of the process group.
 
     Attributes:
-        all_gather, reduce_scatter: as ``torch.distributed.fsdp``'s ``AllGather`` and ``ReduceScatter``:
-            ``allocate(size, dtype=, device=)`` makes a buffer, a call communicates from one to another.
+        all_gather, reduce_scatter: objects with the interface of ``AllGather`` and ``ReduceScatter`` in
+            ``torch.distributed.fsdp``: ``allocate(size, dtype=, device=)`` makes a buffer, a call communicates from one
+            buffer to another.
         all_reduce_hook: changes the flat sum in place before it is divided and cast.
     """
 
@@ -51,16 +51,16 @@ class UserComms:
     all_reduce_hook: Callable[[Tensor], Any] | None = None
 
     def names(self) -> str:
-        """Those that are set, joined by ","; the argument ``custom`` of the shard ops."""
+        """The names of those that are set, joined by ","; the argument ``custom`` of the shard ops."""
         return ",".join(name for name, value in vars(self).items() if value is not None)
 
 
 @torch.library.impl("graphshard::custom_all_gather", "CompositeExplicitAutograd")
 def custom_all_gather(shard: Tensor, group_size: int, group_name: str, handle: Tensor) -> Tensor:
-    """All-gather with the unit's own object: ``[n, ...]`` on each rank to ``[ranks * n, ...]``.
+    """All-gather by the unit's object: ``[n, ...]`` on each rank to ``[ranks * n, ...]``.
 
-    As in FSDP2 the input is this rank's slice of the output buffer. The result is a copy: the object
-    may hand out the same buffer each time.
+    As in FSDP2, the input is this rank's slice of the output buffer. The result is a copy, because the object may
+    return the same buffer each time.
     """
     comm = getattr(handle, COMMS).all_gather
     group = group_by_name(group_name)
@@ -76,7 +76,7 @@ def custom_all_gather(shard: Tensor, group_size: int, group_name: str, handle: T
 def custom_reduce_scatter(
     full: Tensor, reduce_op: str, group_size: int, group_name: str, handle: Tensor
 ) -> Tensor:
-    """Reduce-scatter with the unit's own object: ``[ranks * n, ...]`` to ``[n, ...]``."""
+    """Reduce-scatter by the unit's object: ``[ranks * n, ...]`` to ``[n, ...]``."""
     comm = getattr(handle, COMMS).reduce_scatter
     source = comm.allocate((full.numel(),), dtype=full.dtype, device=full.device)
     source.copy_(full.reshape(-1))
@@ -88,7 +88,7 @@ def custom_reduce_scatter(
 
 @torch.library.impl("graphshard::all_reduce_hook", "CompositeExplicitAutograd")
 def all_reduce_hook(reduced: Tensor, reduce_op: str, group_name: str, handle: Tensor) -> Tensor:
-    """What the unit's hook makes of a copy of ``reduced``; any shape, unchanged."""
+    """A copy of ``reduced``, of any shape, after the unit's hook has changed it in place."""
     result = reduced.clone()
     getattr(handle, COMMS).all_reduce_hook(result.view(-1))
     return result

@@ -1,9 +1,8 @@
 """Graph text: a graph as lines that are equal on every rank and every machine.
 
-One line per node, a dtype and a shape on every value, parameters with name and placement,
-collectives with the label of their mesh axis. Raw group names and device indices never appear.
-Goldens, diffs, fingerprints, dumps and errors all use it, so whatever changes behaviour prints:
-non-contiguous strides, recompute tags, every argument.
+Each node is one line, with a dtype and a shape for its value. Parameters show name and placement, collectives the label
+of their mesh axis. Raw group names and device indices never appear. Goldens, diffs, fingerprints, dumps and errors use
+this text, so it shows whatever changes behaviour: strides that are not contiguous, recompute tags, every argument.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from .params import ParameterBinding, ReduceGradCall, UnshardCall
 from .piece_ops import KEEP_PIECE, SPREAD
 from .shard_ops import REDUCE_GRAD, UNSHARD
 
-#: The arguments of the shard ops that hold group names; the labels of their axes stand beside them.
+#: The arguments of the shard ops that are group names; not printed, since the labels of their axes are.
 _GROUP_ARGUMENTS = ("group_name", "replicate_group", "reshard_group", "reduce_group")
 _CALLS: dict[Any, Any] = {UNSHARD: UnshardCall, REDUCE_GRAD: ReduceGradCall}
 _POSITIONAL = ("shard", "grad", "handle", "name")
@@ -53,19 +52,19 @@ _TAGS = {CheckpointPolicy.MUST_RECOMPUTE: "recompute", CheckpointPolicy.MUST_SAV
 def graph_text(
     gm: fx.GraphModule, *, mesh: MeshLayout | None = None, parameters: tuple[ParameterBinding, ...] = ()
 ) -> str:
-    """The graph as text, one node a line.
+    """The graph as text, one line for each node.
 
     Args:
-        gm: any FX graph; values are described from ``meta["val"]``.
-        mesh: maps group names to axis labels; unknown groups become ``group0``, ``group1``, ...
-            in order of first use.
-        parameters: which placeholders are shards of parameters.
+        gm: any FX graph; dtypes and shapes come from ``meta["val"]``.
+        mesh: maps group names to axis labels; groups it does not have become ``group0``, ``group1``, ... in the order
+            of their first use.
+        parameters: the placeholders that are shards of parameters.
     """
     return "\n".join(_GraphPrinter(mesh or MeshLayout(), parameters).lines(gm)) + "\n"
 
 
 def node_names(gm: fx.GraphModule) -> dict[fx.Node, str]:
-    """The name of each node's value in :func:`graph_text`; the output has none."""
+    """The name of each node's value in :func:`graph_text`; the output node has none."""
     printer = _GraphPrinter(MeshLayout(), ())
     printer.lines(gm)
     return printer.names
@@ -77,7 +76,7 @@ def text_fingerprint(text: str) -> str:
 
 
 def value_text(value: Any) -> str:
-    """``f32[4, 8]`` for a tensor (with strides when not contiguous); tuples recursively."""
+    """``f32[4, 8]`` for a tensor, with strides if it is not contiguous; tuples recursively."""
     if isinstance(value, torch.Tensor):
         text = f"{dtype_text(value.dtype)}{list(value.shape)}"
         if value.layout is torch.strided and not _is_contiguous(value):
@@ -98,19 +97,19 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 
 def collective_text(node: fx.Node, labels: Mapping[str, str]) -> str:
-    """One collective as every rank must issue it: op, reduction, input types, axis label."""
+    """A collective as all ranks must issue it: op, input types, reduction, axis label."""
     inputs = ", ".join(value_text(arg.meta["val"]) for arg in operands(node))
     return f"{short_name(node)}({', '.join(filter(None, (inputs, setting(node))))}) over {labels[group_name(node)]}"
 
 
 def collective_sequence(gm: fx.GraphModule, mesh: MeshLayout | None = None) -> list[str]:
-    """The collectives of a graph in issue order, as text that must be equal on every rank."""
+    """The collectives of a graph in the order of issue, as text that must be equal on all ranks."""
     labels = group_labels(gm, mesh or MeshLayout())
     return [collective_text(node, labels) for node in gm.graph.nodes if is_collective(node)]
 
 
 def group_labels(gm: fx.GraphModule, mesh: MeshLayout) -> dict[str, str]:
-    """Axis label of each group name in the graph; groups outside ``mesh`` are numbered."""
+    """The axis label of each group name in a graph; groups that ``mesh`` does not have are numbered."""
     labels = {axis.group_name: axis.label for axis in mesh.axes}
     for node in gm.graph.nodes:
         if is_collective(node):
@@ -119,7 +118,7 @@ def group_labels(gm: fx.GraphModule, mesh: MeshLayout) -> dict[str, str]:
 
 
 def _is_contiguous(value: torch.Tensor) -> bool:
-    """Contiguity without adding guards on symbolic sizes."""
+    """Whether a tensor is contiguous; adds no guards on symbolic sizes."""
     if all(isinstance(size, int) for size in (*value.shape, *value.stride())):
         return value.is_contiguous()
     expected: Any = 1
@@ -131,7 +130,7 @@ def _is_contiguous(value: torch.Tensor) -> bool:
 
 
 class _GraphPrinter:
-    """Names values and writes lines; one per call of :func:`graph_text`."""
+    """Names values and writes lines; one object for each call of :func:`graph_text`."""
 
     def __init__(self, mesh: MeshLayout, parameters: tuple[ParameterBinding, ...]) -> None:
         self._mesh = mesh
@@ -160,7 +159,7 @@ class _GraphPrinter:
         return f"{head} = {self._body(node, labels)}" + (f"  !{tag}" if tag else "")
 
     def _name(self, node: fx.Node) -> str:
-        if node.op == "placeholder":  # a saved value keeps the name of its op: keep it apart
+        if node.op == "placeholder":  # a saved value has the name of its op: mark it
             return f"%{node.name}" if _INPUT_NAME.fullmatch(node.name) else f"%saved.{node.name}"
         stem = self._op_name(node.target)
         self._counts[stem] += 1
@@ -203,7 +202,7 @@ class _GraphPrinter:
         return axis.label if axis is not None else "group"
 
     def _shard_op_arguments(self, call: UnshardCall | ReduceGradCall) -> list[str]:
-        """Tensors by position, what they are by name; settings only where they say something."""
+        """Tensors by position, other arguments by name, settings only if they are not the default."""
         defaults = dict(_SILENT, dtype=None) if isinstance(call, UnshardCall) else _SILENT
         parts = []
         for name, value in zip(call._fields, call, strict=True):
@@ -227,7 +226,7 @@ class _GraphPrinter:
 
 
 def _op_name(target: Any) -> str:
-    """``mm`` for ``aten.mm.default``; the overload is kept when it is not ``default`` or ``Tensor``."""
+    """``mm`` for ``aten.mm.default``; with the overload unless that is ``default`` or ``Tensor``."""
     if isinstance(target, torch._ops.OpOverload):
         _, name, overload = str(target).split(".")
         return name if overload in ("default", "Tensor") else f"{name}.{overload}"

@@ -23,11 +23,11 @@ class UnitState(Protocol):
 
     @property
     def keeps_from_forward(self) -> bool:
-        """Whether what a forward gathers stays gathered for the forwards after it."""
+        """Whether parameters that a forward gathers stay gathered for later forwards."""
         ...
 
     def gathered_value(self, name: str) -> Tensor | None:
-        """The full parameter of this name if it is gathered and its shard has not changed since."""
+        """The full parameter if it is gathered and its shard has not changed since; else None."""
         ...
 
     def keep(self, name: str, full: Tensor) -> None:
@@ -39,7 +39,7 @@ class UnitState(Protocol):
         ...
 
     def reduce(self, calls: Sequence[ReduceGradCall]) -> list[Tensor | None]:
-        """Reduces gradients in an uncompiled backward; None for those that wait for a later micro-batch."""
+        """Reduces gradients in an uncompiled backward; None for each that waits for a later micro-batch."""
         ...
 
 

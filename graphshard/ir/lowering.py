@@ -1,8 +1,8 @@
-"""lowering: writes the two shard ops with collectives, level 1 to level 2.
+"""From level 1 to level 2: what the shard ops become when they are written with collectives.
 
-A lowering is written once, against an *emitter*. :class:`EagerEmitter` runs each op at once: the eager implementation
-of the shard ops. :class:`graphshard.ir.rewrite.GraphEmitter` appends each op to a graph: the pass ``lower_shards``.
-So the two cannot drift apart.
+A lowering is written once, against an *emitter*. :class:`EagerEmitter` runs each op at once: this is the eager
+implementation of the shard ops. :class:`graphshard.ir.rewrite.GraphEmitter` appends each op to a graph: this is the
+pass ``lower_shards``. So the two cannot differ.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ prims = torch.ops.prims
 
 
 class Emitter(Protocol):
-    """What a lowering needs: apply an op, and look at the tensor a value stands for."""
+    """What a lowering needs: to apply an op, and to see the tensor of a value."""
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -39,9 +39,9 @@ class EagerEmitter:
 
 
 def emit_unshard(emit: Emitter, call: UnshardCall) -> Any:
-    """Move and cast a shard, gather it along its dim, drop the padding: contiguous, of ``call.shape``.
+    """Pads, moves and casts a shard, gathers it along its dim, and drops the padding.
 
-    The shard is the padded or the unpadded piece; a piece that lacks rows is padded with zeros.
+    The shard may be padded already; missing rows are filled with zeros. The result is contiguous, of ``call.shape``.
     """
     piece = padded_shape(call.shape, call.dim, call.group_size)
     shard = emit_gather_input(emit, call)
@@ -58,37 +58,36 @@ def emit_unshard(emit: Emitter, call: UnshardCall) -> Any:
 
 
 def emit_gather_input(emit: Emitter, call: UnshardCall) -> Any:
-    """What a gather sends: the shard padded, on the device and in the dtype of the full parameter."""
+    """The input of a gather: the padded shard, on the device and in the dtype of the full parameter."""
     piece = padded_shape(call.shape, call.dim, call.group_size)
     return emit_cast(emit, emit_move(emit, emit_pad(emit, call.shard, piece), call.device), call.dtype)
 
 
 def emit_bytes(emit: Emitter, value: Any) -> Any:
-    """An 8-bit float as the bytes it is: not every process group knows the dtype."""
+    """An 8-bit float tensor viewed as bytes, because not every process group knows its dtype; else the value."""
     tensor = emit.tensor(value)
     is_small_float = tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1
     return emit(aten.view.dtype, value, torch.uint8) if is_small_float else value
 
 
 def emit_from_bytes(emit: Emitter, value: Any, dtype: torch.dtype) -> Any:
-    """The reverse of :func:`emit_bytes` for a value that had ``dtype``."""
+    """The inverse of :func:`emit_bytes` for a value that had ``dtype``."""
     return value if emit.tensor(value).dtype == dtype else emit(aten.view.dtype, value, dtype)
 
 
 def emit_all_gather(emit: Emitter, value: Any, call: UnshardCall) -> Any:
-    """Starts the gather of a contiguous value, with the user's own collective if one is set."""
+    """Starts the gather of a contiguous value, by the user's collective if one is set."""
     if "all_gather" in call.custom.split(","):
         return emit(CUSTOM_ALL_GATHER, value, call.group_size, call.group_name, call.handle)
     return emit(ALL_GATHER, value, call.group_size, call.group_name)
 
 
 def emit_reduce_grad(emit: Emitter, call: ReduceGradCall) -> Any:
-    """Reduce a full gradient over the ranks and keep this rank's piece.
+    """Reduces a full gradient over the ranks to this rank's piece.
 
-    Cast to the dtype of the reduction, add what earlier micro-batches left, pad, reduce-scatter
-    along the dim, all-reduce over the copies, call the user's hook, scale, cast to the shard's dtype
-    and cut to its shape. Without the all-reduce the result is the partial sum: unscaled, padded, in
-    the reduction's dtype.
+    In order: cast to the dtype of the reduction, add gradients of earlier micro-batches, pad, reduce-scatter along the
+    dim, all-reduce over the copies, call the user's hook, scale, cast to the shard's dtype, cut to its shape. Without
+    the all-reduce the result is the partial sum: not scaled, padded, in the dtype of the reduction.
     """
     prepared, scaling = emit_reduction_input(emit, call)
     reduced = prepared if call.group_size == 1 else emit_reduce_scatter(emit, prepared, scaling.op, call)
@@ -101,7 +100,7 @@ def emit_reduce_grad(emit: Emitter, call: ReduceGradCall) -> Any:
 
 
 def emit_reduction_input(emit: Emitter, call: ReduceGradCall) -> tuple[Any, Scaling]:
-    """What a reduce-scatter sends, the pieces of the ranks one after the other, and how it is scaled."""
+    """The input of a reduce-scatter, the pieces of the ranks one after the other, and its scaling."""
     grad = emit_cast(emit, call.grad, call.reduce_dtype)
     if call.unreduced is not None:
         grad = emit(aten.add.Tensor, call.unreduced, grad)
@@ -119,7 +118,7 @@ def emit_reduction_input(emit: Emitter, call: ReduceGradCall) -> tuple[Any, Scal
 
 
 def emit_reduce_scatter(emit: Emitter, value: Any, op: str, call: ReduceGradCall) -> Any:
-    """The reduce-scatter of a contiguous value and its wait."""
+    """The reduce-scatter of a contiguous value, and its wait."""
     if "reduce_scatter" in call.custom.split(","):
         arguments = (value, op, call.group_size, call.group_name, call.handle)
         return emit(WAIT, emit(CUSTOM_REDUCE_SCATTER, *arguments))
@@ -127,18 +126,18 @@ def emit_reduce_scatter(emit: Emitter, value: Any, op: str, call: ReduceGradCall
 
 
 def emit_exchange(emit: Emitter, value: Any, num_ranks: int, group: str) -> Any:
-    """Starts to send each rank its piece of a value that has the pieces of the ranks one after the other."""
+    """Starts an exchange: sends each rank its piece of a value that holds the pieces one after the other."""
     splits = [emit.tensor(value).shape[0] // num_ranks] * num_ranks
     return emit(ALL_TO_ALL, value, splits, splits, group)
 
 
 def emit_sum_of_exchange(emit: Emitter, received: Any, op: str, num_ranks: int) -> Any:
-    """What a reduce-scatter gives, from what :func:`emit_exchange` gave and was waited for: ``op`` "sum" or "avg"."""
+    """The result of a reduce-scatter, from that of :func:`emit_exchange` after its wait; ``op``: "sum" or "avg"."""
     return emit(ADD_ROWS, received, num_ranks, op == "avg")
 
 
 def emit_all_reduce(emit: Emitter, value: Any, op: str, call: ReduceGradCall) -> Any:
-    """The sum over the copies, if there are any, and the user's hook, if there is one."""
+    """The sum over the copies if there are any, then the user's hook if one is set."""
     if call.replicate_size > 1:
         whole = emit_contiguous(emit, value)
         value = emit(WAIT, emit(ALL_REDUCE, whole, op, call.replicate_group))
@@ -149,7 +148,7 @@ def emit_all_reduce(emit: Emitter, value: Any, op: str, call: ReduceGradCall) ->
 
 
 def emit_reduction_output(emit: Emitter, reduced: Any, scaling: Scaling, call: ReduceGradCall) -> Any:
-    """The shard's gradient from its padded sum: scaled, cast, cut and moved to where the shard is."""
+    """The gradient of the shard from the padded sum: scaled, cast, cut, and moved to the shard's device."""
     reduced = emit_cast(emit, emit_scale(emit, reduced, scaling.after), call.dtype)
     if emit.tensor(reduced).shape[call.dim] != call.shard_shape[call.dim]:
         cut = emit(aten.slice.Tensor, reduced, call.dim, 0, call.shard_shape[call.dim])
@@ -158,18 +157,18 @@ def emit_reduction_output(emit: Emitter, reduced: Any, scaling: Scaling, call: R
 
 
 def emit_cast(emit: Emitter, value: Any, dtype: torch.dtype | None) -> Any:
-    """The value in ``dtype``; itself when it has it already, or when ``dtype`` is None."""
+    """The value in ``dtype``; the value itself if it has that dtype, or if ``dtype`` is None."""
     if dtype is None or emit.tensor(value).dtype == dtype:
         return value
     return emit(prims.convert_element_type.default, value, dtype)
 
 
 def emit_move(emit: Emitter, value: Any, device: torch.device | None) -> Any:
-    """The value on ``device``; itself when it is there already, or when ``device`` is None.
+    """The value on ``device``; the value itself if it is there, or if ``device`` is None.
 
-    To an accelerator the copy is asynchronous (it is ordered before the gather that reads it); to
-    the CPU it waits, because whoever reads the result there knows of no stream. The op is the one that Inductor
-    makes of ``aten._to_copy``, which it has no lowering for.
+    A copy to an accelerator is asynchronous: the stream orders it before the gather that reads it. A copy to the CPU
+    waits, because its readers there use no stream. Inductor has no lowering for ``aten._to_copy``; this is the op that
+    it makes of it.
     """
     if device is None or emit.tensor(value).device == device:
         return value
@@ -177,12 +176,12 @@ def emit_move(emit: Emitter, value: Any, device: torch.device | None) -> Any:
 
 
 def emit_scale(emit: Emitter, value: Any, factor: float) -> Any:
-    """The value times a constant; itself when that is 1."""
+    """The value times a constant; the value itself if that is 1."""
     return value if factor == 1.0 else emit(aten.mul.Tensor, value, factor)
 
 
 def emit_pad(emit: Emitter, value: Any, shape: Sequence[int]) -> Any:
-    """Append zeros until ``value`` has ``shape``; the value itself when it already has."""
+    """The value with zeros appended up to ``shape``; the value itself if it has that shape."""
     missing = [want - have for want, have in zip(shape, emit.tensor(value).shape, strict=True)]
     if not any(missing):
         return value
@@ -191,14 +190,14 @@ def emit_pad(emit: Emitter, value: Any, shape: Sequence[int]) -> Any:
 
 
 def emit_contiguous(emit: Emitter, value: Any) -> Any:
-    """The value, copied only if it is not contiguous."""
+    """The value, copied if it is not contiguous."""
     if emit.tensor(value).is_contiguous():
         return value
     return emit(aten.clone.default, value, memory_format=torch.contiguous_format)
 
 
 def _ranks_to_dim(emit: Emitter, gathered: Any, piece: Sequence[int], dim: int, num_ranks: int) -> Any:
-    """``[ranks * piece[0], ...]``, one piece after the other, to pieces joined along ``dim``."""
+    """From pieces one after the other along dim 0, ``[ranks * piece[0], ...]``, to pieces joined along ``dim``."""
     split = emit(aten.view.default, gathered, [num_ranks, *piece])
     order = [*range(1, dim + 1), 0, *range(dim + 1, len(piece) + 1)]
     joined = emit_contiguous(emit, emit(aten.permute.default, split, order))

@@ -1,7 +1,7 @@
-"""The words for a device mesh as a graph sees it: axes with a label, a size and a group name.
+"""A device mesh as a graph sees it: axes with a label, a size and the name of a process group.
 
-A graph holds group names, which depend on the order in which groups were made; text for people,
-goldens and fingerprints holds axis labels, which do not. This is the one place that maps them.
+A graph holds group names. They depend on the order in which groups were made, so text for people, goldens and
+fingerprints uses axis labels instead. Only this file maps one to the other.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshAxis:
-    """One axis of a mesh: ``label`` for people, ``size`` ranks, ``group_name`` for torch.
+    """One axis of a mesh.
 
-    ``part_of`` is the label of the axis whose ranks this one groups, ``size`` neighbours at a time;
-    "" for an axis of its own. A part adds groups to a mesh, and no ranks.
+    Attributes:
+        label: its name in text.
+        size: number of ranks on it.
+        group_name: torch's name of its process group.
+        part_of: label of the axis whose ranks this one groups, ``size`` neighbours at a time; "" for an axis of its
+            own. A part adds groups to a mesh, but no ranks.
     """
 
     label: str
@@ -27,23 +31,23 @@ class MeshAxis:
     part_of: str = ""
 
 
-#: The axis a parameter does not have.
+#: Stands for an axis that a parameter does not have.
 NO_AXIS = MeshAxis(label="", size=1, group_name="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshLayout:
-    """The axes of a mesh, outermost first; ranks are numbered row-major over those that are no parts."""
+    """The axes of a mesh, outermost first. Ranks are numbered row-major over the axes that are not parts."""
 
     axes: tuple[MeshAxis, ...] = ()
 
     @property
     def num_ranks(self) -> int:
-        """Product of the sizes of the axes that are no parts of others."""
+        """Product of the sizes of the axes that are not parts of others."""
         return math.prod(axis.size for axis in self._whole_axes())
 
     def find(self, group_name: str) -> MeshAxis | None:
-        """The axis whose process group has this name."""
+        """The axis whose process group has this name, or None."""
         return next((axis for axis in self.axes if axis.group_name == group_name), None)
 
     def peers(self, rank: int, axis: MeshAxis) -> list[int]:

@@ -1,7 +1,8 @@
-"""What ops of a graph write to in place, as far as that can be read.
+"""Which values of a graph the ops write to in place.
 
-The schema of a torch op says which inputs it writes to. Nothing says so of a method, a module, a Python function or a
-higher-order op: what these may write to counts as written, and everything that may share memory with it.
+The schema of a torch op names the inputs that it writes to. A method, a module, a Python function or a higher-order op
+has no schema: each input it may write to counts as possibly written, and so does each value that may share memory with
+such an input.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ _PURE_HIGHER_ORDER = {
     "triton_kernel_wrapper_functional",
 }
 
-#: Functions of torch that write to statistics they are given.
+#: Functions of torch that write to the statistics among their inputs.
 _STATEFUL = {"batch_norm", "instance_norm", "native_batch_norm"}
 
-#: Functions of ``operator`` that change what they are given.
+#: Functions of ``operator`` that change their inputs.
 _CHANGING = {getattr(operator, name) for name in dir(operator) if name.startswith("__i")} - {
     operator.inv,
     operator.invert,
@@ -41,8 +42,8 @@ class Writes:
     """The values whose memory ops write to.
 
     Attributes:
-        known: schemas say so.
-        possible: nothing says that they are not written to.
+        known: a schema says that they are written to.
+        possible: no schema says that they are not.
     """
 
     known: frozenset[fx.Node]
@@ -50,12 +51,12 @@ class Writes:
 
     @property
     def all(self) -> frozenset[fx.Node]:
-        """Both."""
+        """The known and the possible ones."""
         return self.known | self.possible
 
 
 def writes_of(graph: fx.Graph) -> Writes:
-    """What the ops of a graph write to, or may."""
+    """The values that ops of a graph write to, or may write to."""
     known: set[fx.Node] = set()
     possible: set[fx.Node] = set()
     for node in graph.nodes:
@@ -70,12 +71,12 @@ def writes_of(graph: fx.Graph) -> Writes:
 
 
 def touches(node: fx.Node, written: Set[fx.Node]) -> bool:
-    """Whether ``node`` looks at memory of these values."""
+    """Whether the value of ``node`` shares memory with one of ``written``."""
     return not written.isdisjoint(bases_of(node))
 
 
 def bases_of(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose memory ``node`` looks at: several where an op wrote to several values."""
+    """The nodes that own the memory of ``node``; several if an op wrote to several values."""
     found: dict[fx.Node, None] = {}
     pending = [node]
     while pending:
@@ -92,7 +93,7 @@ def base_of(node: fx.Node) -> fx.Node:
 
 
 def _looked_at(node: fx.Node) -> list[fx.Node]:
-    """Whose memory a node shares; nothing for one that has its own."""
+    """The nodes whose memory a node shares; none if it has its own."""
     sources = node.all_input_nodes
     if node.op != "call_function" or not sources or not is_alias(node):
         return []
@@ -107,12 +108,12 @@ def _has_schema(node: fx.Node) -> bool:
 
 
 def _maybe_written(node: fx.Node) -> list[fx.Node]:
-    """The inputs that anything else may write to."""
+    """The inputs that a node without a schema may write to."""
     return [] if node.op in ("placeholder", "get_attr", "output") or _is_pure(node) else node.all_input_nodes
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """Whether the name of a method, a function or a higher-order op says that it writes to nothing."""
+    """Whether the name of a method, a function or a higher-order op shows that it writes to no input."""
     if node.op == "call_method":
         return not str(node.target).endswith("_")
     if node.op != "call_function":
@@ -127,7 +128,7 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _may_share(node: fx.Node) -> Iterator[fx.Node]:
-    """The values whose memory a node may look at, where it is made by what has no schema."""
+    """The values that a node may share memory with, through nodes without a schema too."""
     for base in bases_of(node):
         yield base
         if base.op in ("call_method", "call_module", "call_function") and not _has_schema(base):

@@ -1,6 +1,6 @@
-"""The call that a node makes, with its arguments where the op's schema has them.
+"""The call that a node makes, with the arguments where the op's schema has them.
 
-Graphs of other tools give arguments by name or by position as they please; what reads them asks here.
+Graphs of other tools pass arguments by name or by position. Code that reads them uses these functions.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from .._compat import call_of
 
 
 def schema_call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Op, positional and keyword arguments of a call; of what runs inside a wrapper, those inside.
+    """The op, the positional and the keyword arguments of a call; for a wrapper, those of the op inside.
 
-    What the schema has by position and the node by name moves to its place, with the defaults of what is left out
-    in front of it. A target without a schema keeps its arguments as they are.
+    Arguments that the schema has by position and the node has by name move to their position. Arguments left out in
+    front of them get their defaults. If the target has no schema, its arguments stay as they are.
     """
     target, args, kwargs = call_of(node)
     schema = getattr(target, "_schema", None)
@@ -30,7 +30,7 @@ def schema_call(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 def call_arguments(node: fx.Node) -> dict[str, Any]:
-    """What an op is called with, by the names of its schema and in their order; without defaults."""
+    """The arguments of a call by their names in the schema, in that order; without defaults."""
     target, args, kwargs = call_of(node)
     names = _names(target)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -38,7 +38,7 @@ def call_arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """An argument of an op by its name in the schema, or its default; None if it has none of that name."""
+    """An argument of an op by its name in the schema, or its default; None if the op has no such argument."""
     given = call_arguments(node)
     if name in given:
         return given[name]

@@ -1,7 +1,7 @@
-"""What a node of an FX graph is to memory: a view or a copy, an alias, part of a generated kernel.
+"""What an op does with memory: whether it is a view, a copy, an alias, or part of a generated kernel.
 
-Read from the schema and the tags of its op; where an op may be a view or a copy, from its values. The memory model
-(:mod:`graphshard.memory.model`) and the cost model (:mod:`graphshard.cost.kernels`) ask the same.
+The answers come from the schema and the tags of the op, and from the values where an op may be a view or a copy. The
+memory model (:mod:`graphshard.memory.model`) and the cost model (:mod:`graphshard.cost.kernels`) use the same ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .collectives import aten, is_collective, is_wait
 from .node_args import call_arguments
 from .tensor_sizes import is_contiguous, size_hint
 
-#: Ops that Inductor generates code for although they are tagged neither pointwise nor reduction.
+#: Ops that Inductor generates code for, although they are not tagged pointwise or reduction.
 _GENERATED = {
     aten._to_copy.default,
     aten.cat.default,
@@ -31,11 +31,11 @@ _GENERATED = {
     torch.ops.prims.iota.default,
 }
 
-#: Ops that compute another dtype, and views in another shape.
+#: Ops that change the dtype, and views that change the shape.
 _CASTS = {aten._to_copy.default, torch.ops.prims.convert_element_type.default}
 _RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 
-#: Functional ops that write into a copy of their first input: the copying kernel computes a pointwise one on the way.
+#: Functional ops that write into a copy of their first input; the kernel that copies can compute a pointwise input.
 _SCATTERS = {
     aten._unsafe_index_put.default,
     aten._unsafe_masked_index_put_accumulate.default,
@@ -46,16 +46,16 @@ _SCATTERS = {
     aten.scatter_reduce.two,
 }
 
-#: Views that their schema does not call so.
+#: Views whose schema does not mark them as such.
 _UNMARKED_VIEWS = {aten._unsafe_view.default, aten.reshape.default}
 
-#: Views where the result can be one; else copies. Their values tell.
+#: Ops that return a view if they can, else a copy; the values tell which.
 _MAY_COPY = {aten.contiguous, aten.flatten, aten.reshape, aten.reshape_as, aten.to}
 
 
 @dataclass(frozen=True, slots=True)
 class _Traits:
-    """What is asked of a node again and again, and is the same for each node of its op."""
+    """Answers that are asked for often, and are equal for all nodes of one op."""
 
     is_fusible: bool
     is_reduction: bool
@@ -63,7 +63,7 @@ class _Traits:
     may_copy: bool
     is_in_place: bool
     shared: tuple[str, ...]
-    """The arguments whose memory its results are in, as far as its schema says."""
+    """Names of the arguments whose memory the results share, by the schema."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -92,7 +92,7 @@ def _shared_arguments(schema: torch.FunctionSchema) -> tuple[str, ...]:
 
 
 def is_fusible(node: fx.Node) -> bool:
-    """True for a node that Inductor generates code for, and may fuse with its neighbours."""
+    """True for a node that Inductor generates code for and may fuse with its neighbours."""
     traits = _traits(node.target)
     return traits.is_fusible or (traits.may_copy and _copies(node))
 
@@ -104,12 +104,12 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_alias(node: fx.Node) -> bool:
-    """True for a node whose results share the memory of inputs: a view, a wait, an in-place op."""
+    """True for a node whose results share memory with inputs: a view, a wait, an in-place op."""
     return is_view(node) or _traits(node.target).is_in_place or is_wait(node)
 
 
 def aliased_inputs(node: fx.Node) -> list[fx.Node]:
-    """The inputs whose memory the results of a node are in, if :func:`is_alias` holds of it."""
+    """The inputs whose memory the results of a node share, if :func:`is_alias` is true for it."""
     if not (shared := _traits(node.target).shared):
         return node.all_input_nodes
     given = call_arguments(node)
@@ -119,7 +119,7 @@ def aliased_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def _copies(node: fx.Node) -> bool:
-    """True for a node whose result would be a view of its first input if that lay, or were typed, otherwise."""
+    """True if the result is a copy because a view of the first input cannot have its dtype, device, or strides."""
     source = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
     result = node.meta.get("val")
     if not (isinstance(source, torch.Tensor) and isinstance(result, torch.Tensor)):
@@ -150,10 +150,10 @@ def _can_be_viewed(sizes: tuple[int, ...], strides: tuple[int, ...], wanted: tup
 
 
 def fusion_runs(order: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
-    """For each position of ``order``, the first and the last position of its run of fusible nodes.
+    """For each position in ``order``, the first and the last position of its run of fusible nodes.
 
-    Views and starts of collectives may stand inside a run; any other node, waits included, ends it.
-    A node outside of runs is a run of its own.
+    Views and starts of collectives do not end a run; any other node does, also a wait. A node outside of all runs is a
+    run by itself.
     """
     first, last = list(range(len(order))), list(range(len(order)))
     run: list[int] = []
@@ -173,13 +173,13 @@ def fusion_runs(order: Sequence[fx.Node]) -> tuple[list[int], list[int]]:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """True for a node of a generated kernel that sums nothing up."""
+    """True for a node that Inductor generates code for and that is no reduction."""
     traits = _traits(node.target)
     return traits.is_fusible and not traits.is_reduction
 
 
 def is_elementwise(node: fx.Node) -> bool:
-    """True for a node of which each element is computed from the elements at its place, or from broadcast ones."""
+    """True for a node whose elements depend only on the input elements at the same place, or on broadcast ones."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _CASTS
 
 
@@ -193,7 +193,7 @@ def lies_as(source: fx.Node, node: fx.Node) -> bool:
 
 
 def viewed(node: fx.Node) -> fx.Node:
-    """What is viewed in another shape, if the view is its only reader; or the node itself."""
+    """The node behind a chain of reshapes, each the only reader of its input; or the node itself."""
     while node.target in _RESHAPES and is_view(node) and len(node.args[0].users) == 1:
         if not is_contiguous(node.args[0].meta["val"]):
             break
@@ -202,7 +202,7 @@ def viewed(node: fx.Node) -> fx.Node:
 
 
 def writes_over(scatter: fx.Node, node: fx.Node) -> bool:
-    """True for a scatter that reads the node as what it writes into, and as nothing else."""
+    """True for a scatter that uses ``node`` as the tensor it writes into, and for nothing else."""
     if scatter.target not in _SCATTERS or scatter.args[0] is not node:
         return False
     others: list[fx.Node] = []
@@ -211,7 +211,7 @@ def writes_over(scatter: fx.Node, node: fx.Node) -> bool:
 
 
 def readers_through_aliases(node: fx.Node, *, through_waits: bool = True) -> Iterator[fx.Node]:
-    """What computes with a node, or with what shares its memory; without ``through_waits``, waits themselves."""
+    """The nodes that compute with a node or with an alias of it; if not ``through_waits``, a wait is one of them."""
     for user in node.users:
         is_same = is_alias(user) and node in aliased_inputs(user)
         if is_same and (through_waits or not is_wait(user)):

@@ -1,8 +1,7 @@
-"""The words for sharded parameters: what a shard op carries, and how a padded shard is laid out.
+"""Sharded parameters: the arguments of the shard ops, and the shape of a padded shard.
 
-Shards follow ``torch.chunk``: with ``n`` rows over ``w`` ranks each rank holds at most
-``ceil(n / w)`` rows and the last ranks hold fewer, possibly none. Every decision is made from the
-padded size ``ceil(n / w)``, which is the same on every rank.
+Shards follow ``torch.chunk``: with ``n`` rows over ``w`` ranks, each rank holds at most ``ceil(n / w)`` rows; the last
+ranks hold fewer, possibly none. All decisions use the padded size ``ceil(n / w)``, which is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -41,34 +40,33 @@ class UnshardCall(NamedTuple):
 
     Attributes:
         shard: this rank's piece, padded to ``ceil(shape[dim] / group_size)`` rows or not; any dtype.
-        handle: an empty tensor that stands for the unit; it leads from a running graph to the unit's
-            state and holds no data.
+        handle: an empty tensor with the unit as an attribute; a running graph finds the unit's state through it.
         name: fully qualified name of the parameter, for text and errors.
-        unit: label of the unit whose collectives are merged.
+        unit: label of the unit; collectives of one unit are merged.
         shape: shape of the full parameter.
-        dim: tensor dimension that is cut.
-        dtype: dtype in which the parameter travels and computes; None for the shard's own.
+        dim: the tensor dim that is cut.
+        dtype: dtype of the gather and of the full parameter; None for the shard's dtype.
         reshard: ranks over which the full parameter is spread between forward and backward:
             1 keeps it whole, ``group_size`` frees it.
         reshard_group: process group of those ranks; "" where ``reshard`` is 1 or ``group_size``.
-        axis: label of the mesh axis that holds the shards.
+        axis: label of the mesh axis over which the parameter is sharded.
         group_size: ranks on that axis.
         group_name: process group of that axis.
-        replicate_axis, replicate_size, replicate_group: the axis over which shards are copies of
-            each other and gradients are summed as well; size 1 for none.
-        reduce_dtype: dtype in which gradients are summed; None for the gradient's own.
-        divide_factor: what the summed gradient is divided by; None for the number of ranks (a mean).
-        force_sum: sum and divide, even where the process group knows a mean.
-        device: where the full parameter is, if not where the shard is (shards offloaded to the CPU).
-        reduce_group: process group of the reduce-scatter, if not the one of the gather; else "".
-        custom: which steps of the communication the user replaced, joined by ",": "all_gather",
-            "reduce_scatter", "all_reduce_hook" (see :mod:`graphshard.ir.custom_collectives`).
-        forward_prefetch, backward_prefetch: labels of the units, joined by ",", whose gathers start once
-            this unit's are copied out; "" for the unit that comes next.
-        max_reductions: reductions of the model that may be open at a time; 0 for the schedule's own.
-        reshard_fixed: the user said what ``reshard`` is; a plan that keeps a memory budget leaves it so.
-        row_offset: where the shard begins in its unit's row (:mod:`graphshard.ir.shard_rows`), in elements; -1 if it
-            has no place in one.
+        replicate_axis, replicate_size, replicate_group: the axis over which shards are copied and gradients are
+            summed too; size 1 if there is none.
+        reduce_dtype: dtype in which gradients are summed; None for the gradient's dtype.
+        divide_factor: divisor of the summed gradient; None for the number of ranks (a mean).
+        force_sum: sum and divide, even if the process group can average.
+        device: device of the full parameter if the shard is on another (offloaded to the CPU); else None.
+        reduce_group: process group of the reduce-scatter if it is not the one of the gather; else "".
+        custom: the collectives that the user replaced, joined by ",": "all_gather", "reduce_scatter",
+            "all_reduce_hook" (see :mod:`graphshard.ir.custom_collectives`).
+        forward_prefetch, backward_prefetch: labels of the units, joined by ",", whose gathers start once this
+            unit's full parameters are copied out of the bucket; "" for the next unit.
+        max_reductions: reductions of the model that may be open at a time; 0 leaves the number to the schedule.
+        reshard_fixed: the user set ``reshard``; a plan for a memory budget does not change it.
+        row_offset: first element of the shard in its unit's row (:mod:`graphshard.ir.shard_rows`); -1 if it has no
+            place in one.
     """
 
     shard: Any
@@ -100,17 +98,17 @@ class UnshardCall(NamedTuple):
 
 
 class ReduceGradCall(NamedTuple):
-    """The arguments of ``graphshard::reduce_grad``, in order; what is not here is as in ``UnshardCall``.
+    """The arguments of ``graphshard::reduce_grad``, in order; those not listed are as in ``UnshardCall``.
 
     Attributes:
-        grad: gradient of the full parameter, any layout.
+        grad: gradient of the full parameter, with any strides.
         unreduced: full gradients of earlier micro-batches, added before the reduction; or None.
         partial: reduce-scattered gradients of earlier micro-batches, added before the all-reduce; or None.
-        shard_shape: shape of the piece to return (the shape the shard had).
-        dtype: dtype of the result (the shard's).
+        shard_shape: shape of the result: that of the shard.
+        dtype: dtype of the result: that of the shard.
         all_reduce: sum over the replicate axis too; False returns the partial sum in ``reduce_dtype``.
         group_name: process group of the reduce-scatter.
-        device: where the result goes, if not where the gradient is.
+        device: device of the result if the gradient is on another; else None.
     """
 
     grad: Any
@@ -143,7 +141,7 @@ def gradient_call(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> ReduceGradCall:
-    """The reduction that belongs to a gather: its backward. Shape, dtype and device are the shard's."""
+    """The reduction that is the backward of a gather. Shape, dtype and device are those of the shard."""
     return ReduceGradCall(
         grad=grad,
         unreduced=None,
@@ -170,7 +168,7 @@ def gradient_call(
 
 
 class Scaling(NamedTuple):
-    """How a gradient is averaged: factor before the reduction, reduction, factor after it."""
+    """How a gradient is averaged: a factor before the reduction, the reduction, a factor after it."""
 
     before: float
     op: str
@@ -182,9 +180,9 @@ def gradient_scaling(
 ) -> Scaling:
     """How gradients of ``dtype`` are summed over ``num_ranks`` and divided.
 
-    In float16 a plain sum can overflow and a division up front can underflow, so the division is
-    split in two: a power of two, doubled while it divides the factor and is below the other part, then
-    the rest (the split of FSDP1 and FSDP2). Elsewhere the process group's mean serves, or a sum and one division.
+    In float16 a plain sum can overflow, and a division before it can underflow. So the division is split, as in FSDP1
+    and FSDP2: first by a power of two, which is doubled while it divides the factor and is smaller than the rest; then
+    by the rest. Other dtypes use the average of the process group, or a sum and one division.
     """
     factor = float(num_ranks if divide_factor is None else divide_factor)
     if dtype == torch.float16:
@@ -199,12 +197,12 @@ def gradient_scaling(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainParameter:
-    """A parameter of a graph captured without ``fully_shard``, and how it is to be sharded.
+    """A parameter of a graph captured without ``fully_shard``, and how to shard it.
 
     Attributes:
         placeholder: the graph input that holds the full parameter.
-        call: the gather to be; its ``shard`` and ``handle`` are ignored.
-        dtype: dtype in which the shard is kept.
+        call: its gather; ``shard`` and ``handle`` are ignored.
+        dtype: dtype of the shard.
     """
 
     placeholder: str
@@ -216,11 +214,14 @@ class PlainParameter:
 class ParameterBinding:
     """One sharded parameter of one captured graph.
 
-    ``placeholder`` is the name of the graph input that holds its shard, ``position`` the index of
-    that input among the forward's inputs, and so of its gradient among the backward's outputs.
-    ``group_names`` are the process groups that gather and reduce it: a collective on another group
-    (of tensor parallelism, say) is compute on its values. ``row_offset`` is as in :class:`UnshardCall`;
-    ``handle`` is the input that stands for the unit, whose label may be that of another model's, too.
+    Attributes:
+        placeholder: name of the graph input that holds its shard.
+        position: index of that input among the inputs of the forward, and of its gradient among the outputs of the
+            backward.
+        group_names: the process groups that gather and reduce it. A collective on another group, of tensor parallelism
+            for instance, is compute on its values.
+        row_offset: as in :class:`UnshardCall`.
+        handle: name of the input that is the unit's handle. It tells units of different models with one label apart.
     """
 
     placeholder: str

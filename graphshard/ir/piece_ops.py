@@ -1,8 +1,8 @@
-"""One rank's part of a full tensor, as ops that ask for the rank only when they run.
+"""Ops that cut one rank's piece out of a full tensor and ask for the rank only when they run.
 
-A slice at the rank's offset would make the graph differ from rank to rank. At level 1 the op is
-``keep_piece``, which also passes the full tensor on: what the forward computes with it then depends
-on the op, so a partitioner sees it as part of the forward.
+A slice at the rank's offset would make the graph differ from rank to rank. The op at level 1 is ``keep_piece``, which
+also returns the full tensor. What the forward computes with that tensor then depends on the op, so a partitioner puts
+the op in the forward.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def spread(full: Tensor, dim: int, group_size: int, group_name: str) -> Tensor:
 
     Args:
         full: the whole tensor, equal on all ranks of the group.
-        dim: dimension that is cut.
-        group_size: ranks of the group.
-        group_name: the group; says which piece is this rank's.
+        dim: the dim that is cut.
+        group_size: number of ranks of the group.
+        group_name: name of the group; the rank in it selects the piece.
 
     Returns:
-        A contiguous tensor with ``ceil(full.shape[dim] / group_size)`` rows, zeros where rows run out.
+        A contiguous tensor with ``ceil(full.shape[dim] / group_size)`` rows; missing rows are zeros.
     """
     return piece_of(full, dim, group_size, group_by_name(group_name).rank())
 
@@ -56,7 +56,7 @@ torch.library.define(
 
 @torch.library.impl("graphshard::keep_piece", "CompositeExplicitAutograd")
 def keep_piece(full: Tensor, dim: int, group_size: int, group_name: str) -> tuple[Tensor, Tensor]:
-    """A copy of ``full``, and this rank's piece of it as :func:`spread` returns it."""
+    """A copy of ``full``, and this rank's piece of it as in :func:`spread`."""
     return full.clone(), spread(full, dim, group_size, group_name)
 
 

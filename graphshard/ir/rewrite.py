@@ -1,7 +1,7 @@
-"""The one way passes add nodes: typed as they are made.
+"""Edits of FX graphs: how passes add nodes, copy a graph, and order it.
 
-:class:`GraphEmitter` appends a call at the graph's insertion point and computes its fake value, so
-that the fact TYPED holds after every pass by construction.
+Passes add nodes only through :class:`GraphEmitter`. It appends a call at the graph's insertion point and computes the
+fake value, so the fact TYPED holds after every pass.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .._compat import detect_fake_mode, make_graph_module
 
 
 class GraphEmitter:
-    """Appends calls to ``graph`` at its insertion point, with ``meta`` copied where it is safe.
+    """Appends calls to ``graph`` at its insertion point.
 
     Args:
-        graph: the graph to add to.
-        origin: node whose ``stack_trace`` and module stack the new nodes take over.
-        extra_meta: entries set on each new node (recompute tags).
+        graph: the graph.
+        origin: node whose ``stack_trace``, module stack and further safe ``meta`` entries the new nodes copy.
+        extra_meta: entries for the ``meta`` of each new node, such as recompute tags.
     """
 
     def __init__(
@@ -53,22 +53,22 @@ class GraphEmitter:
         return node
 
     def tensor(self, value: fx.Node) -> torch.Tensor:
-        """The fake tensor that stands for a node's value."""
+        """The fake tensor of a node's value."""
         return value.meta["val"]
 
 
 def recompute_tags(node: fx.Node) -> dict[str, Any]:
-    """What says whether a node is computed again in the backward, for nodes that stand for it."""
+    """The ``meta`` entries that tell whether a node is recomputed in the backward, for nodes that replace it."""
     return {key: node.meta[key] for key in ("recompute", "ac_graph_id") if key in node.meta}
 
 
-#: Results by op and arguments, where :func:`remembered_results` is entered.
+#: Fake results by op and argument types, inside :func:`remembered_results`; else None.
 _REMEMBERED: ContextVar[dict[Any, Any] | None] = ContextVar("remembered results", default=None)
 
 
 @contextlib.contextmanager
 def remembered_results() -> Iterator[None]:
-    """Inside, equal ops on equal types are typed once: blocks of a model are alike, and typing is slow."""
+    """Inside, an op on arguments of equal types is typed once. Typing is slow, and the blocks of a model are equal."""
     token = _REMEMBERED.set({})
     try:
         yield
@@ -77,7 +77,7 @@ def remembered_results() -> Iterator[None]:
 
 
 def fake_result(target: Any, args: Any, kwargs: Any) -> Any:
-    """What ``target`` returns for the fake values of its arguments."""
+    """The result of ``target`` for the fake values of its arguments."""
     known = _REMEMBERED.get()
     if known is None:
         return _run_on_fakes(target, args, kwargs)
@@ -88,7 +88,7 @@ def fake_result(target: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _type_of(value: Any) -> Any:
-    """Something hashable that is equal for arguments with results of one type."""
+    """A hashable key; arguments with equal keys give results of equal type."""
     if isinstance(value, fx.Node):
         return _type_of(value.meta["val"])
     if isinstance(value, torch.Tensor):
@@ -101,7 +101,7 @@ def _type_of(value: Any) -> Any:
 
 
 def type_key(value: torch.Tensor) -> tuple[Any, ...]:
-    """Something hashable that is equal for tensors of one type, which lie alike in their storage."""
+    """A hashable key of a tensor: shape, strides, dtype, device and storage offset."""
     return (value.shape, value.stride(), value.dtype, value.device, value.storage_offset())
 
 
@@ -122,7 +122,7 @@ def output_values(graph: fx.Graph) -> list[Any]:
 
 
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """A graph module with nodes of its own, in the same order, with the same ``meta`` entries."""
+    """A copy of a graph module: new nodes in the same order, with the same ``meta`` entries."""
     copies: dict[fx.Node, fx.Node] = {}
     graph = fx.Graph()
     output = graph.graph_copy(gm.graph, copies)
@@ -132,7 +132,7 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def stable_topological_sort(graph: fx.Graph) -> None:
-    """Orders nodes after their inputs, otherwise as they stand (Kahn, lowest position first)."""
+    """Moves nodes behind their inputs and keeps the order otherwise (Kahn's algorithm, lowest position first)."""
     nodes = list(graph.nodes)
     position = {node: index for index, node in enumerate(nodes)}
     waiting = {node: len(node.all_input_nodes) for node in nodes}
@@ -149,7 +149,7 @@ def stable_topological_sort(graph: fx.Graph) -> None:
 
 
 def apply_order(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
-    """Rearranges the graph's nodes into ``order``, a permutation of them."""
+    """Puts the graph's nodes into ``order``, a permutation of them."""
     assert len(order) == len(graph.nodes), "an order must name every node once"
     for previous, node in itertools.pairwise(order):
         previous.append(node)

@@ -1,13 +1,12 @@
 """Level 1: the shard ops ``graphshard::unshard`` and ``graphshard::reduce_grad``.
 
-They say what must be where, not how. A call carries everything its lowering needs
-(:class:`graphshard.ir.params.UnshardCall` and :class:`~graphshard.ir.params.ReduceGradCall` name the
-arguments), so a printed graph is the whole program and compile caches stay sound. Each op has a fake
-and an eager implementation; ``unshard`` has an autograd formula whose backward is ``reduce_grad``, so
-a sharded model also trains uncompiled.
+They say which data must be where, and not how it gets there. A call carries everything its lowering needs
+(:class:`~graphshard.ir.params.UnshardCall` and :class:`~graphshard.ir.params.ReduceGradCall` name the arguments), so a
+printed graph is the whole program and compile caches stay sound. Each op has a fake and an eager implementation. The
+backward of ``unshard`` is ``reduce_grad``, so a sharded model trains uncompiled too.
 
-What a user switches between steps (gradient sync, parameters kept gathered) is state of the unit,
-not of the graph: the argument ``handle`` leads to it (:mod:`graphshard.fsdp.unit`).
+What a user switches between steps (gradient sync, parameters kept gathered) is state of the unit, not of the graph.
+The argument ``handle`` leads to it (:mod:`graphshard.ir.handles`).
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ def unshard(
     reshard_fixed: bool = False,
     row_offset: int = -1,
 ) -> Tensor:
-    """Gather a parameter's shards into the full parameter; :class:`UnshardCall` names the arguments.
+    """Gathers the shards of a parameter into the full parameter; :class:`UnshardCall` names the arguments.
 
     Returns:
-        A contiguous tensor of ``shape``, of ``dtype`` or the shard's dtype.
+        A contiguous tensor of ``shape``, in ``dtype`` or the shard's dtype.
     """
     call = UnshardCall(
         shard, handle, name, unit, shape, dim, dtype, reshard, reshard_group, axis, group_size,
@@ -66,7 +65,7 @@ def unshard(
     owner = unit_state_of(handle)
     kept = owner.gathered_value(name) if owner is not None else None
     if kept is not None:
-        return kept.view(kept.shape)  # a tensor of its own: autograd writes on it
+        return kept.view(kept.shape)  # a new tensor object: autograd sets attributes on it
     if owner is not None:
         owner.meet_for_gather([name], call)
     full = emit_unshard(EagerEmitter(), call)
@@ -115,11 +114,11 @@ def reduce_grad(
     device: torch.device | None = None,
     custom: str = "",
 ) -> Tensor:
-    """Reduce a full gradient over the ranks and keep this rank's piece; see :class:`ReduceGradCall`.
+    """Reduces a full gradient over the ranks to this rank's piece; :class:`ReduceGradCall` names the arguments.
 
     Returns:
-        A contiguous tensor of ``shard_shape`` and ``dtype``; without ``all_reduce`` the padded piece
-        in the dtype of the reduction.
+        A contiguous tensor of ``shard_shape`` and ``dtype``. Without ``all_reduce``: the padded piece in the dtype of
+        the reduction.
     """
     call = ReduceGradCall(
         grad, unreduced, partial, handle, name, unit, shard_shape, dim, dtype, axis, group_size, group_name,

@@ -1,10 +1,9 @@
-"""Rows: the shards of a unit lie one after the other in memory, so that gathering several needs no copy.
+"""Rows: the shards of a unit lie one after the other in memory, so a gather of several needs no copy.
 
-What a rank sends when it gathers a bucket is its shards, one after the other. Where these are neighbours in memory,
-it is sent as it lies. The place of a shard is part of how the parameter is gathered
-(``UnshardCall.row_offset``), and equal on all ranks: only parameters that are cut evenly along their
-first dim have one. Whether a shard really lies there is asked when a graph runs (the op ``graphshard::join``):
-a user may have put another in its place.
+A rank that gathers a bucket sends its shards one after the other. If they are neighbours in memory, they are sent from
+where they are. The place of a shard is part of how its parameter is gathered (``UnshardCall.row_offset``) and equal on
+all ranks, so only parameters that are cut evenly along dim 0 have one. The op ``graphshard::join`` checks when a graph
+runs that a shard lies at its place: a user may have replaced it.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: Generated code reads parameters in vectors of so many bytes, and expects that they begin at a multiple of it.
+#: Alignment in bytes that generated code expects of a parameter: it reads vectors of this size.
 ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
-    """Where a shard lies: its row, its first element there, and how many it has."""
+    """The place of a shard: its row, its first element in the row, and its number of elements."""
 
     row: str
     first: int
@@ -34,8 +33,8 @@ class RowPlace:
 class ShardedShape(NamedTuple):
     """A parameter, and how it is cut; ``dtype`` is that of the shards.
 
-    Parameters of one ``row`` lie in one. They must be of one unit and process group: with tensor or expert parallelism
-    ranks of different groups may hold shards of different sizes.
+    Parameters with the same ``row`` share one. They must belong to one unit and one process group, because with tensor
+    or expert parallelism ranks of different groups may hold shards of different sizes.
     """
 
     row: str
@@ -46,17 +45,17 @@ class ShardedShape(NamedTuple):
 
     @property
     def has_place(self) -> bool:
-        """Only shards that are alike, cut along dim 0, and as long as keeps the next one aligned have one."""
+        """Whether shards are of one size, cut along dim 0, and keep the next one aligned."""
         is_even = self.dim == 0 and self.shape[0] % self.num_ranks == 0
         num_bytes = math.prod(self.shape) // self.num_ranks * self.dtype.itemsize
         return self.num_ranks > 1 and is_even and num_bytes > 0 and num_bytes % ALIGNMENT == 0
 
 
 def row_offsets(parameters: Mapping[str, ShardedShape]) -> dict[str, int]:
-    """Where the shards of parameters begin in their rows, in elements, by name; -1 for one without a place.
+    """The first element of each shard in its row, by name; -1 for a parameter without a place.
 
-    Those of one dtype follow each other, in the order given and biases last: few backwards gather biases again, and
-    what they gather is to be neighbours.
+    Shards of one dtype are neighbours, in the given order but biases last. Most backwards do not gather biases again,
+    so the shards that they do gather stay neighbours.
     """
     offsets = dict.fromkeys(parameters, -1)
     ends = dict.fromkeys((each.row for each in parameters.values()), 0)
@@ -69,7 +68,7 @@ def row_offsets(parameters: Mapping[str, ShardedShape]) -> dict[str, int]:
 
 
 def are_neighbours(places: Sequence[RowPlace | None]) -> bool:
-    """Whether ``places``, in any order, make up a part of one row, with nothing in between."""
+    """Whether ``places``, in any order, fill a part of one row without gaps."""
     known = sorted((place for place in places if place is not None), key=lambda place: place.first)
     return (
         len(known) == len(places)
@@ -79,7 +78,7 @@ def are_neighbours(places: Sequence[RowPlace | None]) -> bool:
 
 
 def lie_in_a_row(pieces: Sequence[Tensor]) -> bool:
-    """Whether tensors of one dtype lie one after the other."""
+    """Whether tensors of one dtype are contiguous and lie one after the other in memory."""
     address = pieces[0].data_ptr()
     for piece in pieces:
         if piece.data_ptr() != address or not piece.is_contiguous():
@@ -89,10 +88,10 @@ def lie_in_a_row(pieces: Sequence[Tensor]) -> bool:
 
 
 def moved_to_row(pieces: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of contiguous tensors of one dtype and device, one after the other in one piece of memory.
+    """Copies of contiguous tensors of one dtype and device, one after the other in one block of memory.
 
-    Each has a storage of its own: a DTensor whose local tensor has a storage offset cannot be copied (torch 2.13), and
-    what saves or counts storages sees the tensor alone.
+    Each copy has its own storage: a DTensor whose local tensor has a storage offset cannot be copied (torch 2.13), and
+    code that saves or counts storages must see one tensor in each.
     """
     row = torch.cat([piece.reshape(-1) for piece in pieces])
     own = row.view(torch.uint8).split([piece.nbytes for piece in pieces])

@@ -1,4 +1,4 @@
-"""Bytes of tensors; symbolic sizes count with the hints seen while tracing."""
+"""Bytes of tensors. Symbolic sizes count with the hint seen while tracing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors of a node's value: itself, or the items of a tuple that are tensors."""
+    """The tensors in a node's value: the value itself, or the tensors among the items of a tuple."""
     if isinstance(value, torch.Tensor):
         return [value]
     return (
@@ -24,7 +24,7 @@ def tensor_bytes(value: Any) -> int:
 
 
 def stored_bytes(value: Any) -> int:
-    """As :func:`tensor_bytes`, of the elements that are in memory: an expanded dim (stride 0) is there once."""
+    """Bytes of the elements that are in memory: an expanded dim (stride 0) counts once."""
     return sum(_stored_elements(tensor) * tensor.element_size() for tensor in tensors_of(value))
 
 
@@ -38,16 +38,16 @@ def _stored_elements(tensor: torch.Tensor) -> int:
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """The size seen while tracing; 0 for one that depends on data."""
+    """The size seen while tracing; 0 for a size that depends on data."""
     return size if isinstance(size, int) else int(size.node.hint or 0)
 
 
 def is_contiguous(tensor: torch.Tensor, order: Sequence[int] | None = None) -> bool:
-    """Whether a tensor lies in memory without gaps, the last of its dims innermost.
+    """Whether a tensor has no gaps in memory, with its last dim innermost.
 
     Args:
-        tensor: with sizes that may be symbolic; no guards are made of them.
-        order: its dims from the outermost to the innermost, if not as they come.
+        tensor: its sizes may be symbolic; no guards are added.
+        order: the dims from the outermost to the innermost; None for their own order.
     """
     expected = 1
     for dim in reversed(range(tensor.dim()) if order is None else order):
