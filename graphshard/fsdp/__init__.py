@@ -1,11 +1,13 @@
-"""The front end: ``fully_shard``, sharded modules and units, and uncompiled training.
+"""The front end: ``fully_shard``, sharded modules, units, and training without a compiler.
 
-Imports: ``ir``, ``coordination``. It knows the ops, and nothing of the compiler.
+Imports: ``errors``, ``_compat``, ``ir``, ``coordination``. It uses the shard ops and does not know the compiler.
 
-Read first: ``fully_shard``, ``sharded_class`` (what a parameter's property returns), ``unit`` (run-time state),
-``fsdp_module`` (methods of FSDP2). Then: ``placements``, ``outer_dtensor``, ``row_layout`` (where shards are),
-``eager_autograd``, ``eager_collectives``, ``gather_extensions`` (uncompiled), ``naming``, ``deepcopy``,
-``tensor_trees``, ``shard_versions``.
+Read first: ``fully_shard`` (shards a model), ``sharded_class`` (what reading a parameter returns), ``unit`` (its
+docstring has the table of states), ``fsdp_module`` (the methods of FSDP2's modules).
+A unit in parts: ``unit_settings``, ``parameter_slot``, ``waiting_gradients``, ``tree`` (the units of one model).
+Where shards are: ``placements``, ``shard_parameter``, ``row_layout``, ``shard_versions`` (has a shard changed).
+Without a compiler: ``eager_autograd``, ``eager_collectives``, ``gather_extensions``.
+Further: ``deepcopy``, ``tensor_trees``.
 """
 
 from .fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx

@@ -1,4 +1,4 @@
-"""``copy.deepcopy`` of a sharded model: a model of its own, with its own shards, units and forward."""
+"""``copy.deepcopy`` of a sharded model: a separate model with its own shards, units and forward."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from .unit import Unit, owner_of
 
 
 def copy_sharded(module: Any, memo: dict[int, Any], has_own: bool) -> nn.Module:
-    """The copy of a unit's module; as with any module, without gradients.
+    """The copy of a unit's module; without gradients, as for any module.
 
-    A copied unit whose outer module is not copied along becomes a root.
+    A unit that is copied without its outer module becomes a root.
 
     Args:
-        memo: as ``__deepcopy__`` gets it.
-        has_own: the module's plain class has a ``__deepcopy__`` of its own.
+        memo: the argument of ``__deepcopy__``.
+        has_own: the module's plain class has its own ``__deepcopy__``.
 
     Raises:
-        AlreadyShardedError: (an AssertionError) such a class: what it copies cannot be known.
+        AlreadyShardedError: (an AssertionError) ``has_own``: nobody knows what such a method copies.
     """
     if has_own:
         raise AlreadyShardedError(
@@ -47,7 +47,7 @@ def copy_sharded(module: Any, memo: dict[int, Any], has_own: bool) -> nn.Module:
 
 
 def _copy_parameter(param: DTensor, slot: ParameterSlot) -> nn.Parameter:
-    """The same values in a storage of their own, with room for the padding."""
+    """A copy of a shard in its own storage, with room for the padding."""
     local = param.to_local().detach()
     padded = local.new_zeros(padded_shape(slot.shape, slot.dim, slot.axis.size))
     copied = padded.narrow(slot.dim, 0, local.shape[slot.dim]).contiguous()
@@ -56,7 +56,7 @@ def _copy_parameter(param: DTensor, slot: ParameterSlot) -> nn.Parameter:
 
 
 def _regroup_copies(copied: nn.Module) -> None:
-    """What ``fully_shard`` does at the end: inner modules are copied first, so the outermost decides."""
+    """Enters copied modules and slots into their units, as ``fully_shard`` does; the outermost module comes last."""
     unit: Unit = copied.__dict__[UNIT]
     if copied not in unit.modules:
         unit.modules.append(copied)
@@ -67,7 +67,7 @@ def _regroup_copies(copied: nn.Module) -> None:
             owner_unit = owner_of(slot)
             if slot not in owner_unit.slots:
                 owner_unit.slots.append(slot)
-            if not owner_unit.modules:  # tied to a parameter that a unit outside of the copy owns
+            if not owner_unit.modules:  # a tied parameter whose unit was not copied
                 owner_unit.tree = unit.tree
     lay_out(unit)
     relabel(unit.modules)

@@ -1,9 +1,9 @@
-"""How a unit runs without a compiler: gathered as a whole, reduced as a whole.
+"""How a unit runs without a compiler: it is gathered as a whole and reduced as a whole.
 
-The first parameter that a forward of the unit reads gathers all of them, in one autograd node whose
-backward reduces all gradients the unit got. So which of its parameters a rank uses does not change
-what is gathered, and one collective serves a unit each way. Code that Dynamo traces reads
-parameters one by one (:func:`graphshard.fsdp.sharded_class.read_parameter`); it never gets here.
+The first parameter that a forward of the unit reads gathers all of them, in one autograd node. The backward of that
+node reduces all gradients that the unit got. So one collective serves the unit each way, and ranks that read different
+parameters still gather the same. Code that Dynamo traces reads parameters one by one
+(:func:`graphshard.fsdp.sharded_class.read_parameter`) and does not come here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .unit import Unit, owner_of
 
 
 class _GatherUnit(torch.autograd.Function):
-    """Shards of a unit to full parameters; backward: gradients of those to gradients of the shards."""
+    """From the shards of a unit to its full parameters; backward: from their gradients to those of the shards."""
 
     @staticmethod
     def forward(ctx: Any, unit: Unit, slots: list[ParameterSlot], *shards: Tensor) -> tuple[Tensor, ...]:
@@ -51,9 +51,9 @@ class _GatherUnit(torch.autograd.Function):
 
 
 def full_parameter(slot: ParameterSlot) -> Tensor:
-    """The full parameter; the first one asked for in a forward of its unit gathers the unit.
+    """The full parameter; the first one read in a forward of its unit gathers the unit.
 
-    Read by another unit, or by a checkpointed region that runs again, it is gathered alone.
+    A parameter that another unit reads, or a checkpointed region that runs again, is gathered alone.
     """
     unit = owner_of(slot)
     in_use = unit.in_use
@@ -66,7 +66,7 @@ def full_parameter(slot: ParameterSlot) -> Tensor:
 
 
 def take_part_unused(unit: Unit) -> None:
-    """A unit that reduces zeros for unused parameters gathers even if this rank reads none of them."""
+    """Gathers a unit that reduces zeros for unused parameters, also if this rank reads none of them."""
     if torch.is_grad_enabled():
         unit.mark_run()
     if unit.in_use is not None and any(slot.needs_op for slot in unit.slots):
@@ -74,7 +74,7 @@ def take_part_unused(unit: Unit) -> None:
 
 
 def watch_outputs(tree: Tree, outputs: Any) -> None:
-    """Has a backward of the model's outputs end properly even if it reaches no parameter on this rank."""
+    """Makes a backward of the outputs run the end of the backward, also if it reaches no parameter on this rank."""
     if not torch.is_grad_enabled() or not any(unit.reduces_unused for unit in tree.units()):
         return
     for output in tensors_in(outputs):
@@ -83,7 +83,7 @@ def watch_outputs(tree: Tree, outputs: Any) -> None:
 
 
 def drop_prefetched(tree: Tree) -> None:
-    """Frees gathers that were started for units which then did not run."""
+    """Frees the results of gathers that were started for units which did not run."""
     for unit in tree.units():
         unit.drop_prefetched()
 
@@ -95,7 +95,7 @@ def _gather_all(unit: Unit, in_use: dict[str, Tensor]) -> None:
 
 
 def _gather(unit: Unit, slots: list[ParameterSlot], in_use: dict[str, Tensor]) -> None:
-    # Also under no_grad: what is read there first may be read again where gradients are wanted.
+    # Also under no_grad: a parameter first read there may be read again where gradients are needed.
     with torch.enable_grad():
         fulls = _GatherUnit.apply(unit, slots, *map(local_shard, slots))
     in_use.update(zip((slot.name for slot in slots), fulls, strict=True))

@@ -1,7 +1,7 @@
 """Gathers and reductions of several parameters at once, for a unit that runs uncompiled.
 
-One collective per dtype, group and kind, through a bucket; what each member needs before and after
-it comes from the same emitters as the lowering of a graph (:mod:`graphshard.ir.collectives`).
+One collective through a bucket serves all members of one dtype, group and kind. What each member needs before and after
+the collective comes from the emitters that also lower a graph (:mod:`graphshard.ir.lowering`).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _EMIT = EagerEmitter()
 
 
 class StartedGather:
-    """Gathers that were started and not waited for."""
+    """Gathers that have started and were not waited for, one for each dtype and group."""
 
     def __init__(self, calls: Sequence[UnshardCall]) -> None:
-        """Starts one gather per dtype and group of ``calls``, whose shards are real tensors."""
+        """Starts a gather for each dtype and group of ``calls``, whose shards are real tensors."""
         self._num = len(calls)
         self._calls = list(calls)
         self._dtypes: list[torch.dtype] = []
@@ -62,7 +62,7 @@ class StartedGather:
             self._buckets.append((indices, [list(piece.shape) for piece in pieces], gathered))
 
     def wait(self) -> list[Tensor]:
-        """Waits; the full parameters in the order of the calls, contiguous, each of its own storage."""
+        """Waits. Returns the full parameters in the order of the calls, contiguous, each with its own storage."""
         result: list[Tensor | None] = [None] * self._num
         for indices, shapes, gathered in self._buckets:
             group_size = self._calls[indices[0]].group_size
@@ -81,12 +81,12 @@ class StartedGather:
 
 
 class PendingGather:
-    """A gather of several parameters of a unit that was started and not waited for."""
+    """A gather of several parameters of a unit that has started and was not waited for."""
 
     def __init__(self, unit: TreeUnit, members: list[tuple[ParameterSlot, Tensor]]) -> None:
         self._members = members
         self._calls = [UnshardCall(local, unit.handle, *slot.arguments) for slot, local in members]
-        # What each member gathers: itself, or what its extension makes of it.
+        # Number of tensors that each member gathers (an extension may have several), and the extension's metadata.
         self._parts: list[tuple[int, Any]] = []
         parts: list[UnshardCall] = []
         for (slot, _), call in zip(members, self._calls, strict=True):
@@ -98,7 +98,7 @@ class PendingGather:
         self._started = StartedGather(parts)
 
     def take(self) -> dict[str, Tensor]:
-        """Waits; the full parameters by name, none when they were taken before."""
+        """Waits. Returns the full parameters by name; none if they were taken before."""
         gathered = self._started.wait() if self._members else []
         fulls = {}
         for (slot, local), call, (num_parts, metadata) in zip(
@@ -111,7 +111,7 @@ class PendingGather:
 
 
 def reduce_together(calls: Sequence[ReduceGradCall]) -> list[Tensor]:
-    """What ``graphshard::reduce_grad`` gives for each call, with one collective per dtype and group."""
+    """The result of ``graphshard::reduce_grad`` for each call, with one collective for each dtype and group."""
     groups: dict[tuple[Any, ...], list[tuple[int, Tensor, Scaling]]] = {}
     for index, call in enumerate(calls):
         value, scaling = emit_reduction_input(_EMIT, call)

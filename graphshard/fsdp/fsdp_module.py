@@ -1,7 +1,8 @@
-"""``FSDPModule``: the methods a module has once it was given to ``fully_shard``.
+"""``FSDPModule``: the methods that ``fully_shard`` gives a module.
 
-Names, arguments and meaning are those of ``torch.distributed.fsdp.FSDPModule``. The setters take
-effect at once: between a forward and its backward, and between two micro-batches.
+Names, arguments and meaning are those of ``torch.distributed.fsdp.FSDPModule``. Setters take effect at once: between a
+forward and its backward, and between two micro-batches. Setters of what a graph is traced with have compiled graphs
+traced again; their docstrings say so.
 """
 
 from __future__ import annotations
@@ -32,46 +33,47 @@ from .unit import Unit
 
 
 class UnshardHandle:
-    """What ``unshard(async_op=True)`` returns: :meth:`wait` before the parameters are used."""
+    """The result of ``unshard(async_op=True)``: call :meth:`wait` before the parameters are used."""
 
     def __init__(self, unit: Unit, pending: PendingGather) -> None:
         self._unit, self._pending = unit, pending
 
     def wait(self) -> None:
-        """Waits for the gather; the module's parameters are the full ones from then on."""
+        """Waits for the gather; after it the module's parameters are the full ones."""
         self._unit.finish_unshard(self._pending)
 
 
 class FSDPModule:
-    """Mixed into the class of each module given to :func:`graphshard.fully_shard`.
+    """A base class of each module given to :func:`graphshard.fully_shard`.
 
-    The class of ``module`` becomes ``FSDP<Class>``, a subclass of both; the object stays the same.
+    The class of the module becomes ``FSDP<Class>``, a subclass of ``FSDPModule`` and of its old class. The object stays
+    the same.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Called with arguments, as ``nn.Sequential`` and ``nn.ModuleList`` do for a slice: the plain class.
+        """With arguments: an object of the plain class, as slices of ``nn.Sequential`` and ``nn.ModuleList`` need.
 
-        Without (copying, unpickling): an empty object of this class.
+        Without arguments (copying, unpickling): an empty object of this class.
         """
         plain: Any = getattr(cls, "_graphshard_plain_class", None)
         return plain(*args, **kwargs) if plain is not None and (args or kwargs) else super().__new__(cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A model of its own: own shards, units and forward; as with any module, without gradients."""
+        """A separate model with its own shards, units and forward; without gradients, as for any module."""
         return copy_sharded(self, memo, has_own=hasattr(super(), "__deepcopy__"))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """nn.Module's, on the way through which every ``load_state_dict`` passes; wants shards."""
+        """The method of nn.Module that every ``load_state_dict`` calls; refuses values that are not sharded."""
         _refuse_unsharded_state(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers this unit's parameters (not those of units below) and keeps them until :meth:`reshard`.
+        """Gathers this unit's parameters, not those of units below, and keeps them until :meth:`reshard`.
 
-        ``module.parameters()`` shows the full parameters meanwhile; writes to them are lost.
+        Until then ``module.parameters()`` shows the full parameters. Writes to them are lost.
 
         Args:
-            async_op: return a handle at once and gather in the background.
+            async_op: return a handle at once, and gather in the background.
         """
         unit = _unit(self)
         handle = UnshardHandle(unit, unit.start_unshard())
@@ -85,10 +87,10 @@ class FSDPModule:
         _unit(self).reshard()
 
     def reset_iter_state(self) -> None:
-        """Recovers after an exception in a forward or a backward: drops what that iteration has left.
+        """Drops the state of an iteration in which a forward or a backward raised an exception.
 
-        Frees gathered parameters and drops gradients that are not reduced, those of earlier
-        micro-batches too. Gradients already in ``.grad`` stay: call ``zero_grad()``. On all ranks.
+        Frees gathered parameters, and drops gradients that are not reduced, also those of earlier micro-batches.
+        Gradients in ``.grad`` stay: call ``zero_grad()``. Call it on all ranks.
 
         Raises:
             NotRootError: (a RuntimeError) this is not the outermost unit.
@@ -102,16 +104,16 @@ class FSDPModule:
         unit.tree.reset()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        """``nn.Module._apply`` (``.to()`` and its like) on the shards, never on gathered parameters."""
+        """``nn.Module._apply``, which ``.to()`` and the like call: on the shards, never on gathered parameters."""
         self.reshard()
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         lay_out(_unit(self))
         return result
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backwards reduce gradients; False adds them up unreduced, in the reduction's dtype.
+        """Whether backwards reduce gradients. False adds them up unreduced, in the dtype of the reduction.
 
-        The next backward that reduces includes what was added up.
+        The next backward that reduces includes the sum.
         """
         for unit in _units(self, recurse):
             unit.reduce_grads = unit.all_reduce_grads = _flag(
@@ -119,7 +121,7 @@ class FSDPModule:
             )
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backwards sum gradients over the replicate axis; False keeps each group's sum."""
+        """Whether backwards sum gradients over the replicate axis. False keeps the sum of each shard group."""
         for unit in _units(self, recurse):
             unit.all_reduce_grads = _flag(requires_all_reduce, "requires_all_reduce")
 
@@ -131,16 +133,16 @@ class FSDPModule:
             unit.refresh()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether parameters kept from the forward are freed by the backward; False keeps them on."""
+        """Whether the backward frees parameters that were kept from the forward. False keeps them."""
         for unit in _units(self, recurse):
             unit.reshard_after_backward = _flag(reshard_after_backward, "reshard_after_backward")
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """False leaves what a backward did not reduce for a later one; for the whole model."""
+        """Whether gradients that wait are reduced at the end of the backward. Applies to the whole model."""
         _unit(self).tree.is_last_backward = _flag(is_last_backward, "is_last_backward")
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """What this unit's summed gradients are divided by, in place of the number of ranks."""
+        """Divides this unit's summed gradients by ``factor``, not by the number of ranks; traces graphs again."""
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor <= 0:
             raise OptionError(f"set_gradient_divide_factor: {factor!r} must be a positive number")
         unit = _unit(self)
@@ -152,16 +154,16 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Whether this unit's gradients are summed and divided, never averaged by the process group."""
+        """Whether this unit's gradients are summed and then divided, even if the process group can average."""
         unit = _unit(self)
         unit.settings.force_sum = _flag(enable, "enable")
         unit.refresh()
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """The units whose gathers start in a forward once this unit's parameters are copied out.
+        """Sets the units whose gathers start in a forward once this unit's parameters are copied out.
 
-        It replaces the compiled schedule's next unit; compiled graphs are traced again. Uncompiled,
-        only gathers named here start early.
+        They replace the next unit of the compiled schedule; compiled graphs are traced again. Uncompiled, only gathers
+        of units named here start early.
 
         Raises:
             OptionError: (a ValueError) an entry is not an :class:`FSDPModule`.
@@ -171,16 +173,16 @@ class FSDPModule:
         unit.refresh()
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """The same for the backward. Uncompiled, a backward gathers nothing, so it has no effect there."""
+        """The same for the backward. It has no effect uncompiled, because such a backward gathers nothing."""
         unit = _unit(self)
         unit.backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
         unit.refresh()
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Gathers this unit's parameters with ``comm``, an object as FSDP2's ``AllGather``.
+        """Gathers this unit's parameters with ``comm``, an object with the interface of FSDP2's ``AllGather``.
 
-        It is called once per dtype with one flat buffer, and waited for at once: compiled, it starts
-        where the schedule puts it but nothing overlaps with it.
+        It is called once for each dtype, with one flat buffer, and finishes before the next op: compiled, it starts
+        where the schedule puts it, but nothing overlaps with it.
         """
         _check_comm(comm, "set_custom_all_gather")
         unit = _unit(self)
@@ -188,21 +190,21 @@ class FSDPModule:
         unit.refresh()
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce-scatters this unit's gradients with ``comm``, an object as FSDP2's ``ReduceScatter``."""
+        """Reduces this unit's gradients with ``comm``, an object with the interface of FSDP2's ``ReduceScatter``."""
         _check_comm(comm, "set_custom_reduce_scatter")
         unit = _unit(self)
         unit.settings.comms.reduce_scatter = comm
         unit.refresh()
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], Any], *, stream: Any = None) -> None:
-        """Has ``hook(flat)`` change this unit's sums in place before they are divided and cast.
+        """Lets ``hook(flat)`` change this unit's summed gradients in place, before they are divided and cast.
 
-        It sees the result of the reduce-scatter, with hybrid sharding that of the all-reduce, as one
-        flat tensor per dtype, on every rank in the same order.
+        Its argument is the result of the reduce-scatter, or with hybrid sharding that of the all-reduce: one flat
+        tensor for each dtype, in the same order on all ranks.
 
         Args:
             hook: may communicate on groups of its own.
-            stream: None; a hook runs on the stream of the collectives.
+            stream: must be None; a hook runs on the stream of the collectives.
 
         Raises:
             OptionError: (a ValueError) a stream with hybrid sharding.
@@ -224,23 +226,23 @@ class FSDPModule:
         unit.refresh()
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Has what follows on the current stream, the next gathers among it, wait for ``event``."""
+        """Makes later work on the current stream wait for ``event``; the next gathers are among it."""
         event.wait()
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Whether parameters that got no gradient take part in the reductions, with zeros.
+        """Whether parameters without a gradient take part in the reductions, with zeros.
 
-        For models whose ranks use different parameters in one step. Uncompiled, the unit's gradients
-        are then reduced together at the end of the backward. Compiled, ranks run equal graphs, so what
-        one leaves unused all do: its gradient becomes zeros.
+        For models whose ranks use different parameters in one step. Uncompiled, the unit's gradients are then reduced
+        together at the end of the backward. Compiled, all ranks run equal graphs, so a parameter is unused on all ranks
+        or on none; the gradient of an unused one becomes zeros.
         """
         for unit in _units(self, recurse):
             unit.reduces_unused = _flag(reduce_scatter_unused_params, "reduce_scatter_unused_params")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions of a compiled backward may be open at a time; the model's largest counts.
+        """How many reductions of a compiled backward may be open at a time; the largest number in the model counts.
 
         Raises:
             OptionTypeError: (a TypeError) not an int.
@@ -263,9 +265,9 @@ class FSDPModule:
             each.refresh()
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Whether reduce-scatters run on a process group of their own, so that gathers do not queue behind them.
+        """Whether reduce-scatters run on a separate process group, so that gathers do not queue behind them.
 
-        Makes one group per set of ranks; call it on all of them.
+        Makes one group for each set of ranks. Call it on all ranks.
         """
         enable = _flag(enable, "enable")
         made: dict[str, str] = {}
@@ -284,7 +286,7 @@ class FSDPModule:
         _flag(unshard_in_backward, "unshard_in_backward")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Refused when enabled: the buffers of a compiled graph are Inductor's.
+        """Refused if enabled, because Inductor allocates the buffers of a compiled graph.
 
         Raises:
             ConflictingCommError: (an AssertionError) a custom collective was set before.
@@ -295,7 +297,7 @@ class FSDPModule:
         self._refuse_buffers("set_allocate_memory_from_process_group_for_comm")
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Refused, as :meth:`set_allocate_memory_from_process_group_for_comm`."""
+        """Refused, like :meth:`set_allocate_memory_from_process_group_for_comm`."""
         if backend != "NCCL":
             raise OptionError(f"set_symm_mem_for_comm: backend={backend!r} must be 'NCCL'")
         self._refuse_buffers("set_symm_mem_for_comm")
@@ -312,12 +314,12 @@ class FSDPModule:
         )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accepted for compatibility: gathers allocate on the stream of the compute as it is."""
+        """Accepted for compatibility: gathers allocate on the stream of the compute in any case."""
         _flag(async_op, "async_op")
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Accepted for compatibility: models share no streams because they have none of their own.
+    """Accepted for compatibility: models have no streams of their own to share.
 
     Raises:
         OptionError: (a ValueError) an entry is not an :class:`FSDPModule`.
@@ -345,7 +347,7 @@ def _check_comm(comm: Any, method: str) -> None:
 
 
 def _refuse_unsharded_state(module: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """A plain tensor cannot be copied into a shard, and assigned it would silently stay unsharded."""
+    """Refuses plain tensors: they cannot be copied into a shard, and an assigned one would stay unsharded."""
     plain = []
     for path, owner in module.named_modules(prefix=prefix.removesuffix(".")):
         for name, _ in slots_of(owner):

@@ -1,7 +1,7 @@
-"""``fully_shard``: FSDP2's function over the compiler.
+"""``fully_shard``: the function of FSDP2, for a compiler.
 
-Signature, argument names and error types are those of ``torch.distributed.fsdp.fully_shard``;
-changing one import is the migration.
+Signature, argument names and error types are those of ``torch.distributed.fsdp.fully_shard``, so a script migrates by
+changing one import.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from .unit_settings import UnitSettings
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound="nn.Module | list[nn.Module]")
 
-#: Set on a parameter that ``fully_shard`` replaced: its sharded successor and slot. A module outside
-#: the unit that ties to it finds its way from here.
+#: Attribute of a parameter that ``fully_shard`` replaced: its sharded successor and slot. A module outside of the unit
+#: that is tied to the parameter finds them here.
 _SUCCESSOR = "_graphshard_successor"
 
 
@@ -58,42 +58,38 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> ModuleOrModules:
-    """Shards a module's parameters over a mesh axis, in place, and makes it one unit.
+    """Shards a module's parameters over a mesh axis, in place, and makes the module one unit.
 
-    The unit holds all parameters below ``module`` that no earlier call claimed: call it on the inner
-    modules first, on the root last. Each parameter becomes a DTensor cut along dim 0; as with
-    ``torch.chunk``, trailing ranks may hold fewer rows or none. A parameter that is a DTensor
-    already, over an axis of tensor or expert parallelism, becomes one over both axes: its local
-    piece is cut.
+    The unit holds all parameters below ``module`` that no earlier call claimed, so call it on the inner modules first
+    and on the root last. Each parameter becomes a DTensor cut along dim 0. As with ``torch.chunk``, the last ranks may
+    hold fewer rows or none. A parameter that is a DTensor over an axis of tensor or expert parallelism has its local
+    piece cut, and becomes a DTensor over both axes.
 
     Args:
         module: the module, or a list of modules that form one unit.
-        mesh: ``DeviceMesh``: 1-D (parameters are cut over it) or 2-D with names (copied over its first
-            axis, cut over its second: hybrid sharding); all ranks of the default group when None.
-        reshard_after_forward: free the gathered parameters after the forward and gather them again
-            in the backward (True), keep them (False), or keep a piece on each of this many
-            neighbouring ranks (a divisor of the shard axis); None frees them except at the root.
+        mesh: a ``DeviceMesh``. 1-D: parameters are cut over it. 2-D with names: copied over the first axis, cut over
+            the second (hybrid sharding). None: all ranks of the default group.
+        reshard_after_forward: True frees the gathered parameters after the forward and gathers them again in the
+            backward. False keeps them. A number, a divisor of the shard axis, keeps a piece on each of that many
+            neighbouring ranks. None is False for the root and True for the others.
         mp_policy: dtypes of compute and gathers, of reductions, of inputs and outputs.
-        shard_placement_fn: called with each parameter; returns None (cut dim 0), ``Shard(dim)``
-            (negative counts from the end) or torch's ``ShardPlacementResult``, which also gives the
-            parameter a mesh of its own.
-        ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
-        dp_mesh_dims: torch's ``DataParallelMeshDims``: ``mesh`` is then the mesh of all parallelisms,
-            these are the axes of data parallelism in it, and every parameter is a DTensor on it.
-        offload_policy: ``CPUOffloadPolicy`` keeps shards, gradients and so the optimizer's state on the
-            CPU; they are copied to the mesh's device before each gather and back after each reduction.
+        shard_placement_fn: called with each parameter. Returns None (cut dim 0), ``Shard(dim)`` (a negative dim counts
+            from the end), or torch's ``ShardPlacementResult``, which also gives the parameter a mesh of its own.
+        ignored_params: parameters that are not sharded, not moved and not reduced.
+        dp_mesh_dims: torch's ``DataParallelMeshDims``, the axes of data parallelism in ``mesh``. ``mesh`` is then the
+            mesh of all parallelisms, and every parameter is a DTensor on it.
+        offload_policy: ``CPUOffloadPolicy`` keeps shards and gradients, and so the optimizer's state, on the CPU.
+            Shards are copied to the mesh's device before each gather, gradients back after each reduction.
 
     Returns:
-        ``module`` itself, its class renamed ``FSDP<Class>``.
+        ``module`` itself; its class is now ``FSDP<Class>``.
 
     Raises:
-        ShardingError: (a ValueError) a module, mesh or parameter cannot be sharded; all offending
-            parameters are listed.
-        ShardDimError: (an AssertionError) ``shard_placement_fn`` names a dim a parameter does not have.
+        ShardingError: (a ValueError) a module, mesh or parameter cannot be sharded; all such parameters are listed.
+        ShardDimError: (an AssertionError) ``shard_placement_fn`` names a dim that a parameter does not have.
         AlreadyShardedError: (an AssertionError) the module is a unit already.
-        UnnamedMeshError: (an AssertionError) a 2-D mesh without names of its axes.
-        UnsupportedShardingError: (a NotImplementedError) a mesh, policy or layout that graphshard
-            does not handle.
+        UnnamedMeshError: (an AssertionError) the axes of a 2-D mesh have no names.
+        UnsupportedShardingError: (a NotImplementedError) graphshard does not handle a mesh, policy or layout.
         StaleOptimizerError: (a RuntimeError) an optimizer holds parameters that would be replaced.
     """
     modules = list(module) if isinstance(module, list) else [module]
@@ -154,7 +150,7 @@ def _refuse_unsupported(offload_policy: Any) -> None:
 
 
 def _check_reshard(value: Any, num_ranks: int) -> bool | int | None:
-    """The value with the two numbers that mean True and False replaced."""
+    """The value of ``reshard_after_forward``; 1 becomes False, the number of ranks becomes True."""
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, int):
@@ -174,7 +170,7 @@ def _check_reshard(value: Any, num_ranks: int) -> bool | int | None:
 
 
 def _regather_axis(mesh: DeviceMesh, reshard: bool | int | None) -> MeshAxis:
-    """The axis of neighbouring ranks over which parameters are spread after the forward, if any."""
+    """The axis of neighbouring ranks over which parameters are spread after the forward, or ``NO_AXIS``."""
     if reshard is None or isinstance(reshard, bool):
         return NO_AXIS
     rows = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, reshard))
@@ -233,7 +229,7 @@ def _is_sharded(entry: _Owned) -> bool:
 def _choose_layouts(
     entries: list[_Owned], axes: DataParallelAxes, placement_fn: Callable[[nn.Parameter], Any] | None
 ) -> dict[int, Layout]:
-    """The layout of each parameter, by its id; an error names every parameter with that kind of fault."""
+    """The layout of each parameter by its id. An error lists all parameters with the first kind of fault."""
     layouts: dict[int, Layout] = {}
     errors: list[GraphShardError] = []
     for entry in entries:
@@ -253,7 +249,7 @@ def _choose_layouts(
 def _refuse_unsupported_regather(
     reshard: bool | int | None, axes: DataParallelAxes, entries: list[_Owned], layouts: dict[int, Layout]
 ) -> None:
-    """A number of ranks is refused where its groups would not be those of neighbours on one shard axis."""
+    """Refuses a number of ranks if its groups would not be neighbours on one shard axis."""
     if reshard is None or isinstance(reshard, bool):
         return
     others = [
@@ -270,16 +266,16 @@ def _refuse_unsupported_regather(
 
 
 def _refuse_stale_optimizers(entries: list[_Owned]) -> None:
-    """An optimizer made earlier would go on stepping the replaced parameters: nothing would train."""
+    """Refuses optimizers that hold parameters to be replaced: they would step those, and the model would not train."""
     params = {id(entry.param): entry for entry in entries}
-    # A parameter that only modules hold has one reference per entry, plus the two named here.
+    # A parameter that only modules hold has two references for each entry; getrefcount adds one.
     held = {id(entry.param): 0 for entry in entries}
     for entry in entries:
-        held[id(entry.param)] += 2  # the module's dict and the entry
+        held[id(entry.param)] += 2  # by the module's dict and by the entry
     if all(sys.getrefcount(entry.param) <= held[id(entry.param)] + 1 for entry in entries):
         return
     for candidate in gc.get_objects():
-        if not issubclass(type(candidate), torch.optim.Optimizer):  # proxies may fake isinstance
+        if not issubclass(type(candidate), torch.optim.Optimizer):  # isinstance may be fooled by a proxy
             continue
         stale = [
             params[id(p)].path for group in candidate.param_groups for p in group["params"] if id(p) in params
@@ -340,18 +336,18 @@ def _swap_classes(modules: list[nn.Module], unit: Unit) -> None:
 
 
 def _show_shards(module: nn.Module, *_: Any) -> None:
-    """State dicts hold shards, whether or not the parameters are gathered.
+    """A state-dict hook: makes the modules show shards.
 
-    What is gathered stays so: one rank alone may ask for a state dict, and must not gather alone afterwards.
+    Gathered parameters stay gathered: a single rank may ask for a state dict, and must not gather alone afterwards.
     """
     module.__dict__[UNIT].hide()
 
 
 def _reshard(module: nn.Module, *_: Any) -> None:
-    """What is gathered is not what is loaded."""
+    """A load-state-dict hook: frees gathered parameters, which loading would make stale."""
     module.__dict__[UNIT].reshard()
 
 
 def _plain_class(owner: nn.Module) -> Any:
-    """The class the user wrote, whether or not it was swapped before."""
+    """The class that the user wrote, also if it was swapped before."""
     return getattr(type(owner), "_graphshard_plain_class", type(owner))

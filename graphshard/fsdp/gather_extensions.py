@@ -1,9 +1,9 @@
-"""All-gather extensions: tensors that say themselves what to gather, and what to make of it.
+"""All-gather extensions: tensor subclasses that define what is gathered and what the full parameter is.
 
-A parameter whose data is a tensor subclass with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``
-(a quantised weight, say) is sharded as that subclass. The first method turns the shard into plain
-tensors to gather, the second turns the gathered ones into the full parameter. Same protocol as
-FSDP2's. Gradients go to the shard as if the full parameter had been gathered itself.
+A parameter may hold a tensor subclass, a quantised weight for instance, with the methods ``fsdp_pre_all_gather`` and
+``fsdp_post_all_gather``, as in FSDP2. Its shards are of that subclass. The first method turns the shard into plain
+tensors to gather. The second turns the gathered tensors into the full parameter. Gradients go to the shard as if the
+full parameter itself had been gathered.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _POST = "fsdp_post_all_gather"
 
 
 def has_extension(tensor: Tensor, name: str) -> bool:
-    """Whether a parameter's data says itself how it is gathered.
+    """Whether a parameter's data has a gather extension.
 
     Raises:
-        ExtensionError: (an AssertionError) it has one of the two methods only.
+        ExtensionError: (an AssertionError) it has only one of the two methods.
     """
     found = [method for method in (_PRE, _POST) if hasattr(tensor, method)]
     if len(found) == 1:
@@ -48,8 +48,8 @@ def calls_before(
     """The gathers that ``call.shard`` asks for, along dim 0 and in their own dtypes, and its metadata.
 
     Raises:
-        ExtensionError: (an AssertionError) ``fsdp_pre_all_gather`` takes neither 1 nor 5 arguments, or
-            the inputs of a shard that lacks rows do not have the padded shape (other ranks' do).
+        ExtensionError: (an AssertionError) ``fsdp_pre_all_gather`` takes neither 1 nor 5 arguments, or its inputs for a
+            shard that lacks rows do not have the padded shape, as those of other ranks do.
     """
     method = getattr(call.shard, _PRE)
     signature = inspect.signature(method)
@@ -77,6 +77,6 @@ def calls_before(
 
 
 def full_after(shard: Tensor, gathered: Sequence[Tensor], metadata: Any, call: UnshardCall) -> Tensor:
-    """The full parameter that the shard makes of the gathered tensors, without the padded rows."""
+    """The full parameter that the shard makes of the gathered tensors, without padding."""
     full, _ = getattr(shard, _POST)(tuple(gathered), metadata, call.dtype or shard.dtype)
     return full if full.shape == torch.Size(call.shape) else full.narrow(0, 0, call.shape[0])

@@ -1,4 +1,4 @@
-"""parameter_slot: one sharded parameter, where it lives, and what its gathers are traced with."""
+"""One sharded parameter: the modules that hold it, and what its gathers are traced with."""
 
 from __future__ import annotations
 
@@ -20,17 +20,22 @@ from .tree import SLOTS, TreeUnit
 
 @dataclass(eq=False, kw_only=True)
 class ParameterSlot:
-    """One sharded parameter: where it lives and how it is gathered and reduced.
+    """One sharded parameter.
 
     Attributes:
-        shape: of what is gathered: the whole parameter, or this rank's piece of a DTensor.
-        outer: the DTensor it is while gathered (tensor or expert parallel); None for a plain tensor.
-        owners: the modules that hold it, with its name in each; several when it is tied.
-        arguments: what follows shard and handle in a call of ``graphshard::unshard``.
-        hidden: the sharded parameter, while the owners show the gathered one.
+        unit: the unit that gathers and reduces it.
+        name: its name as seen from the outermost module.
+        shape: shape of the gathered tensor: the whole parameter, or this rank's piece of a DTensor.
+        dim: the dim that is cut.
+        axis, replicate: the axis over which it is cut, and the axis over which shards are copied.
+        outer: layout of the DTensor that it is while gathered (tensor or expert parallelism); None for a plain tensor.
+        owners: the modules that hold it, with its name in each; several if it is tied.
+        arguments: the arguments after shard and handle in a call of ``graphshard::unshard``; Dynamo guards on them.
+        needs_op: a forward reads the result of ``graphshard::unshard``; if False, the shard itself.
+        hidden: the sharded parameter while the owners show the gathered one; else None.
         version: its version when an uncompiled forward last read it.
-        is_extended: the shard is a tensor subclass that says itself how it is gathered.
-        row_offset: where the shard begins in the unit's row; see ``UnshardCall``.
+        is_extended: the shard is a tensor subclass with a gather extension.
+        row_offset: first element of the shard in the unit's row; see ``UnshardCall``.
     """
 
     unit: TreeUnit
@@ -56,19 +61,19 @@ class ParameterSlot:
 
     @property
     def global_shape(self) -> torch.Size:
-        """Shape of the whole parameter, over all ranks."""
+        """Shape of the whole parameter over all ranks."""
         return self.shape if self.outer is None else self.outer.shape
 
     def as_read(self, piece: Tensor) -> Tensor:
-        """What a forward reads, made from the gathered tensor."""
+        """The value that a forward reads: the gathered tensor, or the DTensor around it."""
         return piece if self.outer is None else self.outer.wrap(piece)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterSlot:
-        """The slot of a copied parameter; its copied owners enter themselves."""
+        """The slot of a copied parameter; the copied modules are added to ``owners`` later."""
         return replace(self, unit=copy.deepcopy(self.unit, memo), owners=[], hidden=None)
 
     def refresh(self) -> None:
-        """Rebuilds ``arguments`` after the name, the unit's label or a setting changed."""
+        """Rebuilds ``arguments``; call it after the name, the unit's label or a setting has changed."""
         unit, settings = self.unit, self.unit.settings
         policy = settings.mp_policy
         is_float = self.param.dtype.is_floating_point
@@ -113,7 +118,7 @@ class ParameterSlot:
         )
 
     def replace(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        """Puts another parameter in place of this one, in every module that shares it."""
+        """Replaces the parameter in all modules that share it; None removes it from ``module`` only."""
         self.unit.reshard()
         for owner, each in self.owners if param is not None else [(module, name)]:
             owner._parameters[each] = param
@@ -128,10 +133,11 @@ class ParameterSlot:
 
     def add_gradient(self, reduced: Tensor) -> None:
         """Adds the reduced gradient of the shard to ``.grad``, and calls the parameter's hooks."""
-        grad = DTensor(reduced, self.param._spec, requires_grad=False)
-        self.param.grad = grad if self.param.grad is None else self.param.grad + grad
-        for hook in (getattr(self.param, "_post_accumulate_grad_hooks", None) or {}).values():
-            hook(self.param)
+        param = self.param
+        grad = DTensor(reduced, param._spec, requires_grad=False)
+        param.grad = grad if param.grad is None else param.grad + grad
+        for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(param)
 
     def fill_gradient(self) -> None:
         """Makes ``.grad`` zeros if it is None."""
@@ -147,10 +153,11 @@ class ParameterSlot:
 
 
 def local_shard(slot: ParameterSlot) -> Tensor:
-    """This rank's piece of a parameter, as the shard ops take it.
+    """This rank's piece of a parameter, the argument ``shard`` of the shard ops.
 
     Raises:
-        ParameterStateError: the parameter was replaced by a plain tensor, or is on the meta device.
+        ParameterStateError: the parameter was replaced by a plain tensor, is on the meta device, or is offloaded and
+            not on the CPU.
     """
     param = slot.param
     if not isinstance(param, DTensor):
@@ -182,7 +189,7 @@ def local_shard(slot: ParameterSlot) -> Tensor:
 
 
 def slots_of(module: nn.Module) -> Iterator[tuple[str, ParameterSlot]]:
-    """The sharded parameters that a module holds itself, by attribute name."""
+    """The sharded parameters that a module itself holds, by attribute name."""
     yield from module.__dict__.get(SLOTS, {}).items()
 
 

@@ -1,8 +1,8 @@
-"""Where the shards of a parameter go: the axes of data parallelism, and the placements on them.
+"""Where the shards of a parameter are: the axes of data parallelism, and the placements on them.
 
-A plain parameter is cut along one dim over the shard axis. A parameter that is a DTensor already (it
-is split over the axis of another parallelism) has its local piece cut; the shards form a DTensor on
-the mesh of both. Placements are those of FSDP2, so checkpoints of either load into the other.
+A plain parameter is cut along one dim over the shard axis. A parameter may be a DTensor already, split over the axis of
+another parallelism (tensor, expert). Then its local piece is cut, and the shards form a DTensor on the mesh of both.
+Placements are those of FSDP2, so checkpoints of one load into the other.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from ..ir import NO_AXIS, MeshAxis, axis_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedDims:
-    """The axes of a mesh of all parallelisms that data parallelism uses (FSDP2's ``dp_mesh_dims``)."""
+    """The axes of data parallelism in a mesh of all parallelisms (FSDP2's ``dp_mesh_dims``)."""
 
     mesh: DeviceMesh
     shard: tuple[str, ...]
     replicate: tuple[str, ...]
 
     def indices(self, names: Sequence[str]) -> tuple[int, ...]:
-        """Positions of these axes in the mesh."""
+        """The positions of axes in the mesh."""
         assert self.mesh.mesh_dim_names is not None
         return tuple(self.mesh.mesh_dim_names.index(name) for name in names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataParallelAxes:
-    """The axis that cuts parameters and the one that copies them.
+    """The axis over which parameters are cut, and the one over which they are copied.
 
     Attributes:
         mesh: the mesh of these axes alone.
-        shard_rank: this rank's place on the shard axis.
-        shard_dim: the shard axis' place in ``mesh``; None if there is none.
-        named: the mesh of all parallelisms, if the axes were named in it.
+        shard_rank: this rank's position on the shard axis.
+        shard_dim: the position of the shard axis in ``mesh``; None if there is no such axis.
+        named: the mesh of all parallelisms, if the axes were given by their names in it.
     """
 
     mesh: DeviceMesh
@@ -91,7 +91,7 @@ class DataParallelAxes:
         replicate_dim: int | None = None,
         named: NamedDims | None = None,
     ) -> DataParallelAxes:
-        """The axes at these places of a mesh that has no others."""
+        """The axes at these positions of a mesh that has no others."""
         return DataParallelAxes(
             mesh=mesh,
             shard=NO_AXIS if shard_dim is None else axis_of(mesh, shard_dim),
@@ -103,7 +103,7 @@ class DataParallelAxes:
 
     @staticmethod
     def of_named(mesh: DeviceMesh, dims: Any) -> DataParallelAxes:
-        """The axes that ``dims.shard_names`` and ``dims.replicate_names`` name in a mesh of all parallelisms.
+        """The axes of a mesh of all parallelisms that ``dims.shard_names`` and ``dims.replicate_names`` name.
 
         Raises:
             ShardingError: no axis is named, one does not exist, or the mesh has no names.
@@ -133,12 +133,15 @@ class DataParallelAxes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterLayout:
-    """A DTensor without its values.
+    """The layout of a gathered parameter that is a DTensor of another parallelism (tensor, expert).
+
+    Shards are cut from this rank's piece of the DTensor. A gather returns that piece, and the forward must see the
+    DTensor again.
 
     Attributes:
-        mesh, placements: where the pieces of the parameter are.
-        grad_placements: where the pieces of its gradient must be before data parallelism reduces them.
-        shape, stride: of the whole parameter, over all ranks.
+        mesh, placements: those of the parameter.
+        grad_placements: those that its gradient must have before data parallelism reduces it.
+        shape, stride: those of the whole parameter over all ranks.
     """
 
     mesh: DeviceMesh
@@ -149,7 +152,7 @@ class OuterLayout:
 
     @staticmethod
     def of(param: DTensor, partial_dims: tuple[int, ...] = ()) -> OuterLayout:
-        """The layout of ``param``; over the mesh dims ``partial_dims`` its gradients stay unsummed."""
+        """The layout of ``param``; its gradients are not summed over the mesh dims ``partial_dims``."""
         placements = tuple(param.placements)
         return OuterLayout(
             mesh=param.device_mesh,
@@ -162,7 +165,7 @@ class OuterLayout:
         )
 
     def wrap(self, piece: Tensor) -> Tensor:
-        """The DTensor whose piece on this rank is ``piece``; gradients flow back to the piece."""
+        """The DTensor with the local tensor ``piece``; gradients flow back to ``piece``."""
         of_gradient = {"grad_placements": self.grad_placements} if from_local_takes_grad_placements else {}
         return DTensor.from_local(
             piece,
@@ -180,10 +183,10 @@ class Layout:
     """How one parameter is sharded.
 
     Attributes:
-        axes: what its shards are gathered and its gradients reduced over.
+        axes: the axes over which shards are gathered and gradients reduced.
         dim: the dim that is cut.
-        mesh, placements: of the sharded DTensor.
-        outer: the DTensor it is while gathered; None for a plain tensor.
+        mesh, placements: those of the sharded DTensor.
+        outer: layout of the DTensor that it is while gathered; None for a plain tensor.
     """
 
     axes: DataParallelAxes
@@ -200,13 +203,13 @@ def layout_of(param: nn.Parameter, name: str, axes: DataParallelAxes, placement:
         param: plain, or a DTensor on the mesh of another parallelism.
         name: its name, for errors.
         axes: the axes of its unit.
-        placement: what ``shard_placement_fn`` said: None (dim 0), ``Shard`` or torch's
+        placement: the result of ``shard_placement_fn``: None (dim 0), ``Shard``, or torch's
             ``ShardPlacementResult`` (a placement, and axes for this parameter alone).
 
     Raises:
         ShardingError: no dim to cut, a mesh that does not fit, or an unknown kind of placement.
         ShardDimError: the parameter has no such dim.
-        UnsupportedShardingError: a layout that graphshard does not handle.
+        UnsupportedShardingError: graphshard does not handle the layout.
     """
     shape = tuple(param.shape)
     if param.ndim == 0:
@@ -238,7 +241,7 @@ def layout_of(param: nn.Parameter, name: str, axes: DataParallelAxes, placement:
 
 
 def _own_axes(name: str, mesh_info: Any) -> DataParallelAxes:
-    """The axes of torch's ``FSDPMeshInfo``, a mesh for one parameter."""
+    """The axes in torch's ``FSDPMeshInfo``, a mesh for one parameter."""
     if mesh_info.shard_mesh_dim is None or mesh_info.dp_mesh_dims is not None:
         raise UnsupportedShardingError(
             f"fully_shard: the mesh that shard_placement_fn gives parameter {name} must have an axis to shard over "
@@ -267,7 +270,7 @@ def _dim_of(placement: Any, name: str, shape: tuple[int, ...]) -> int:
 
 
 def _num_cuts(mesh: DeviceMesh, placements: Sequence[Placement], dim: int, first_axis: int = 0) -> int:
-    """Into how many pieces the axes of ``mesh``, from one on, cut ``dim``."""
+    """The number of pieces into which the axes of ``mesh``, from ``first_axis`` on, cut ``dim``."""
     return math.prod(
         mesh.size(axis)
         for axis, placement in enumerate(placements)
@@ -304,7 +307,7 @@ def _joint_mesh(param: DTensor, name: str, axes: DataParallelAxes) -> DeviceMesh
 def _layout_on_named(
     param: nn.Parameter, name: str, axes: DataParallelAxes, named: NamedDims, dim: int
 ) -> Layout:
-    """The layout of a DTensor on the mesh of all parallelisms: its copies over the shard axes are cut."""
+    """The layout of a DTensor on the mesh of all parallelisms; it is cut over the shard axes, where it was copied."""
     if not isinstance(param, DTensor):
         raise ShardingError(
             f"fully_shard: with dp_mesh_dims, parameter {name} {tuple(param.shape)} must be a DTensor on the mesh: "
@@ -343,7 +346,7 @@ def _layout_on_named(
 def _with_one_shard_axis(
     axes: DataParallelAxes, named: NamedDims, placements: list[Placement]
 ) -> tuple[DeviceMesh, list[Placement]]:
-    """The mesh in which the axes of data parallelism stand flattened where the first shard axis stood."""
+    """The mesh and placements with the axes of data parallelism flattened, at the position of the first shard axis."""
     first, *others = sorted(named.indices(named.shard))
     dropped = {*others, *named.indices(named.replicate)}
     assert named.mesh.mesh_dim_names is not None

@@ -1,4 +1,4 @@
-"""Putting the shards of a unit one after the other in memory (:mod:`graphshard.ir.shard_rows`), and keeping them so."""
+"""Puts the shards of a unit one after the other in memory (:mod:`graphshard.ir.shard_rows`), and keeps them so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .unit import Unit
 
 
 def give_places(unit: Unit) -> None:
-    """Chooses where in the unit's rows shards lie, and puts them there; each process group has its own row."""
+    """Gives each shard a place in a row of its unit, and moves it there; each process group has its own row."""
     slots = {slot.name: slot for slot in unit.slots if not (slot.is_extended or unit.settings.compute_device)}
     shapes = {
         name: ShardedShape(
@@ -27,14 +27,14 @@ def give_places(unit: Unit) -> None:
 
 
 def lay_out(unit: Unit) -> None:
-    """Puts the shards that have a place in a row there, where they are not."""
+    """Moves shards that have a place in a row there, unless they are there."""
     rows: dict[tuple[str, torch.dtype, torch.device], list[DTensor]] = {}
     for slot in sorted(unit.slots, key=lambda slot: slot.row_offset):
         param = slot.owners[0][0]._parameters.get(slot.owners[0][1]) if slot.owners else None
         if slot.row_offset < 0 or not isinstance(param, DTensor) or param.is_meta:
             continue
         local = param._local_tensor
-        if type(local) is Tensor and local.is_contiguous():  # no fake one: it lies nowhere
+        if type(local) is Tensor and local.is_contiguous():  # a fake tensor has no address
             rows.setdefault((slot.axis.group_name, local.dtype, local.device), []).append(param)
     for members in rows.values():
         pieces = [param._local_tensor for param in members]
@@ -44,13 +44,12 @@ def lay_out(unit: Unit) -> None:
 
 
 def _replace_shard(param: DTensor, local: Tensor) -> None:
-    """Gives a parameter another local tensor and keeps the parameter itself, its gradient and its attributes.
+    """Gives a parameter another local tensor; the parameter object, its gradient and its attributes stay.
 
-    Not by assignment: the DTensor's own storage offset must be that of its local tensor (torch 2.13 cannot trace
-    it otherwise).
+    An assignment would not do: torch 2.13 can trace a DTensor only if its storage offset is that of its local tensor.
     """
     fresh = nn.Parameter(DTensor(local, param._spec, requires_grad=False), requires_grad=param.requires_grad)
     fresh.grad = param.grad
     vars(fresh).update(vars(param))
-    with suppress(RuntimeError):  # something holds the old one (a compiled graph): it stays where it is
+    with suppress(RuntimeError):  # a compiled graph, for instance, holds the old one: it stays where it is
         torch.utils.swap_tensors(param, fresh)

@@ -1,4 +1,4 @@
-"""shard_parameter: cuts this rank's shard out of a parameter."""
+"""Cuts this rank's shard out of a parameter: a DTensor with a storage of its own."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from .placements import Layout
 
 
 def shard_parameter(param: nn.Parameter, layout: Layout, offload_policy: OffloadPolicy) -> nn.Parameter:
-    """This rank's shard as a DTensor parameter; the values of the other ranks' shards are dropped."""
+    """This rank's shard, copied out of the full parameter, as a DTensor parameter."""
     full, dim = local_piece(param).detach(), layout.dim
     is_offloaded = isinstance(offload_policy, CPUOffloadPolicy)
     device = full.device if full.is_meta else home_of(layout, offload_policy)
     rank, num_ranks = layout.axes.shard_rank, layout.axes.shard.size
     size = shard_shape(full.shape, dim, num_ranks, rank)[dim]
     start = min(rank * padded_rows(full.shape[dim], num_ranks), full.shape[dim])
-    # A storage of its own, so that the full one is freed, with room for the padding.
+    # The shard has its own storage, with room for the padding, so that the full one is freed.
     padded = torch.zeros(padded_shape(full.shape, dim, num_ranks), dtype=param.dtype, device=device)
     if is_offloaded and offload_policy.pin_memory and device.type == "cpu" and torch.cuda.is_available():
         padded = padded.pin_memory()
-    # An uneven cut along another dim than the first would not be contiguous: it does without the room.
+    # An uneven cut along another dim than 0 is not contiguous in the padded storage: it is copied, without room.
     local = padded.narrow(dim, 0, size).contiguous()
     if not full.is_meta:
         local.copy_(full.narrow(dim, start, size))
-    # from_local would move an offloaded shard to the mesh's device: it makes the spec only.
+    # from_local would move an offloaded shard to the mesh's device, so it only makes the spec.
     like = local if local.device.type == layout.mesh.device_type else torch.empty_like(local, device="meta")
     sharded = DTensor.from_local(
         like, layout.mesh, layout.placements, run_check=False, shape=param.shape, stride=param.stride()
@@ -39,7 +39,7 @@ def shard_parameter(param: nn.Parameter, layout: Layout, offload_policy: Offload
 
 
 def shard_extended(param: nn.Parameter, layout: Layout, offload_policy: OffloadPolicy) -> nn.Parameter:
-    """The same of a tensor subclass that says itself how it is gathered: its rows stay what they are."""
+    """As :func:`shard_parameter`, for a tensor subclass with a gather extension: the shard has the same class."""
     full = local_piece(param).detach()
     rank, num_ranks = layout.axes.shard_rank, layout.axes.shard.size
     device = home_of(layout, offload_policy)
@@ -53,12 +53,12 @@ def shard_extended(param: nn.Parameter, layout: Layout, offload_policy: OffloadP
 
 
 def local_piece(param: nn.Parameter) -> torch.Tensor:
-    """What data parallelism cuts: the parameter, or this rank's piece of a DTensor."""
+    """The tensor that is cut: the parameter, or this rank's piece if it is a DTensor."""
     return param._local_tensor if isinstance(param, DTensor) else param
 
 
 def home_of(layout: Layout, offload_policy: OffloadPolicy) -> torch.device:
-    """Where shards live."""
+    """The device of the shards."""
     if isinstance(offload_policy, CPUOffloadPolicy):
         return torch.device("cpu")
     return mesh_device(layout.mesh)

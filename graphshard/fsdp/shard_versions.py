@@ -1,8 +1,8 @@
-"""Has a shard changed in place? Asked where a backward gathers again what its forward gathered.
+"""Whether a shard has changed in place: asked when a backward gathers again what its forward gathered.
 
-An in-place op on a DTensor moves the version counter of the DTensor alone, one on its local tensor
-that of the local tensor alone, and a foreach or fused optimizer neither (torch 2.13): so both are
-read, and every optimizer step on DTensors moves the second.
+An in-place op on a DTensor moves the version counter of the DTensor only. One on its local tensor moves that of the
+local tensor only. A foreach or fused optimizer moves neither (torch 2.13). So both counters are read, and a hook moves
+the second one after every optimizer step on DTensors.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Version = tuple[int, int]
 
 
 def version_of(param: DTensor) -> Version:
-    """Differs from an earlier result if the parameter was changed in place since."""
+    """A value that differs from an earlier one if the parameter was changed in place in between."""
     return param._version, param._local_tensor._version
 
 
 @functools.cache
 def watch_optimizers() -> None:
-    """From the first call on, a step of any optimizer moves the version of the DTensors it holds."""
+    """From the first call on, each step of an optimizer moves the version of the DTensors that it holds."""
     register_optimizer_step_post_hook(_move_versions)
 
 

@@ -1,9 +1,8 @@
-"""The class swap: modules whose parameter attributes gather on read, and the state they share.
+"""Classes of sharded modules: reading a parameter's attribute in a forward gathers the parameter.
 
-``_parameters`` keeps DTensor shards, so optimizers, ``clip_grad_norm_``, state dicts and
-``torch.distributed.checkpoint`` see what they see under FSDP2 and names never change. While a forward
-of the model runs, reading ``self.weight`` returns ``unshard(shard)`` instead; Dynamo traces the
-property to one node.
+``_parameters`` holds DTensor shards, so optimizers, ``clip_grad_norm_``, state dicts and
+``torch.distributed.checkpoint`` see the same as under FSDP2, and names do not change. While a forward of the model
+runs, ``self.weight`` returns ``unshard(shard)``. Dynamo traces the property to one node.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from .unit import Unit
 
 
 def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
-    """What ``module.<name>`` is: the parameter outside of a forward, the full tensor inside.
+    """The value of ``module.<name>``: in a forward the full tensor, else the sharded parameter.
 
-    A checkpointed region that runs again in a backward counts as inside, whether it is entered
-    through a unit's forward or not.
+    A checkpointed region that runs again in a backward counts as a forward, also if it is not entered through the
+    forward of a unit.
     """
     param = module._parameters[name]
     slot: ParameterSlot = module.__dict__[SLOTS][name]
@@ -53,12 +52,12 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
 
 
 def _in_recomputation() -> bool:
-    # Dynamo cannot trace the question; what it traces is entered through a unit's forward.
+    # Dynamo cannot trace the question. It need not: what it traces is entered through a unit's forward.
     return not torch.compiler.is_compiling() and in_recomputation()
 
 
 def _check_version(slot: ParameterSlot) -> None:
-    """A recomputation must gather what the forward gathered."""
+    """Refuses a recomputation whose parameter has changed since the forward."""
     if not torch.is_grad_enabled():
         return
     version = version_of(slot.param)
@@ -86,7 +85,7 @@ def _make_property(name: str) -> property:
 
 
 def _register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-    """``nn.Module.register_parameter`` that replaces a sharded parameter without reading it."""
+    """``nn.Module.register_parameter``; replaces a sharded parameter without reading it."""
     slot = self.__dict__[SLOTS].get(name)
     if slot is None or name not in self._parameters:
         nn.Module.register_parameter(self, name, param)
@@ -100,20 +99,20 @@ def _register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) 
 
 
 def _flat_weights(self: nn.RNNBase) -> list[torch.Tensor | None]:
-    """RNNs keep a list of their weights beside the attributes: read it from the attributes."""
+    """The list of weights that RNNs keep, read from the attributes."""
     return [getattr(self, name) if hasattr(self, name) else None for name in self._flat_weights_names]
 
 
 def _ignore(self: nn.Module, value: Any) -> None:
-    """Writes to ``_flat_weights`` have nothing to keep up to date."""
+    """The setter of ``_flat_weights``, which is computed: does nothing."""
 
 
 @functools.cache
 def sharded_class(cls: type[nn.Module], names: tuple[str, ...], is_unit: bool) -> type[nn.Module]:
-    """The subclass of ``cls`` whose attributes ``names`` gather; memoised so that blocks share one.
+    """The subclass of ``cls`` whose attributes ``names`` gather; memoised, so that equal blocks share one.
 
-    A unit's class is named ``FSDP<Class>`` and mixes in :class:`FSDPModule`; another module that owns
-    sharded parameters keeps its class name.
+    The class of a unit's module is named ``FSDP<Class>`` and mixes in :class:`FSDPModule`. The class of another module
+    with sharded parameters keeps its name.
     """
     body: dict[str, Any] = {name: _make_property(name) for name in names}
     body["__module__"] = cls.__module__
@@ -142,7 +141,7 @@ def _forward_inside_tree(cls: type[nn.Module]) -> Any:
 def run_inside_tree(
     module: nn.Module, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Runs a method of a unit's module as a forward: inputs moved and cast, parameters gathered."""
+    """Runs a method of a unit's module as a forward: moves and casts inputs, and lets parameters gather."""
     unit: Unit = module.__dict__[UNIT]
     tree, policy = unit.tree, unit.settings.mp_policy
     if unit.settings.input_device is not None:
@@ -151,7 +150,7 @@ def run_inside_tree(
         args, kwargs = cast_tensors((args, kwargs), policy.param_dtype)
     is_compiling = torch.compiler.is_compiling()
     was_in_forward = tree.in_forward
-    if not was_in_forward:  # Dynamo of torch 2.11 traces no write inside of a checkpointed region
+    if not was_in_forward:  # Dynamo of torch 2.11 cannot trace a write in a checkpointed region
         tree.in_forward = True
     outer = None if is_compiling else unit.begin_forward()
     try:
@@ -173,9 +172,9 @@ def run_inside_tree(
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Has another method of a unit's module gather parameters and cast inputs as ``forward`` does.
+    """Makes another method of a unit's module gather parameters and cast inputs as ``forward`` does.
 
-    Does nothing to a module that is no unit, so that a model may call it sharded or not.
+    Does nothing if the module is no unit, so a model can call it before it is sharded, too.
 
     Raises:
         ShardingError: (a ValueError) the module has no such method.

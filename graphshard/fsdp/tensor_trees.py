@@ -1,4 +1,4 @@
-"""Casting and moving the tensors inside whatever a forward takes or returns."""
+"""Casts and moves the tensors inside the inputs or outputs of a forward."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every floating-point tensor in it cast to ``dtype``.
+    """``value`` with each floating-point tensor in it cast to ``dtype``.
 
-    Containers (tuples, named tuples, lists, dicts, dataclasses, and their subclasses) are rebuilt when
-    a tensor in them changes; anything else is returned as it is.
+    Tuples, named tuples, lists, dicts, dataclasses and their subclasses are rebuilt. Other values are returned as they
+    are, and so is a dataclass in which nothing changed.
     """
 
     def cast(tensor: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def cast_tensors(value: Any, dtype: torch.dtype) -> Any:
 
 
 def move_tensors(value: Any, device: torch.device) -> Any:
-    """``value`` with every tensor in it on ``device``."""
+    """``value`` with each tensor in it on ``device``."""
     return _map_tensors(lambda tensor: tensor if tensor.device == device else tensor.to(device), value)
 
 
@@ -50,7 +50,7 @@ def _map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Every tensor inside a value, however deep in containers."""
+    """All tensors inside a value, at any depth of containers."""
     found: list[Tensor] = []
 
     def take(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""tree: the units of one model, their names, and what they share.
+"""The units of one model: what they share, and how they and their parameters are named.
 
 :func:`relabel` puts the units below an outermost module into one :class:`Tree` and names units and parameters as seen
-from there.
+from that module. :class:`TreeUnit` declares what this file and the slots use of a unit, so that neither imports it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ ROOT = "root"
 
 _RUN_REMEDY = "Every rank must take the same branches of compiled code"
 
-#: Attributes under which ``checkpoint_wrapper`` and ``torch.compile`` keep the module they wrap.
+#: The attributes by which ``checkpoint_wrapper`` and ``torch.compile`` hold the module that they wrap.
 _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
 
 
 class TreeSlot(Protocol):
-    """The part of a ``ParameterSlot`` that the tree and its users read."""
+    """The part of a ``ParameterSlot`` that users of a tree read."""
 
     name: str
     axis: MeshAxis
@@ -43,7 +43,7 @@ class TreeSlot(Protocol):
 
 
 class TreeUnit(UnitState, Protocol):
-    """The part of a ``Unit`` that the tree, the slots, and their users read and call."""
+    """The part of a ``Unit`` that users of a tree or of a slot read and call."""
 
     tree: Tree
     modules: list[nn.Module]
@@ -59,11 +59,11 @@ class TreeUnit(UnitState, Protocol):
 
     @property
     def forward_prefetch(self) -> Sequence[TreeUnit]:
-        """The units whose gathers start in a forward right after this one's."""
+        """The units whose gathers start in a forward after this one's."""
 
     @property
     def backward_prefetch(self) -> Sequence[TreeUnit]:
-        """The units whose gathers start in a backward right after this one's."""
+        """The units whose gathers start in a backward after this one's."""
 
     @property
     def compute_device(self) -> torch.device | None:
@@ -77,36 +77,36 @@ class TreeUnit(UnitState, Protocol):
         """Ranks over which a full parameter is spread between forward and backward; 1 keeps it whole."""
 
     def refresh(self) -> None:
-        """Renews what the unit's next graphs are traced with."""
+        """Rebuilds what the next graphs are traced with."""
 
     def reshard(self) -> None:
         """Frees the gathered parameters."""
 
     def drop_prefetched(self) -> None:
-        """Frees the result of a gather that nothing has asked for."""
+        """Frees the result of a prefetched gather that no forward has used."""
 
     def drop_iteration(self) -> None:
         """Forgets gathered parameters and gradients that are not reduced."""
 
     def end_backward(self) -> None:
-        """Frees what is gathered, unless it is to stay so."""
+        """Frees the gathered parameters at the end of a backward, unless they stay for the next micro-batch."""
 
     def reduce_left_over(self) -> None:
-        """Reduces what no backward has reduced."""
+        """Reduces gradients that wait, at the end of a backward."""
 
 
 @dataclass(eq=False)
 class Tree:
-    """What all units of one model share.
+    """The state that all units of one model share.
 
     Attributes:
         in_forward: a forward of the model is running.
         roots: the outermost modules.
-        is_last_backward: what is left over is reduced at the end of this backward.
-        waiting: gradients of some unit wait for their reduction.
-        max_reductions: the largest that any unit asks for.
+        is_last_backward: gradients that wait are reduced at the end of a backward.
+        waiting: gradients of a unit wait for a reduction.
+        max_reductions: the largest ``max_reductions`` of its units.
         is_broken: Dynamo has cut a forward of the model into several graphs.
-        numbers: by process group, the place of this model among those whose graphs were planned there.
+        numbers: by process group, the number of this model among those whose graphs were planned there.
     """
 
     in_forward: bool = False
@@ -122,14 +122,17 @@ class Tree:
     _branches: dict[str, set[str]] = field(default_factory=dict)
 
     def follow(self, group_name: str, run: str, what: str, *, branch: str) -> None:
-        """Called before a compiled graph whose collectives are ``run`` starts.
+        """Checks, where that is not certain, that all ranks run the same collectives; called before a graph starts.
 
-        Where it follows what it followed the last time, nothing happens. Elsewhere the ranks meet:
-        they have the same past, so if one of them runs something else, at least one gets here. Where
-        several branches have followed, all ranks meet each time.
+        A graph that follows the same graph as the last time is not checked. For any other the ranks meet. All ranks
+        have the same past, so if one of them runs another graph, at least one rank comes here. After a graph that
+        several branches have followed, the ranks meet each time.
 
         Args:
-            branch: tells forward graphs apart, whatever the state of their units; "" for a backward.
+            group_name: the process group on which ranks meet.
+            run: fingerprint of the graph's collectives.
+            what: the graph, for the error.
+            branch: tells forward graphs apart independently of the state of their units; "" for a backward.
         """
         branches = self._branches.setdefault(self._last_run, set())
         if branch:
@@ -140,7 +143,7 @@ class Tree:
         self._last_run = run
 
     def reset(self) -> None:
-        """Drops what a forward or a backward that was cut short has left."""
+        """Drops the state that an interrupted forward or backward has left."""
         self.in_forward = self.waiting = self._end_is_queued = False
         self._last_run = ""
         for unit in self.units():
@@ -157,12 +160,12 @@ class Tree:
         return list(found.values())
 
     def groups(self) -> list[str]:
-        """Names of the process groups of more than one rank over which parameters are sharded or copied."""
+        """The process groups of more than one rank over which parameters are sharded or copied."""
         axes = (axis for unit in self.units() for slot in unit.slots for axis in (slot.axis, slot.replicate))
         return list(dict.fromkeys(axis.group_name for axis in axes if axis.size > 1 and axis.group_name))
 
     def queue_end_of_backward(self) -> None:
-        """Has :meth:`_end_backward` run once the backward that is running ends."""
+        """Calls :meth:`_end_backward` once the running backward ends."""
         if self._end_is_queued:
             return
         self._end_is_queued = True
@@ -180,7 +183,7 @@ class Tree:
 
 
 def relabel(roots: Iterable[nn.Module]) -> None:
-    """Names parameters and units as seen from ``roots`` and puts all units below into one tree."""
+    """Puts all units below ``roots`` into one tree, and names units and parameters as seen from there."""
     roots = list(roots)
     outer: TreeUnit = roots[0].__dict__[UNIT]
     outer.tree.roots = roots
@@ -197,7 +200,7 @@ def relabel(roots: Iterable[nn.Module]) -> None:
             if unit is not None and unit is not outer:
                 unit.label = _label(unit, path, module)
             for name, slot in module.__dict__.get(SLOTS, {}).items():
-                if id(slot) not in named:  # tied parameters: the first name, as in named_parameters()
+                if id(slot) not in named:  # a tied parameter has its first name, as in named_parameters()
                     named.add(id(slot))
                     slot.name = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
     outer.tree.max_reductions = max(unit.settings.max_reductions for unit in outer.tree.units())
@@ -208,12 +211,12 @@ def relabel(roots: Iterable[nn.Module]) -> None:
 
 
 def _without_wrappers(path: str) -> str:
-    """The path in the state dict: wrappers that checkpoint or compile a module are no part of it."""
+    """The path in the state dict, without wrappers that checkpoint or compile a module."""
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 def _label(unit: TreeUnit, path: str, module: nn.Module) -> str:
-    """The path of the unit's module; the paths of all its modules, joined, for a list unit."""
+    """The path of the unit's module; for several modules, their paths joined by "+"."""
     if len(unit.modules) == 1 or module is unit.modules[0]:
         return path
     return unit.label if path in unit.label.split("+") else f"{unit.label}+{path}"

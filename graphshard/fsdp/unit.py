@@ -1,8 +1,8 @@
-"""unit: the parameters of one ``fully_shard`` call, and their state while a model trains.
+"""A unit: the parameters of one ``fully_shard`` call, and their state while a model trains.
 
 Each unit has a *handle*, an empty tensor with the unit as an attribute. The shard ops take it as an argument, so it
 reaches every graph that reads the unit's parameters, and the backward of that graph. A graph asks the unit for its
-state when it runs, so a switch that is flipped between a forward and its backward counts.
+state when it runs. So a switch that a user flips between a forward and its backward takes effect in that backward.
 """
 
 from __future__ import annotations
@@ -39,54 +39,53 @@ class _Gathered:
 
 @dataclass(eq=False, kw_only=True)
 class Unit:
-    """The parameters claimed by one ``fully_shard`` call.
+    """The parameters of one ``fully_shard`` call.
 
-    ``settings`` holds what its graphs are traced with. The other fields are read when a graph, or an uncompiled
-    forward, runs. A parameter is in one of the first three states, its gradient may be in the fourth:
+    ``settings`` holds what graphs are traced with. The other fields are read when a graph or an uncompiled forward
+    runs. A parameter is in one of the first three states; its gradient may be in the fourth:
 
     ======================  ==========================================  ==========================================
     State                   Who holds which bytes                       What moves it on
     ======================  ==========================================  ==========================================
-    sharded                 ``_parameters`` of its modules: this        to gathered: a compiled graph that reads it;
-                            rank's padded shard, in the parameter's     the first read in an uncompiled forward of
-                            dtype. Always held, in every state.         the unit (gathers all of the unit); a
-                                                                        prefetch; ``module.unshard()``.
-    gathered                The whole parameter, in ``param_dtype``.    to sharded: the last read in the graph; the
-                            Compiled: a buffer of the graph, and what   end of the unit's forward (:meth:`end_forward`,
-                            autograd saves of it if the unit does not   if it :attr:`reshards`); the end of the
-                            reshard. Uncompiled: ``in_use`` while a     backward (:meth:`end_backward`);
-                            forward of the unit runs, then autograd.    :meth:`reshard`; a change of the shard (a
-                            After ``unshard()``: ``_gathered``, and     new version makes :meth:`gathered_value`
-                            the modules show it. Started and not        None). To kept: ``keeps_from_forward``.
-                            waited for: ``_prefetched``.
-    kept between            ``_gathered``: the whole parameter, from    to sharded: the end of a backward that
-    micro-batches           the forward of one micro-batch on. The      reduces; :meth:`reshard`; a change of the
-                            next graphs take it as an input instead     shard (an optimizer step).
-                            of gathering.
-    waiting for a           ``gradients.unreduced``: the full gradient  to the shard's ``.grad``: the next backward
-    reduction               of this rank (``reduce_grads`` is False,    that reduces, which adds it to its own; the
-                            or ``reduces_unused`` and uncompiled).      end of the last backward
-                            ``gradients.partial``: this rank's padded   (:meth:`reduce_left_over`). Dropped by
-                            piece, not summed over the replicate axis   :meth:`drop_iteration`.
-                            (``all_reduce_grads`` is False). Both in
-                            the dtype of the reduction.
+    sharded                 The modules' ``_parameters``: this rank's   To gathered: a graph that reads it; the first
+                            shard, in the parameter's dtype. Held in    read in an uncompiled forward of the unit, which
+                            all states.                                 gathers the whole unit; a prefetch;
+                                                                        ``module.unshard()``.
+    gathered                The full parameter, in ``param_dtype``.     To sharded: the last read in the graph; the end
+                            Compiled: a buffer of the graph, and what   of an uncompiled forward (:meth:`end_forward`)
+                            autograd saves if the unit does not         if the unit :attr:`reshards`; the end of the
+                            reshard. Uncompiled: ``in_use`` during a    backward (:meth:`end_backward`);
+                            forward of the unit, then autograd.         :meth:`reshard`. To kept: the end of a forward
+                            After ``unshard()``: ``_gathered``; the     with :attr:`keeps_from_forward`.
+                            modules show it. Before its wait:
+                            ``_prefetched``.
+    kept between            ``_gathered``: the full parameter. The      To sharded: the end of a backward that reduces;
+    micro-batches           next graphs take it as an input and do      :meth:`reshard`; a change of the shard, such as
+                            not gather it.                              an optimizer step.
+    waiting for a           ``gradients.unreduced``: this rank's full   To ``.grad`` of the shard: the next backward
+    reduction               gradient, if ``reduce_grads`` is False, or  that reduces adds it to its own gradient; the
+                            uncompiled if ``reduces_unused``.           end of a backward reduces the rest
+                            ``gradients.partial``: this rank's piece,   (:meth:`reduce_left_over`) if the tree's
+                            not summed over the replicate axis, if      ``is_last_backward``. :meth:`drop_iteration`
+                            ``all_reduce_grads`` is False. Both in the  drops it.
+                            dtype of the reduction.
     ======================  ==========================================  ==========================================
 
     Attributes:
-        tree: what it shares with the other units of its model.
+        tree: the state that it shares with the other units of its model.
         modules: the modules given to ``fully_shard``.
-        settings: what its graphs are traced with; call :meth:`refresh` after a change.
+        settings: what graphs are traced with; call :meth:`refresh` after a change.
         label: path of the unit's module, "root" for the outermost.
         slots: its parameters.
-        forward_prefetch, backward_prefetch: units whose gathers start right after this one's.
-        reduce_grads: reduce gradients in the backward; False adds them up unreduced.
-        all_reduce_grads: with a replicate axis, also sum over it; False keeps the partial sums.
-        reshard_after_backward: free kept parameters once a backward has used them.
-        reduces_unused: reduce zeros for parameters that got no gradient.
-        keeps_between: a planner has its parameters stay gathered for the next micro-batch while gradients wait.
+        forward_prefetch, backward_prefetch: units whose gathers start after this one's.
+        reduce_grads: whether backwards reduce gradients; False adds them up unreduced.
+        all_reduce_grads: whether they also sum over the replicate axis; False keeps the partial sums.
+        reshard_after_backward: whether the backward frees parameters that the forward kept.
+        reduces_unused: whether parameters without a gradient take part in the reductions, with zeros.
+        keeps_between: a planner keeps its parameters gathered for the next micro-batch while gradients wait.
         gradients: the gradients that wait for a reduction.
-        in_use: the full parameters by name while an uncompiled forward of the unit runs, empty before
-            the first of them is read; else None.
+        in_use: the full parameters by name while an uncompiled forward of the unit runs, empty until the first one is
+            read; else None.
     """
 
     tree: Tree
@@ -115,9 +114,9 @@ class Unit:
         setattr(self.handle, COMMS, self.settings.comms)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        """A unit of the copied modules, with the same settings and switches, and no state.
+        """A unit with the same settings and switches, without modules and without state.
 
-        The copied modules enter themselves. It is a root until a copied root claims it.
+        The copied modules are added later. The unit is a root until a copied root claims it.
         """
         return Unit(
             tree=Tree(),
@@ -153,7 +152,7 @@ class Unit:
 
     @property
     def reshards(self) -> bool:
-        """Whether the backward gathers again: what the user said, else all but the root."""
+        """Whether the backward gathers again: the user's setting; without one, True for all units but the root."""
         if self.settings.reshard_after_forward is None:
             return not self.is_root
         return self.settings.reshard_after_forward is not False
@@ -167,22 +166,22 @@ class Unit:
 
     @property
     def keeps_from_forward(self) -> bool:
-        """Whether what a forward gathers stays gathered for the forwards after it."""
+        """Whether parameters that a forward gathers stay gathered for later forwards."""
         return self.stays_gathered or (not self.reshards and not self.reshard_after_backward)
 
     @property
     def stays_gathered(self) -> bool:
-        """Whether parameters that are gathered stay so for the next micro-batch."""
+        """Whether gathered parameters stay so for the next micro-batch."""
         return self.keeps_between and not self.reduce_grads
 
     def gathered_value(self, name: str) -> Tensor | None:
-        """The full parameter if it is gathered, and its shard has not changed since."""
+        """The full parameter if it is gathered and its shard has not changed since; else None."""
         kept = self._gathered.get(name)
         return kept.full if kept is not None and kept.version == self._version_of(name) else None
 
     def keep(self, name: str, full: Tensor) -> None:
-        """Keeps a gathered parameter until the unit is resharded or its shard changes; none of an inference mode."""
-        if full.is_inference():  # no later forward could save it
+        """Keeps a gathered parameter until the unit is resharded or its shard changes."""
+        if full.is_inference():  # not kept: a later forward could not save it for its backward
             return
         self._gathered[name] = _Gathered(full.detach(), self._version_of(name))
 
@@ -190,7 +189,7 @@ class Unit:
         return version_of(self.slot_of(name).param)
 
     def held(self) -> Iterator[Tensor]:
-        """What the unit holds beside shards: gathered parameters, and gradients that wait for a reduction."""
+        """The tensors that the unit holds besides shards: gathered parameters, and gradients that wait."""
         yield from (kept.full for kept in self._gathered.values())
         yield from self.gradients.tensors()
 
@@ -200,18 +199,18 @@ class Unit:
         return bool(self._gathered)
 
     def start_unshard(self, slots: Sequence[ParameterSlot] | None = None) -> PendingGather:
-        """Starts gathering parameters (all, or ``slots``) that are not gathered: one collective per dtype."""
+        """Starts to gather those of ``slots`` (None: of all) that are not gathered; one collective for each dtype."""
         wanted = self.slots if slots is None else slots
         missing = [(slot, local_shard(slot)) for slot in wanted if self.gathered_value(slot.name) is None]
         return PendingGather(self, missing)
 
     def prefetch(self) -> None:
-        """Starts gathering for the forward that comes, unless that was done."""
+        """Starts to gather for the next forward, unless that has started."""
         if self._prefetched is None:
             self._prefetched = self.start_unshard()
 
     def gather(self, slots: Sequence[ParameterSlot]) -> list[Tensor]:
-        """The full parameters of ``slots``, gathered now where they are not yet; keeps what is to be kept."""
+        """The full parameters of ``slots``. Gathers those that are not gathered, and keeps them if the unit does."""
         pending, self._prefetched = self._prefetched or self.start_unshard(slots), None
         fresh = pending.take()
         result = []
@@ -233,18 +232,18 @@ class Unit:
             meet(call.group_name, step, what=shortened(step), remedy=_GATHER_REMEDY)
 
     def begin_forward(self) -> dict[str, Tensor] | None:
-        """An uncompiled forward of the unit begins; returns what :meth:`end_forward` takes."""
+        """Begins an uncompiled forward of the unit; returns the argument of :meth:`end_forward`."""
         outer, self.in_use = self.in_use, {}
         return outer
 
     def end_forward(self, outer: dict[str, Tensor] | None) -> None:
-        """An uncompiled forward of the unit ends: frees its parameters (autograd keeps what it needs)."""
+        """Ends an uncompiled forward of the unit, and frees its parameters; autograd keeps those it needs."""
         self.in_use = outer
         if self.reshards and self.is_gathered:
             self.reshard()
 
     def finish_unshard(self, pending: PendingGather) -> None:
-        """Waits for a gather of this unit, keeps the full parameters, and has the modules show them."""
+        """Waits for a gather of this unit, keeps the full parameters, and makes the modules show them."""
         for name, full in pending.take().items():
             self.keep(name, full)
         for slot in self.slots:
@@ -253,7 +252,7 @@ class Unit:
                 slot.show(kept)
 
     def drop_prefetched(self) -> None:
-        """Waits for a gather that nothing has asked for, and frees its result."""
+        """Waits for a prefetched gather that no forward has used, and frees its result."""
         if self._prefetched is not None:
             self._prefetched.take()
             self._prefetched = None
@@ -267,7 +266,7 @@ class Unit:
         self._has_run = False
 
     def mark_run(self) -> None:
-        """A forward that will have a backward has run: the unit takes part in its reductions."""
+        """Notes that a forward with gradients has run: the unit takes part in the reductions of its backward."""
         self._has_run = True
 
     def reshard(self) -> None:
@@ -276,19 +275,19 @@ class Unit:
         self.hide()
 
     def hide(self) -> None:
-        """Shows the shards, and keeps what is gathered."""
+        """Shows the shards, and keeps the gathered parameters."""
         for slot in self.slots:
             slot.hide()
 
     def end_backward(self) -> None:
-        """Frees what is gathered, unless it is to stay so."""
+        """Frees the gathered parameters at the end of a backward, unless they stay for the next micro-batch."""
         if not self.stays_gathered and (
             self.reshard_after_backward or (self.keeps_between and self.reshards)
         ):
             self.reshard()
 
     def refresh(self) -> None:
-        """After a setting changed: what the unit's next graphs are traced with."""
+        """Rebuilds what the next graphs are traced with; call it after a change of ``settings``."""
         for slot in self.slots:
             slot.refresh()
 
@@ -309,7 +308,7 @@ class Unit:
         self.tree.waiting = True
 
     def reduce(self, calls: Sequence[ReduceGradCall]) -> list[Tensor | None]:
-        """What an uncompiled backward does with gradients: those of the shards, or None for later."""
+        """Reduces gradients in an uncompiled backward; None for each that waits."""
         self.tree.queue_end_of_backward()
         if self.reduce_grads and not self.reduces_unused:
             return self._reduce_now(calls)
@@ -323,7 +322,7 @@ class Unit:
         return result
 
     def reduce_left_over(self) -> None:
-        """Reduces what no backward has: of earlier micro-batches, or zeros for unused parameters."""
+        """Reduces gradients that wait, and zeros for unused parameters, at the end of a backward."""
         if not self.reduce_grads:
             return
         waiting = set(self.unreduced) | (set(self.partial) if self.all_reduce_grads else set())
@@ -354,7 +353,7 @@ class Unit:
 
 
 def unit_of(handle: Tensor | None) -> Unit | None:
-    """The unit a handle stands for; None for the stand-in of a handle (while tracing, or in a test)."""
+    """The unit of a handle; None for a stand-in (while tracing, or in a test)."""
     state = unit_state_of(handle)
     return state if isinstance(state, Unit) else None
 

@@ -1,8 +1,8 @@
-"""unit_settings: what the user set for a unit, and its graphs are traced with.
+"""What a user sets for a unit and its graphs are traced with.
 
-A compiled graph holds these values: Dynamo guards on the policy and the devices, which a forward reads, and on
-``ParameterSlot.arguments``, which hold the rest. Whoever changes a setting calls ``Unit.refresh`` afterwards; the next
-forward is then traced again. The switches that a graph reads when it runs are fields of ``Unit``.
+A compiled graph depends on these values. Dynamo guards on the policy and the devices, which a forward reads, and on
+``ParameterSlot.arguments``, which hold the rest. After a change call ``Unit.refresh``; the next forward is then traced
+again. Switches that a graph reads when it runs are fields of ``Unit``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..ir import NO_AXIS, MeshAxis, UserComms
 class UnitSettings:
     """The settings of one unit.
 
-    The class is not frozen: Dynamo would guard on every field of a frozen dataclass, also on those no forward reads.
+    The class is not frozen: the setters of ``FSDPModule`` change it.
 
     Attributes:
         reshard_after_forward: as given to ``fully_shard``: True, False, a number of ranks, or None.

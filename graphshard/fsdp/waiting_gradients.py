@@ -1,4 +1,4 @@
-"""waiting_gradients: gradients of a unit that wait for a reduction, and the reduction of an uncompiled unit."""
+"""The gradients of a unit that wait for a reduction, and the reduction of an uncompiled unit."""
 
 from __future__ import annotations
 

@@ -44,5 +44,5 @@ class UnitState(Protocol):
 
 
 def unit_state_of(handle: Tensor | None) -> UnitState | None:
-    """The unit a handle stands for; None for a stand-in (while tracing, or in a test)."""
+    """The unit of a handle; None for a stand-in (while tracing, or in a test)."""
     return getattr(handle, UNIT, None)
