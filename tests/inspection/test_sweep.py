@@ -1,7 +1,6 @@
 """``graphshard sweep``: every point is what inspect says, with two captures for all batch sizes."""
 
 import csv
-import gc
 import importlib
 import json
 import os
@@ -17,7 +16,6 @@ from test_inspect_command import MODULE
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
-from graphshard.capture import spared_by_garbage_collection
 from graphshard.capture.capture_step import ShardingRules, capture_step
 from graphshard.capture.change_batch import numbers_of, step_between
 from graphshard.capture.change_mesh import can_reshard, reshard_step
@@ -548,19 +546,6 @@ def test_processes_get_the_environment_of_now(here, monkeypatch):
 
 def _fails(batch):
     raise KeyError(os.environ["SWEPT_SIZE"])
-
-
-def test_what_lives_on_is_spared_by_garbage_collection():
-    """What is frozen may still die of its own: only a few do here, and what is new within is not frozen."""
-    gc.collect()
-    assert gc.get_freeze_count() == 0
-    with spared_by_garbage_collection():
-        frozen = gc.get_freeze_count()
-        new = [[] for _ in range(10_000)]
-        with spared_by_garbage_collection():
-            assert 0 < gc.get_freeze_count() < frozen + len(new)
-        assert gc.get_freeze_count() > frozen - len(new)
-    assert gc.get_freeze_count() == 0
 
 
 def test_processes_start_from_one_that_has_imported(monkeypatch):
