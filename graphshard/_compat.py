@@ -1,6 +1,6 @@
 """Private torch names, in one place, each with the versions it was checked on.
 
-The Inductor hand-over (:mod:`graphshard.backend.inductor_config`) has its own private imports; nothing else in the
+The Inductor hand-over (:mod:`graphshard.backend.inductor`) has its own private imports; nothing else in the
 project may import a private torch name.
 """
 
@@ -64,7 +64,6 @@ __all__ = [
     "gather_single",
     "gradients_are_boxed",
     "group_by_name",
-    "group_store",
     "group_timeout_seconds",
     "in_onednn",
     "in_recomputation",
@@ -80,6 +79,7 @@ __all__ = [
     "queue_after_backward",
     "reduce_scatter_single",
     "storage_id",
+    "store_of",
     "strided_shard",
     "tree_leaves",
     "tree_map",
@@ -132,8 +132,8 @@ def in_recomputation() -> bool:
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
-def group_store(group: dist.ProcessGroup) -> dist.Store:
-    """The key-value store a process group was made with (checked: 2.13)."""
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The key-value store that a process group was made with (checked: 2.13)."""
     from torch.distributed.distributed_c10d import _world
 
     return _world.pg_map[group][1]

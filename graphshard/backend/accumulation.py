@@ -17,8 +17,9 @@ from ..ir import UNSHARD, tensor_bytes
 from ..pipeline import PassContext
 from ..planner import KeepingCost, choose_kept, held_beside
 from ..planner.search import InfeasibleBudgetError
-from .half import Selection, shard_ops, specialised
-from .step_trials import JointTrials, StepChoice
+from .half_variants import Selection, shard_ops, specialise_graph
+from .step_choice import StepChoice
+from .step_trials import JointTrials
 
 
 def choose_kept_between(
@@ -135,7 +136,7 @@ class _Accumulation:
         gm, ctx = half
         _, reductions = shard_ops(gm, frozenset())
         unreduced = frozenset(reductions[index].output for index in selection.unreduced)
-        state, values = specialised(gm, selection)
+        state, values = specialise_graph(gm, selection)
         ctx = replace(ctx, unreduced=unreduced, held_bytes=held_bytes)
         self.trials.lower.run(state, ctx)
         waiting_bytes = sum(map(tensor_bytes, values[len(selection.supplied) :]))

@@ -8,10 +8,9 @@ halves, the planner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -20,73 +19,15 @@ from torch._ops import OpOverload
 from ..cost import GraphPrices
 from ..ir import UNSHARD, UnshardCall, argument, copy_graph, output_values, tensor_bytes
 from ..memory import resident_bytes
-from ..passes import KeepGathered, PlanCollectives, RecomputeActivations
+from ..passes import KeepGathered, PlanCollectives
 from ..pipeline import PassContext, Pipeline, context_from_shard_ops, pieces_of
 from ..planner import SHARES, KeepingCost, PlannedGraph, choose_saved, default_peak, extend_kept
 from ..planner.search import EXACT_STATES, InfeasibleBudgetError, Plan
-from .inductor_config import partition_as_inductor, saved_share, type_rng_states
+from .inductor import partition_as_inductor, saved_share, type_rng_states
+from .step_choice import StepChoice
 
 #: Bytes that may be live in a half, from the half and its context.
 BudgetOf = Callable[[fx.GraphModule, PassContext], int | str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepChoice:
-    """What was chosen for both halves.
-
-    Attributes:
-        kept: the units that keep their parameters.
-        peak_bytes: the most that a half holds with the default choice, its units gathered one ahead, beside inputs
-            that live through the step (each half reads only some of those), where nothing else limits the plans.
-        input_bytes: of all inputs of the joint graph: for steps of other sizes ``peak_bytes`` says nothing.
-        kept_between: the units whose parameters stay gathered between micro-batches, while gradients are not reduced.
-        saved_share: of the activations that the partitioner would save by itself; None if all of these are saved.
-        recomputed, saved: what that share comes to, by the names of nodes; see ``recompute_activations``.
-    """
-
-    kept: tuple[str, ...]
-    peak_bytes: int | None = None
-    input_bytes: int = 0
-    kept_between: tuple[str, ...] = ()
-    saved_share: float | None = None
-    recomputed: tuple[str, ...] = ()
-    saved: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return "\n".join(
-            [f"units that keep their parameters: {', '.join(self.kept) or 'none'}", *self.notes()]
-        )
-
-    def notes(self) -> list[str]:
-        """For people: what stays between micro-batches, and that activations are computed again."""
-        between = f"units that keep their parameters between micro-batches: {', '.join(self.kept_between)}"
-        found = [between] if self.kept_between else []
-        if self.saved_share is None:
-            return found
-        return [
-            *found,
-            f"{len(self.recomputed)} ops of the forward are computed again in the backward, to keep the memory budget: "
-            f"{self.saved_share:g} of the activations that torch would save by itself is saved.",
-        ]
-
-    def extended(self, tag: Pipeline) -> Pipeline:
-        """The passes that tag a joint graph for the partitioner, with the choice of activations."""
-        if self.saved_share is None:
-            return tag
-        step = RecomputeActivations(recomputed=self.recomputed, saved=self.saved)
-        return Pipeline(*tag.passes, step, given=tag.given)
-
-    def to_dict(self) -> dict[str, object]:
-        """As JSON can hold it."""
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(data: Mapping[str, object]) -> StepChoice:
-        """Reads :meth:`to_dict` back."""
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
-        }
-        return StepChoice(**values)
 
 
 #: What a choice costs; raises InfeasibleBudgetError where no plan keeps the budget.
@@ -259,9 +200,9 @@ class JointTrials:
         assert context.first_gradient is not None
         parameters = [binding.position for binding in context.parameters]
         halves = partition_as_inductor(trial, context.first_gradient, parameters, lambda _: None, share)
-        for half in halves:
+        for half in (halves.forward, halves.backward):
             type_rng_states(half)
-        return halves
+        return halves.forward, halves.backward
 
 
 def draws_random_numbers(graph: fx.Graph) -> bool:

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from .._compat import group_by_name, group_store, group_timeout_seconds
+from .._compat import group_by_name, group_timeout_seconds
 from ..errors import AgreementError
 from ..ir import text_fingerprint
+from .group_store import group_store, is_fake_group
 from .refusals import Refusals
 
 
@@ -102,11 +103,11 @@ class Agreement:
 
 def agree_on_group(name: str, sequence: Sequence[str], *, what: str) -> None:
     """:meth:`Agreement.require` among the ranks of the process group ``name``; nothing on a fake one."""
-    group = group_by_name(name)
-    if dist.get_backend(group) == "fake":  # there is no other rank to agree with
+    if is_fake_group(name):
         return
+    group = group_by_name(name)
     agreement = Agreement(
-        store=dist.PrefixStore(f"graphshard/{name}", group_store(group)),
+        store=group_store(name),
         rank=group.rank(),
         num_ranks=group.size(),
         timeout_seconds=group_timeout_seconds(group),

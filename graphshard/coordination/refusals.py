@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from .._compat import TorchDynamoException, group_by_name, group_store
+from .._compat import TorchDynamoException, group_by_name
 from ..errors import RefusedError
+from .group_store import group_store, is_fake_group
 
 #: A rank that waits looks again after at least so long, then after a tenth of the time it has waited, and at most.
 _LEAST_SECONDS, _SHARE, _MOST_SECONDS = 0.001, 0.1, 1.0
@@ -38,9 +39,7 @@ class Refusals:
     @staticmethod
     def of_group(name: str) -> Refusals:
         """Of the process group of this name, which is no fake one."""
-        group = group_by_name(name)
-        store = dist.PrefixStore(f"graphshard/{name}/refusals", group_store(group))
-        return Refusals(store=store, rank=group.rank())
+        return Refusals(store=group_store(name, "refusals"), rank=group_by_name(name).rank())
 
     def round(self) -> int:
         """How many refusals this rank has left behind."""
@@ -95,7 +94,7 @@ def refusing(groups: Iterable[str], what: str) -> Iterator[None]:
         groups: names of process groups.
         what: what is done in here, for their error.
     """
-    boards = [Refusals.of_group(name) for name in groups if dist.get_backend(group_by_name(name)) != "fake"]
+    boards = [Refusals.of_group(name) for name in groups if not is_fake_group(name)]
     rounds = [board.round() for board in boards]
     try:
         yield

@@ -8,10 +8,9 @@ is about to do. It costs a few round trips to the store and no collective.
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
-from .._compat import group_by_name, group_store, group_timeout_seconds
+from .._compat import group_by_name, group_timeout_seconds
 from ..errors import AgreementError, RefusedError
+from .group_store import group_store, is_fake_group
 from .refusals import Refusals
 
 _SEPARATOR = "\n"
@@ -32,11 +31,11 @@ def meet(group_name: str, step: str, *, what: str, remedy: str) -> None:
         RefusedError: a rank has refused a graph and does not come.
     """
     group = group_by_name(group_name)
-    if group.size() == 1 or dist.get_backend(group) == "fake":
+    if group.size() == 1 or is_fake_group(group_name):
         return
     refusals = Refusals.of_group(group_name)
     number = refusals.round()
-    store = dist.PrefixStore(f"graphshard/{group_name}/meet/{number}", group_store(group))
+    store = group_store(group_name, "meet", str(number))
     rank = group.rank()
     turn = store.add(f"turn/{rank}", 1)
     words = _SEPARATOR.join((str(rank), what, step))

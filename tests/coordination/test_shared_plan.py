@@ -7,9 +7,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from graphshard.coordination import shared_plan
+from graphshard.backend.dynamo_graph import label_models
+from graphshard.coordination import group_store
 from graphshard.coordination.refusals import Refusals
-from graphshard.coordination.shared_plan import PlanStore, decide_together, label_models
+from graphshard.coordination.shared_plan import Decision, PlanStore, decide_together
 from graphshard.errors import AgreementError, OptionError, RefusedError
 from graphshard.pipeline.context import KnownPlan
 
@@ -18,14 +19,11 @@ PLAN, OTHER = {"steps": [1, 2]}, {"steps": [3]}
 
 def _decision(stores, made=PLAN):
     """What one rank follows, and whether it made that itself."""
-    found = []
 
     def decide(plan):
-        found.append((plan or made, plan is None))
-        return found[0][0]
+        return Decision(plan=plan or made, result=(plan or made, plan is None))
 
-    decide_together(stores, "key", decide, what="a graph")
-    return found[0]
+    return decide_together(stores, "key", decide, what="a graph")
 
 
 def test_a_known_plan_survives_json():
@@ -162,8 +160,8 @@ def test_models_are_counted_in_each_group_and_keep_their_place(monkeypatch):
         def rank(self):
             return 0
 
-    monkeypatch.setattr(shared_plan, "group_by_name", Group)
-    monkeypatch.setattr(shared_plan, "group_store", lambda group: stores[group.name])
+    monkeypatch.setattr(group_store, "group_by_name", Group)
+    monkeypatch.setattr(group_store, "store_of", lambda group: stores[group.name])
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
     one, other = _Model("a"), _Model("a", "b")
     assert label_models([one]) == {"a": "1"}

@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.small_graphs import GraphBuilder, ParameterSpec, aten, parameter_graph
 
-from graphshard.backend.entry import JOINT_PIPELINE, half_pipeline
 from graphshard.backend.options import BackendOptions
+from graphshard.backend.pipelines import JOINT_PIPELINE, half_pipeline
 from graphshard.cost import load_card
 from graphshard.errors import GraphShardError, PassError, PipelineError
 from graphshard.ir.collectives import ALL_GATHER
