@@ -11,9 +11,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -139,9 +141,16 @@ class Pipeline:
         return first, Pipeline(*self.passes[index:], given=first.facts_at_end)
 
     def uuid(self) -> str:
-        """Hash of the pipeline's text and of the source of its passes: a key for compile caches."""
-        sources = {inspect.getsource(type(step)) for step in self.passes}
-        return text_fingerprint("\n".join([str(self), torch.__version__, *sorted(sources)]))
+        """A key for compile caches: a hash of the pipeline's text, of torch's version, and of source.
+
+        Source is all files of graphshard, and for a pass from elsewhere its class and all files of the package it is
+        in (its own file if it is in none). So the key covers what passes call there; it does not cover what they call
+        in further packages.
+        """
+        classes = [type(step) for step in self.passes]
+        sources = sorted({inspect.getsource(kind) for kind in classes if not _is_own(kind)})
+        contents = [text_fingerprint(file.read_text()) for file in source_files(classes)]
+        return text_fingerprint("\n".join([str(self), torch.__version__, *sources, *contents]))
 
     def run(self, gm: fx.GraphModule, ctx: PassContext, *, before: str | None = None) -> list[PassRecord]:
         """Runs every pass on ``gm`` in place.
@@ -179,6 +188,24 @@ class Pipeline:
         The checks and the texts of :meth:`run` take longer than the passes.
         """
         return [step.run(gm, ctx) for step in self.passes]
+
+
+def source_files(kinds: Iterable[type[Pass]]) -> list[Path]:
+    """The files of graphshard, and those of the packages that some passes are in."""
+    places = {Path(__file__).parents[1], *map(_folder_of, kinds)}
+    return sorted(
+        {file for place in places for file in (place.rglob("*.py") if place.is_dir() else (place,))}
+    )
+
+
+def _is_own(kind: type[Pass]) -> bool:
+    return kind.__module__.split(".")[0] == __name__.split(".")[0]
+
+
+def _folder_of(kind: type[Pass]) -> Path:
+    """The folder of the package that a class is in; its file if it is in none."""
+    file = Path(inspect.getfile(kind))
+    return file.parent if getattr(sys.modules.get(kind.__module__), "__package__", "") else file
 
 
 def _pass_text(step: Pass) -> str:

@@ -218,3 +218,14 @@ def test_other_backends_than_gloo_are_not_waited_for(fake_group, monkeypatch):
     options = {"hardware": "cpu-loopback", "bucket": "auto", "memory_budget": "1GB"}
     torch.compile(model, backend="graphshard", options=options)(torch.zeros(4, 8)).sum().backward()
     assert asked == [False, False]
+
+
+def test_a_pinned_order_is_cached_by_the_source_of_the_waits_that_it_calls(tmp_path, monkeypatch):
+    source, keys = Path(gloo_release.__file__).read_text(), []
+    for name, text in (("first", source), ("equal", source), ("edited", f"{source}# another line\n")):
+        file = tmp_path / f"{name}.py"
+        file.write_text(text)
+        monkeypatch.setattr(gloo_release, "__file__", str(file))
+        with pinning_patch():
+            keys.append(inductor_config._pre_fusion_custom_pass.uuid())
+    assert keys[0] == keys[1] != keys[2]
