@@ -5,6 +5,7 @@ import re
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
