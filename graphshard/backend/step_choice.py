@@ -15,13 +15,13 @@ class StepChoice:
     """What was chosen for both halves.
 
     Attributes:
-        kept: the units that keep their parameters.
-        peak_bytes: the most that a half holds with the default choice, its units gathered one ahead, beside inputs
-            that live through the step (each half reads only some of those), where nothing else limits the plans.
-        input_bytes: of all inputs of the joint graph: for steps of other sizes ``peak_bytes`` says nothing.
-        kept_between: the units whose parameters stay gathered between micro-batches, while gradients are not reduced.
-        saved_share: of the activations that the partitioner would save by itself; None if all of these are saved.
-        recomputed, saved: what that share comes to, by the names of nodes; see ``recompute_activations``.
+        kept: the units that keep their parameters for the backward.
+        peak_bytes: the most that a half holds with the default choice and one unit gathered ahead, without the inputs
+            that live through the step (each half reads only some of those). It limits the plans if nothing else does.
+        input_bytes: of all inputs of the joint graph; ``peak_bytes`` holds for steps of this size only.
+        kept_between: the units that keep their parameters between micro-batches whose gradients are not reduced.
+        saved_share: of the activations that the partitioner would save by itself; None if all of them are saved.
+        recomputed, saved: names of the nodes that this share comes to; see ``recompute_activations``.
     """
 
     kept: tuple[str, ...]
@@ -38,7 +38,7 @@ class StepChoice:
         )
 
     def notes(self) -> list[str]:
-        """For people: what stays between micro-batches, and that activations are computed again."""
+        """Sentences for a reader: what stays between micro-batches, and whether activations are recomputed."""
         between = f"units that keep their parameters between micro-batches: {', '.join(self.kept_between)}"
         found = [between] if self.kept_between else []
         if self.saved_share is None:
@@ -50,7 +50,7 @@ class StepChoice:
         ]
 
     def extended(self, tag: Pipeline) -> Pipeline:
-        """The passes that tag a joint graph for the partitioner, with the choice of activations."""
+        """The passes ``tag``, and behind them the one that tags the chosen activations for the partitioner."""
         if self.saved_share is None:
             return tag
         step = RecomputeActivations(recomputed=self.recomputed, saved=self.saved)

@@ -1,9 +1,9 @@
-"""Passes with contracts, and pipelines that hold them to it.
+"""Passes with contracts, and the pipeline that checks them.
 
-A pass is a frozen, keyword-only dataclass whose fields are its options. A :class:`Pipeline` is a
-tuple of passes; building it folds what they require, provide and break, so a wrong order fails
-there. Running it lints the graph and checks every fact now held after each pass, and checks that a
-pass reported a change exactly when the graph text moved.
+A pass is a frozen, keyword-only dataclass whose fields are its options. A :class:`Pipeline` is a tuple of passes.
+Building it folds what they require, provide and break, so a wrong order fails there. Running it checks after each pass
+that the graph is well-formed, that every fact that should hold does, and that the pass reported a change exactly if the
+graph text changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .facts import CHECKERS, Fact
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassResult:
-    """What a pass hands to its caller beside the graph. Each pass that has such a result extends this class."""
+    """What a pass hands to its caller beside the graph; a pass with such a result extends this class."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +38,9 @@ class PassReport:
 
     Attributes:
         changed: whether the graph text differs from before.
-        counts: named numbers for people ("gathers merged": 12).
-        skipped: one sentence for each thing the pass declined to do, with the reason.
-        new_signature: the graph has other inputs, or outputs of other types, on purpose.
+        counts: named numbers for a reader ("gathers merged": 12).
+        skipped: one sentence, with the reason, for each thing that the pass did not do.
+        new_signature: the pass changed the inputs or the types of the outputs on purpose.
         planned: the result of a planning pass (:class:`graphshard.planner.plan_graph.PlannedGraph`).
     """
 
@@ -53,7 +53,7 @@ class PassReport:
 
 @runtime_checkable
 class Pass(Protocol):
-    """One graph transformation. It edits the graph in place and does nothing else."""
+    """One graph transformation: it edits the graph in place and does nothing else."""
 
     name: ClassVar[str]
     requires: ClassVar[frozenset[Fact]]
@@ -65,7 +65,7 @@ class Pass(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRecord:
-    """One pass of one run: report, time, and the size of the graph after it."""
+    """One pass of one run: its report, its time, and the graph after it."""
 
     name: str
     report: PassReport
@@ -136,7 +136,7 @@ class Pipeline:
         return Pipeline(*(_parse_pass(part.strip(), known) for part in parts), given=given)
 
     def split(self, index: int) -> tuple[Pipeline, Pipeline]:
-        """The passes in front of ``index``, and the rest, as two pipelines that run one after the other."""
+        """The passes before ``index`` and the rest, as two pipelines that run one after the other."""
         first = Pipeline(*self.passes[:index], given=self.given)
         return first, Pipeline(*self.passes[index:], given=first.facts_at_end)
 
@@ -158,7 +158,7 @@ class Pipeline:
         Args:
             gm: the graph.
             ctx: what passes know.
-            before: the graph's text, where the caller has it.
+            before: the graph's text, if the caller has it.
 
         Raises:
             PassError: a pass broke a fact, the graph's signature, or its own report.
@@ -183,9 +183,9 @@ class Pipeline:
         return records
 
     def run_unchecked(self, gm: fx.GraphModule, ctx: PassContext) -> list[PassReport]:
-        """Runs every pass on ``gm`` in place and looks at nothing else: for graphs whose like was checked.
+        """Runs every pass on ``gm`` in place without checks, for a graph like one that was checked.
 
-        The checks and the texts of :meth:`run` take longer than the passes.
+        The checks and texts of :meth:`run` take longer than the passes.
         """
         return [step.run(gm, ctx) for step in self.passes]
 
