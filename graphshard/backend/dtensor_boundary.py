@@ -1,9 +1,9 @@
 """The boundary between DTensor parameters and compiled code, crossed once for all parameters of a graph.
 
-Dynamo's graph takes each parameter as a DTensor and calls ``to_local()`` on it. AOTAutograd would unwrap and wrap every
-DTensor in Python at each step, and ranks with fewer rows would trace another graph. So the graph is made to take the
-*padded local tensors*, equal in shape on every rank. One autograd function carries all of them: padded views on the way
-in, DTensor gradients on the way out.
+**Crossing the boundary.** Dynamo's graph takes each parameter as a DTensor and calls ``to_local()`` on it. AOTAutograd
+would unwrap and wrap every DTensor in Python at each step, and ranks with fewer rows would trace another graph. So the
+graph is made to take the *padded local tensors*, equal in shape on every rank. One autograd function carries all of
+them: padded views on the way in, DTensor gradients on the way out.
 """
 
 from __future__ import annotations

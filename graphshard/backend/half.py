@@ -1,8 +1,6 @@
 """One half of a captured graph at run time: it picks the variant for the state that its units are in.
 
-Whether gradients are reduced, and which parameters are gathered already, is state of the units
-(:mod:`graphshard.fsdp.unit`). Dynamo and AOTAutograd never see it. The half stays at level 1 and is compiled once for
-each state that it meets; a training that never changes a flag meets one state and compiles each half once.
+Why there are variants: see "Variants of a half" in :mod:`graphshard.backend.half_variants`.
 """
 
 from __future__ import annotations
