@@ -8,6 +8,7 @@ Read first: ``inductor_config`` (what is switched off), ``partition`` (the joint
 
 from .emitted_order import emitted_order, order_difference, planned_order
 from .inductor_config import (
+    JOINT_PASS,
     compile_fx,
     compile_fx_inner,
     compile_later,
@@ -17,7 +18,6 @@ from .inductor_config import (
 )
 from .order_pinning import pinning_patch
 from .partition import (
-    JOINT_PASS,
     JointPass,
     Partition,
     drop_rng_states,
