@@ -37,6 +37,7 @@ import graphshard
 import graphshard.backend.entry
 import many_parameters
 from contenders import WEIGHT_SEED, copy_source
+from graphshard.backend.dtensor_boundary import Boundary
 from step_report import round_ratios
 from step_time import choice_list, describe_machine, positive
 
@@ -84,9 +85,9 @@ def _graphshard(model: nn.Module, mesh: DeviceMesh) -> Stepper:
     return Stepper(forward=torch.compile(model, backend="graphshard"), module=model)
 
 
-def _stay_outside(gm: Any, inputs: Any, compile_graph: Callable[..., Any], regathered: Any = ()) -> Any:
-    """In the place of ``cross_boundary``: the compiled graph takes DTensors."""
-    return compile_graph(gm, inputs)
+def _stay_outside(gm: Any, inputs: Any) -> Boundary:
+    """In the place of ``enter_boundary``: the compiled graph takes DTensors."""
+    return Boundary(inputs=list(inputs))
 
 
 CONTENDERS: dict[str, Callable[[nn.Module, DeviceMesh], Stepper]] = {
@@ -109,9 +110,9 @@ def start_contender(
     """Build, compile and warm up one contender."""
     source = copy_source(name, folder, many_parameters.__file__)
     stepper = CONTENDERS[name](_model(source, options), mesh)
-    boundary = _stay_outside if name == "graphshard-naive" else graphshard.backend.entry.cross_boundary
+    boundary = _stay_outside if name == "graphshard-naive" else graphshard.backend.entry.enter_boundary
     start = time.perf_counter()
-    with patch.object(graphshard.backend.entry, "cross_boundary", boundary):
+    with patch.object(graphshard.backend.entry, "enter_boundary", boundary):
         stepper.run_step(x)
     print(f"  {name}: first step {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
     for _ in range(NUM_WARM_STEPS):

@@ -39,7 +39,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-#: Names that load Inductor, which takes seconds, and where they are: only once they are asked for.
+#: Names that load Inductor, which takes seconds, and their modules: imported when they are first asked for.
 _LATER = {
     "diff_reports": "report",
     "formulas": "inspection.formulas",
@@ -50,12 +50,12 @@ _LATER = {
 
 
 def __dir__() -> list[str]:
-    """What is offline, too, before it is asked for."""
+    """All public names, those that are not imported yet too."""
     return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what is offline when it is first asked for."""
+    """Imports a name of ``_LATER`` when it is first asked for."""
     if name in _LATER:
         return getattr(import_module(f".{_LATER[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

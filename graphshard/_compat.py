@@ -1,7 +1,7 @@
-"""Private torch names, in one place, each with the versions it was checked on.
+"""Private torch names, in one place, each with the versions that it was checked on.
 
-The Inductor hand-over (:mod:`graphshard.backend.inductor_config`) has its own private imports; nothing else in the
-project may import a private torch name.
+The hand-over to Inductor (:mod:`graphshard.backend.inductor`) has private imports of its own. No other module may
+import a private torch name.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ __all__ = [
     "gather_single",
     "gradients_are_boxed",
     "group_by_name",
-    "group_store",
     "group_timeout_seconds",
     "in_onednn",
     "in_recomputation",
@@ -80,6 +79,7 @@ __all__ = [
     "queue_after_backward",
     "reduce_scatter_single",
     "storage_id",
+    "store_of",
     "strided_shard",
     "tree_leaves",
     "tree_map",
@@ -88,25 +88,25 @@ __all__ = [
 
 
 def collective_op(name: str) -> Any:
-    """The op ``_c10d_functional.NAME``; None where this torch has none of that name."""
+    """The op ``_c10d_functional.NAME``; None if this torch has none of that name."""
     packet = getattr(torch.ops._c10d_functional, name, None)
     return None if packet is None else packet.default
 
 
-#: Whether ``DTensor.from_local`` takes placements for gradients (checked: 2.11 does not, 2.13 to 2.15 do). Where not,
-#: a gradient is placed as its value is, and cannot stay unsummed, as ``dp_mesh_dims`` needs it.
+#: Whether ``DTensor.from_local`` takes placements for gradients (checked: 2.11 does not, 2.13 to 2.15 do). If not, a
+#: gradient is placed like its value, and cannot stay unsummed, which ``dp_mesh_dims`` needs.
 from_local_takes_grad_placements = "grad_placements" in inspect.signature(DTensor.from_local).parameters
 
 
-#: Whether a backward may let go of the gradients that it was called with (checked: 2.11 and 2.12 may not, 2.13
-#: may). Where not, autograd holds these until it returns.
+#: Whether a backward may release the gradients that it was called with (checked: 2.11 and 2.12 may not, 2.13 may). If
+#: not, autograd holds them until the backward returns.
 gradients_are_boxed = hasattr(torch.autograd.Function, "boxed_grads_call")
 
 
 def lazy_graph_modules() -> AbstractContextManager[None]:
-    """A context in which captured graphs get Python code only once they are called (checked: 2.13).
+    """A context in which captured graphs get Python code only when they are called (checked: 2.13).
 
-    Most graphs of a capture are edited further and never run, and code is a sixth of a capture's time.
+    Most graphs of a capture are edited further and never run; making the code takes a sixth of a capture's time.
     """
     return _use_lazy_graph_module(True)
 
@@ -121,7 +121,7 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, Gua
 
 
 def in_recomputation() -> bool:
-    """True where a checkpointed region runs again: in a backward, with gradients enabled (checked: 2.13).
+    """True while a checkpointed region is recomputed: in a backward, with gradients enabled (checked: 2.13).
 
     A hook in a backward with ``create_graph=True`` looks the same.
     """
@@ -132,15 +132,15 @@ def in_recomputation() -> bool:
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
-def group_store(group: dist.ProcessGroup) -> dist.Store:
-    """The key-value store a process group was made with (checked: 2.13)."""
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The key-value store that a process group was made with (checked: 2.13)."""
     from torch.distributed.distributed_c10d import _world
 
     return _world.pg_map[group][1]
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:
-    """Has ``callback`` run when the backward that is running has ended (checked: 2.13)."""
+    """Runs ``callback`` when the current backward has ended (checked: 2.13)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -152,7 +152,7 @@ def group_by_name(name: str) -> dist.ProcessGroup:
 
 
 def uses_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether gloo communicates the group's tensors on the CPU (checked: 2.13)."""
+    """Whether gloo communicates the group's CPU tensors (checked: 2.13)."""
     return "cpu:gloo" in dist.get_backend_config(group).split(",")
 
 
@@ -180,9 +180,9 @@ def flatten_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """A cut along ``dim`` of what another axis, further right in the mesh, cut ``split_factor`` times.
+    """A cut along ``dim`` of what an axis further right in the mesh has cut into ``split_factor`` parts.
 
-    Without such a cut it is a plain ``Shard`` (checked: 2.13).
+    It is a plain ``Shard`` if there is no such cut (checked: 2.13).
     """
     return Shard(dim) if split_factor == 1 else _StridedShard(dim, split_factor=split_factor)
 
@@ -192,20 +192,20 @@ def capture_with_dynamo(
 ) -> fx.GraphModule:
     """One graph of a forward; its parameters are the module's own (checked: 2.13).
 
-    The newer ``dynamo_graph_capture_for_export`` builds no guards, but makes inputs of parameters and buffers
-    that nothing reads, once for each of their names, and lets numbers become symbols.
+    The newer ``dynamo_graph_capture_for_export`` builds no guards. But it makes inputs of parameters and buffers that
+    nothing reads, once for each of their names, and turns numbers into symbols.
     """
     return _dynamo_graph_capture_for_export(module)(*args, **kwargs)
 
 
 def breaks_off(gm: fx.GraphModule) -> bool:
-    """Whether a graph that Dynamo hands to a backend ends in front of a graph break (checked: 2.13)."""
+    """Whether a graph of Dynamo ends at a graph break (checked: 2.13)."""
     reason = gm.__dict__.get("compile_subgraph_reason")
     return reason is not None and reason.graph_break
 
 
 def returns_tuple_of(traced: fx.GraphModule, named: type) -> bool:
-    """Whether a forward that :func:`capture_with_dynamo` captured returns this named tuple (checked: 2.13)."""
+    """Whether a forward captured by :func:`capture_with_dynamo` returns this named tuple (checked: 2.13)."""
     return traced.graph._codegen.pytree_info.out_spec.context is named
 
 
@@ -216,7 +216,7 @@ def export_joint(
     kwargs: Mapping[str, Any],
     decompositions: Mapping[Any, Any],
 ) -> fx.GraphModule:
-    """Forward and backward as one graph of aten ops, whose inputs AOTAutograd describes (checked: 2.13)."""
+    """Forward and backward as one graph of aten ops; AOTAutograd describes its inputs (checked: 2.13)."""
     joint = aot_export_joint_with_descriptors(
         stack, traced, args, dict(kwargs), decompositions=dict(decompositions)
     )
@@ -225,9 +225,9 @@ def export_joint(
 
 
 def is_to_local(node: fx.Node) -> bool:
-    """Whether a node that Dynamo captured is ``to_local()`` of its one argument (checked: 2.11, 2.13).
+    """Whether a node that Dynamo captured is ``to_local()`` without arguments (checked: 2.11, 2.13).
 
-    Torch 2.11 captures a function made for the call, which closes over its arguments.
+    Torch 2.11 captures a function that is made for the call and closes over the call's arguments.
     """
     if len(node.args) != 1 or node.kwargs:
         return False
@@ -237,31 +237,31 @@ def is_to_local(node: fx.Node) -> bool:
 
 
 def parameter_of_input(node: fx.Node, traced: fx.GraphModule) -> nn.Parameter | None:
-    """The parameter of ``traced`` that enters through an input of its joint graph, if one does."""
+    """The parameter of ``traced`` that an input of its joint graph stands for; None if it stands for none."""
     described = node.meta.get("desc")
     return traced.get_parameter(described.target) if isinstance(described, ParamAOTInput) else None
 
 
 @functools.lru_cache(maxsize=4096)
 def is_composite(target: Any) -> bool:
-    """Whether torch composes an op of others, and only then runs kernels (checked: 2.13)."""
+    """Whether torch implements an op by calling other ops (checked: 2.13)."""
     is_op = isinstance(target, torch._ops.OpOverload)
     return is_op and target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
-#: Gathers and reduce-scatters of one tensor, by the names of torch 2.13 or the older ones (checked: 2.13).
+#: All-gather and reduce-scatter of one tensor, by their names in torch 2.13 or the older ones (checked: 2.13).
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def autograd_metadata() -> Any:
-    """What AOTAutograd knows of the graph that is compiled now; None outside of that (checked: 2.13)."""
+    """AOTAutograd's metadata of the graph that is being compiled; None outside of a compilation (checked: 2.13)."""
     context = TracingContext.try_get()
     return context.fw_metadata if context is not None else None
 
 
 def in_onednn(dtype: torch.dtype) -> bool:
-    """Whether oneDNN computes in this type here; torch may be built without it (checked: 2.13)."""
+    """Whether oneDNN computes in this dtype on this machine; torch may be built without it (checked: 2.13)."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype is torch.bfloat16:
@@ -279,33 +279,33 @@ _UNHELD = _counts(torch.empty(1))  # checked: 2.11, 2.13, 2.15
 
 
 def num_holders(tensor: torch.Tensor) -> int:
-    """How many others than Python names hold a tensor: work in progress, autograd, its views of it (checked: 2.13)."""
+    """How many holders a tensor has beside Python names: running work, autograd, its views (checked: 2.13)."""
     return _counts(tensor)[0] - _UNHELD[0]
 
 
 def num_memory_holders(tensor: torch.Tensor) -> int:
-    """How many others than ``tensor`` hold its memory: views, in Python code or elsewhere (checked: 2.13)."""
+    """How many holders the memory of ``tensor`` has beside it: views, in Python or elsewhere (checked: 2.13)."""
     return _counts(tensor)[1] - _UNHELD[1]
 
 
 def storage_id(value: torch.Tensor) -> int:
-    """A number that tensors share if they share their memory, fake ones too (checked: 2.13)."""
+    """A number that is equal for tensors, real or fake, that share their memory (checked: 2.13)."""
     return value.untyped_storage()._cdata
 
 
 def over_memory(first: torch.Tensor, numel: int) -> torch.Tensor:
-    """A 1-D tensor over memory that begins with ``first``'s data; it keeps nothing alive (checked: 2.13)."""
+    """A 1-D tensor over the memory that begins at ``first``'s data; it does not keep it alive (checked: 2.13)."""
     num_bytes = numel * first.element_size()
     storage = torch._C._construct_storage_from_data_pointer(first.data_ptr(), first.device, num_bytes)
     return first.new_empty(0).set_(storage, 0, (numel,), (1,))
 
 
-#: What the partitioner wraps around recomputed ops that may draw random numbers (checked: 2.13).
+#: The partitioner's wrappers of recomputed ops that may draw random numbers (checked: 2.13).
 RNG_WRAPPERS = (run_and_save_rng_state, run_with_rng_state, graphsafe_run_with_rng_state)
 
 
 def call_of(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Op and arguments of a call; of what a wrapper runs with a state of the random generator, those inside."""
+    """Op and arguments of a call; for a wrapper of ``RNG_WRAPPERS``, those of the wrapped op."""
     args, kwargs = node.args, dict(node.kwargs)
     if node.target not in RNG_WRAPPERS:
         return node.target, args, kwargs

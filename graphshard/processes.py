@@ -1,4 +1,4 @@
-"""How processes that capture are started."""
+"""Starts the processes that capture graphs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _METHOD = "forkserver"
 
 
 def process_context() -> BaseContext:
-    """Starts processes without the state of this one; "spawn" where there is no fork server."""
+    """A context whose processes start without this one's state; "spawn" if there is no fork server."""
     is_known = _METHOD in multiprocessing.get_all_start_methods()
     return multiprocessing.get_context(_METHOD if is_known else "spawn")
 
 
 def start_early() -> None:
-    """For commands: a fork server imports what captures need while the caller does, which takes seconds."""
+    """Starts a fork server early, for commands: it imports what captures need, for seconds, while the caller does."""
     context = process_context()
     if context.get_start_method() == _METHOD:
         context.set_forkserver_preload(["graphshard.inspection.sweep"])

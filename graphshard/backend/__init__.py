@@ -1,17 +1,24 @@
-"""The ``torch.compile`` backend: from Dynamo's graph to Inductor's code.
+"""The ``torch.compile`` backend: from a graph of Dynamo to Inductor's code.
 
 Imports: all rooms below, ``fsdp`` included.
 
-Read first: ``entry``, then in the order of a compile: ``dtensor_boundary``, ``half``, ``step_planner``,
-``step_trials``, ``accumulation``, ``dynamic_sizes``, ``inductor_config``, ``emitted_order``, ``gloo_release``;
-``options`` are what a user may set.
+Read first: ``entry``, then in the order of a compile:
+
+- ``options`` (what a user may set), ``dynamo_graph`` (what the graph says), ``dtensor_boundary`` (parameters enter);
+- ``joint`` (passes on the joint graph), ``step_planner``, ``step_choice``, ``step_trials`` and ``accumulation``
+  (choices by cost for both halves);
+- ``compilation`` (the steps that compile a half), ``pipelines``, ``half`` and ``half_variants`` (one half in the states
+  of its units), ``dynamic_sizes``, ``observer`` (log lines and dumps);
+- ``inductor`` (a room of its own: the hand-over).
 """
 
 from .dtensor_boundary import cross_boundary
-from .entry import JOINT_PIPELINE, LOWERING, graphshard, half_pipeline
-from .inductor_config import drop_rng_states, functorch_patch, inductor_decompositions, partition_as_inductor
+from .entry import graphshard
+from .inductor import drop_rng_states, functorch_patch, inductor_decompositions, partition_as_inductor
 from .options import BackendOptions
-from .step_trials import JointTrials, StepChoice
+from .pipelines import JOINT_PIPELINE, LOWERING, half_pipeline
+from .step_choice import StepChoice
+from .step_trials import JointTrials
 
 __all__ = [
     "JOINT_PIPELINE",

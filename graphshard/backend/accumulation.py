@@ -1,9 +1,9 @@
 """Which units keep their gathered parameters between micro-batches, within the user's memory budget.
 
-While gradients are not reduced (``set_requires_gradient_sync(False)``), the parameters do not change before the next
-micro-batch. A unit that keeps them gathered until its gradients are reduced gathers once a step, not once or twice a
-micro-batch. They are held all the time, beside the full gradients that wait. What a choice costs is measured by
-planning the halves of micro-batches in the states in which they will run.
+While gradients are not reduced (``set_requires_gradient_sync(False)``), parameters do not change before the next
+micro-batch. A unit that keeps its parameters gathered until its gradients are reduced gathers once a step, not once or
+twice a micro-batch. The price is memory: they are held all the time, beside the full gradients that wait. A choice is
+priced by planning the halves of micro-batches in each state in which they will run.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from ..ir import UNSHARD, tensor_bytes
 from ..pipeline import PassContext
 from ..planner import KeepingCost, choose_kept, held_beside
 from ..planner.search import InfeasibleBudgetError
-from .half import Selection, shard_ops, specialised
-from .step_trials import JointTrials, StepChoice
+from .half_variants import Selection, shard_ops, specialise_graph
+from .step_choice import StepChoice
+from .step_trials import JointTrials
 
 
 def choose_kept_between(
     trials: JointTrials, choice: StepChoice, waiting: Collection[str], budget_bytes: int
 ) -> tuple[str, ...]:
-    """The units that keep their parameters between micro-batches; none where no choice keeps the budget.
+    """The units that keep their parameters between micro-batches; none if no choice keeps the budget.
 
     Args:
         trials: of the joint graph.
         choice: what was chosen for a step of one micro-batch.
-        waiting: units whose gradients wait for a later micro-batch. Those whose user left
-            ``reshard_after_forward`` unset may keep their parameters.
-        budget_bytes: the most that may be live in a half and, beside it, in gradients that wait.
+        waiting: units whose gradients wait for a later micro-batch. Those whose user left ``reshard_after_forward``
+            unset may keep their parameters.
+        budget_bytes: the most that may be live in a half and in the gradients that wait beside it.
     """
     units = [unit for unit in trials.open_units() if unit in waiting]
     if not units:
@@ -45,21 +46,21 @@ def choose_kept_between(
 def accumulation_cost(
     trials: JointTrials, choice: StepChoice, waiting: Collection[str], budget_bytes: int
 ) -> KeepingCost:
-    """What a choice for a step costs while gradients of some units wait, and no unit stays gathered.
+    """The cost of a choice for a step while gradients of some units wait and no unit stays gathered.
 
     Args:
         trials, waiting, budget_bytes: as for :func:`choose_kept_between`.
         choice: of kept units and saved activations.
 
     Raises:
-        InfeasibleBudgetError: no plan keeps the budget in some micro-batch.
+        InfeasibleBudgetError: in some micro-batch no plan keeps the budget.
     """
     return _Accumulation.of(trials, choice, waiting, budget_bytes).cost(())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Accumulation:
-    """Micro-batches between two steps of the optimizer, as halves at level 1 with what passes on them know."""
+    """Micro-batches between two steps of the optimizer: their halves at level 1, with what passes on them know."""
 
     trials: JointTrials
     forward: tuple[fx.GraphModule, PassContext]
@@ -71,7 +72,7 @@ class _Accumulation:
     def of(
         trials: JointTrials, choice: StepChoice, waiting: Collection[str], budget_bytes: int
     ) -> _Accumulation:
-        """With a choice for a step of one micro-batch."""
+        """The micro-batches with a choice for a step of one micro-batch."""
         forward, backward = trials.cut(choice)
         return _Accumulation(
             trials=trials,
@@ -82,16 +83,19 @@ class _Accumulation:
         )
 
     def cost(self, kept: tuple[str, ...]) -> KeepingCost:
-        """Of a micro-batch that is neither the first nor the last; the peak is that of all.
+        """The seconds of a micro-batch that is neither the first nor the last, and the peak of all micro-batches.
+
+        Args:
+            kept: units that keep their parameters.
 
         Raises:
-            InfeasibleBudgetError: no plan keeps the budget in one of the states.
+            InfeasibleBudgetError: in one of the states no plan keeps the budget.
         """
         gathered = self._gathers(self.forward, kept)
         regathered, reductions = self._gathers(self.backward, kept), self._reductions()
         last = self._state(self.backward, Selection(supplied=regathered, with_unreduced=reductions))
         waiting = last.waiting_bytes
-        # What the backward does not take as an input it holds all the same.
+        # Gathered parameters that the backward does not take as inputs are held all the same.
         held = waiting + self._bytes(self.forward, gathered) - self._bytes(self.backward, regathered)
         first = self._state(self.forward, Selection(kept=gathered))
         forward = self._state(self.forward, Selection(supplied=gathered), waiting)
@@ -110,7 +114,7 @@ class _Accumulation:
         return KeepingCost(seconds=seconds[forward] + seconds[backward], peak_bytes=max(peaks))
 
     def _bytes(self, half: tuple[fx.GraphModule, PassContext], gathers: tuple[int, ...]) -> int:
-        """Of full parameters."""
+        """Bytes of the full parameters that some gathers of a half give."""
         nodes = list(half[0].graph.find_nodes(op="call_function", target=UNSHARD))
         return sum(tensor_bytes(nodes[index].meta["val"]) for index in gathers)
 
@@ -135,7 +139,7 @@ class _Accumulation:
         gm, ctx = half
         _, reductions = shard_ops(gm, frozenset())
         unreduced = frozenset(reductions[index].output for index in selection.unreduced)
-        state, values = specialised(gm, selection)
+        state, values = specialise_graph(gm, selection)
         ctx = replace(ctx, unreduced=unreduced, held_bytes=held_bytes)
         self.trials.lower.run(state, ctx)
         waiting_bytes = sum(map(tensor_bytes, values[len(selection.supplied) :]))
@@ -144,7 +148,13 @@ class _Accumulation:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _State:
-    """A half at level 2 as it runs in some micro-batch, and the bytes of gradients of earlier ones that it takes."""
+    """A half at level 2 as it runs in some micro-batch.
+
+    Attributes:
+        gm: the half.
+        context: what passes on it know.
+        waiting_bytes: of the gradients of earlier micro-batches that it takes as inputs.
+    """
 
     gm: fx.GraphModule
     context: PassContext

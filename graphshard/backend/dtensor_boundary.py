@@ -1,10 +1,9 @@
-"""The edge between DTensor parameters and compiled code, crossed once for all parameters of a graph.
+"""The boundary between DTensor parameters and compiled code, crossed once for all parameters of a graph.
 
-Dynamo's graph takes each parameter as a DTensor and calls ``to_local()`` on it. Left like that,
-AOTAutograd unwraps and wraps every DTensor in Python at each step, and ranks with fewer rows trace
-another graph. :func:`cross_boundary` makes the graph take the *padded local tensors* instead, equal
-in shape on every rank, and one autograd function carries all of them: padded views on the way in,
-DTensor gradients on the way out.
+**Crossing the boundary.** Dynamo's graph takes each parameter as a DTensor and calls ``to_local()`` on it. AOTAutograd
+would unwrap and wrap every DTensor in Python at each step, and ranks with fewer rows would trace another graph. So the
+graph is made to take the *padded local tensors*, equal in shape on every rank. One autograd function carries all of
+them: padded views on the way in, DTensor gradients on the way out.
 """
 
 from __future__ import annotations
@@ -28,9 +27,13 @@ CHECKPOINTED_REGION = torch.ops.higher_order.tag_activation_checkpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """One parameter that enters as its padded shard: argument ``position``, shape and cut dim.
+    """One parameter that enters as its padded shard.
 
-    ``names`` are those under which the graph gathers it: one, more for a tied parameter, none at one rank.
+    Attributes:
+        position: of the argument.
+        shape: of the padded shard.
+        dim: along which the parameter is cut.
+        names: under which the graph gathers it: one, several for a tied parameter, none at one rank.
     """
 
     position: int
@@ -39,18 +42,33 @@ class Crossing:
     names: tuple[str, ...] = ()
 
 
-def cross_boundary(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    compile_graph: Callable[[fx.GraphModule, list[Any]], Any],
-    regathered: Collection[str] = (),
-) -> Callable[..., Any]:
-    """Compiles ``gm`` on padded local tensors, and returns a function of the original inputs.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """A graph that takes padded local tensors in place of DTensor parameters.
 
-    ``regathered`` names the parameters that the backward gathers again; ``compile_graph`` may fill it.
+    Attributes:
+        inputs: fake inputs of the edited graph.
+        crossings: the parameters that enter as padded shards.
+    """
 
-    A DTensor that the graph uses in any other way than through ``to_local()``, in it or in a
-    checkpointed region, stays a DTensor.
+    inputs: list[Any]
+    crossings: tuple[Crossing, ...] = ()
+
+    def wrap(self, compiled: Callable[..., Any], regathered: Collection[str] = ()) -> Callable[..., Any]:
+        """A function of the graph's original inputs.
+
+        Args:
+            compiled: the compiled code of the edited graph.
+            regathered: names of the parameters that the backward gathers again: they must not change in between.
+        """
+        return _at_runtime(compiled, self.crossings, frozenset(regathered)) if self.crossings else compiled
+
+
+def enter_boundary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boundary:
+    """Edits a graph of Dynamo in place to take padded local tensors.
+
+    A DTensor that the graph, or a checkpointed region of it, uses in any other way than through ``to_local()`` stays a
+    DTensor.
     """
     inputs = list(example_inputs)
     crossings = []
@@ -72,12 +90,24 @@ def cross_boundary(
         crossings.append(Crossing(position=position, shape=shape, dim=dim, names=names))
     for module in touched:
         module.recompile()
-    compiled = compile_graph(gm, inputs)
-    return _at_runtime(compiled, crossings, frozenset(regathered)) if crossings else compiled
+    return Boundary(inputs=inputs, crossings=tuple(crossings))
+
+
+def cross_boundary(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    compile_graph: Callable[[fx.GraphModule, list[Any]], Any],
+) -> Callable[..., Any]:
+    """Compiles ``gm`` on padded local tensors, and returns a function of the original inputs.
+
+    It does not watch for parameters that change before the backward gathers them again.
+    """
+    boundary = enter_boundary(gm, example_inputs)
+    return boundary.wrap(compile_graph(gm, boundary.inputs))
 
 
 def _followed(placeholder: fx.Node) -> list[fx.Node] | None:
-    """``placeholder``, then those it is handed to in checkpointed regions; None if it goes elsewhere."""
+    """``placeholder`` and those it becomes in checkpointed regions; None if anything else reads it."""
     found = [placeholder]
     for entrance in found:  # grows on the way
         for user in entrance.users:
@@ -108,13 +138,13 @@ def _locals_of(placeholders: list[fx.Node]) -> list[fx.Node]:
 
 
 def _can_cross(uses: list[fx.Node]) -> bool:
-    """True when only gathers read the shard, or (at one rank) nothing gathers it."""
+    """Whether only gathers read the shard, or (at one rank) no gather does."""
     readers = [reader for use in uses for reader in use.users]
     return len({reader.target is UNSHARD for reader in readers}) <= 1
 
 
 def _padded(locals_: list[fx.Node], example: DTensor) -> tuple[tuple[int, ...], int]:
-    """Padded shape and cut dim from the ``unshard`` that reads the shard; at one rank nothing is padded."""
+    """Padded shape and cut dim, from the ``unshard`` that reads the shard; at one rank nothing is padded."""
     for local in locals_:
         for user in local.users:
             if user.target is UNSHARD:
@@ -138,7 +168,7 @@ def _fake_shard(example: DTensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _at_runtime(
-    compiled: Callable[..., Any], crossings: list[Crossing], regathered: frozenset[str]
+    compiled: Callable[..., Any], crossings: Sequence[Crossing], regathered: frozenset[str]
 ) -> Callable[..., Any]:
     watched = [
         (crossing.position, crossing.names[0])
@@ -182,8 +212,8 @@ class _ReadShard(NamedTuple):
 def _refuse_changed(outputs: Any, entrance: Any, read: list[_ReadShard]) -> None:
     """Makes the backward of ``outputs`` raise, on every rank alike, if a shard has changed by then.
 
-    Autograd's own check of saved tensors does not know the parameter, and misses in-place ops on
-    the DTensor, and shards that were copied to be padded: some ranks would raise and others wait.
+    Autograd's own check of saved tensors does not suffice. It cannot name the parameter, and it misses in-place ops on
+    the DTensor and shards that were copied to be padded: some ranks would raise while others wait.
     """
     compiled = _reader_of(entrance, outputs)
     if compiled is None:
@@ -203,7 +233,7 @@ def _refuse_changed(outputs: Any, entrance: Any, read: list[_ReadShard]) -> None
 
 
 def _reader_of(entrance: Any, outputs: Any) -> Any:
-    """The autograd node of the compiled graph: behind an output, at most one view away, in front of ``entrance``."""
+    """The autograd node of the compiled graph: it reads ``entrance``, and an output is its result or a view of it."""
     for output in outputs if isinstance(outputs, (list, tuple)) else [outputs]:
         node = output.grad_fn if isinstance(output, Tensor) else None
         for _ in range(2):
@@ -217,9 +247,9 @@ def _reader_of(entrance: Any, outputs: Any) -> Any:
 
 
 def padded_local(param: DTensor, crossing: Crossing) -> Tensor:
-    """The padded shard of a parameter: a view where its storage has room, a copy where it has not.
+    """The padded shard of a parameter: a view if its storage has room for the padding, a copy if not.
 
-    What stands in the padding does not matter: the gather drops it.
+    The gather drops the padding, whatever its values are.
     """
     local = param._local_tensor.detach()
     if local.shape == crossing.shape:
@@ -229,21 +259,14 @@ def padded_local(param: DTensor, crossing: Crossing) -> Tensor:
         numel *= size
     room = local.untyped_storage().nbytes() // local.element_size() - local.storage_offset()
     if crossing.dim == 0 and room >= numel and local.is_contiguous():
-        return local.as_strided(crossing.shape, _contiguous_strides(crossing.shape))
+        return local.as_strided((numel,), (1,)).view(crossing.shape)
     padded = local.new_zeros(crossing.shape)
     padded.narrow(crossing.dim, 0, local.shape[crossing.dim]).copy_(local)
     return padded
 
 
-def _contiguous_strides(shape: tuple[int, ...]) -> list[int]:
-    strides = [1] * len(shape)
-    for index in range(len(shape) - 2, -1, -1):
-        strides[index] = strides[index + 1] * max(shape[index + 1], 1)
-    return strides
-
-
 class _PaddedLocals(torch.autograd.Function):
-    """DTensor parameters to padded local shards; gradients of shards to DTensor gradients."""
+    """Turns DTensor parameters into padded local shards, and gradients of shards into DTensor gradients."""
 
     @staticmethod
     def forward(ctx: Any, crossings: list[Crossing], *params: DTensor) -> tuple[Tensor, ...]:
@@ -262,7 +285,7 @@ class _PaddedLocals(torch.autograd.Function):
             if grad is not None:
                 if grad.shape != shape:
                     grad = grad.narrow(crossing.dim, 0, shape[crossing.dim])
-                # What DTensor(...) calls, without its __init__, which does nothing but takes 2 us to say so.
+                # What DTensor(...) does, without its __init__, which is empty and takes 2 us.
                 grad = DTensor.__new__(DTensor, grad.contiguous(), spec, requires_grad=False)
             result.append(grad)
         return tuple(result)

@@ -1,7 +1,7 @@
-"""What a half with symbolic sizes holds at the sizes that it runs with, against the user's memory budget.
+"""Checks in front of each run that a half with symbolic sizes keeps the user's memory budget.
 
-Such a half is planned for the sizes that it was compiled with, and runs with others. Its collectives stay where
-the plan has them, so what it holds follows from the memory model of the planned graph at the sizes at hand.
+Such a half is planned for the sizes that it was compiled with, and runs with others. Its collectives stay where the
+plan has them, so the memory model of the planned graph gives what it holds at other sizes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class OutgrownBudgetError(InfeasibleBudgetError):
 
 
 class _Source(NamedTuple):
-    """Where the value of a symbol stands: an input and its dim (None for an input that is a number)."""
+    """Where the value of a symbol is read: an input and its dim (None for an input that is a number)."""
 
     position: int
     dim: int | None
@@ -57,12 +57,12 @@ class RunningSizes:
     """The memory of one planned half, at any sizes.
 
     Attributes:
-        gm: a half as it was planned; a copy, since what compiles it may change it.
+        gm: a copy of the half as it was planned; later steps may edit the original.
         context: what passes on it know.
-        resident: values of the inputs that live through the whole step, of the joint graph.
+        resident: values of the joint graph's inputs that live through the whole step.
         budget_bytes: the user's budget.
         what: names the half in errors.
-        refusing: entered where a size is refused, for those that wait for this rank.
+        refusing: gives a context that tells the other ranks of an error in it.
     """
 
     gm: fx.GraphModule
@@ -78,10 +78,10 @@ class RunningSizes:
         object.__setattr__(self, "_sources", _sources(self.gm))
 
     def check(self, args: Sequence[Any]) -> None:
-        """Called with the inputs of the half in front of each run; sizes are looked at once.
+        """Called with the inputs of the half in front of each run; each size is computed once.
 
         Raises:
-            OutgrownBudgetError: the half does not keep the budget at their sizes.
+            OutgrownBudgetError: the half does not keep the budget at the sizes of these inputs.
         """
         sizes = tuple(
             int(args[source.position] if source.dim is None else args[source.position].shape[source.dim])
@@ -97,7 +97,7 @@ class RunningSizes:
                 raise OutgrownBudgetError(self.what, self.budget_bytes, self._needed[sizes], sizes, planned)
 
     def needed_bytes(self, sizes: Sequence[int]) -> int:
-        """What of a budget the half takes at some sizes, in the order of :func:`_sources`."""
+        """Bytes of the budget that the half needs at some sizes, which are in the order of :func:`_sources`."""
         values = {
             source.symbol: sympy.Integer(size) for source, size in zip(self._sources, sizes, strict=True)
         }
@@ -111,12 +111,12 @@ class RunningSizes:
 
 
 def has_symbolic_sizes(gm: fx.GraphModule) -> bool:
-    """Whether a half may run with other sizes than it was planned for."""
+    """Whether a half may run with other sizes than those it was planned for."""
     return bool(_sources(gm))
 
 
 def _sources(gm: fx.GraphModule) -> list[_Source]:
-    """The symbols that are sizes of inputs, or inputs themselves, each where it is met first."""
+    """The symbols that are sizes of inputs or inputs themselves, each at its first place."""
     found: dict[sympy.Symbol, _Source] = {}
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         value = node.meta.get("val")
@@ -129,7 +129,7 @@ def _sources(gm: fx.GraphModule) -> list[_Source]:
 
 
 def _sized(value: Any, values: Sizes) -> Any:
-    """A value of a graph at the sizes at hand; what depends on data counts as in the memory model."""
+    """A value of a graph at given sizes; sizes that depend on data count as in the memory model."""
     if isinstance(value, torch.Tensor):
         shape = [_number(size, values) for size in value.shape]
         strides = [_number(stride, values) for stride in value.stride()]  # an expanded dim is in memory once
@@ -147,7 +147,7 @@ def _number(size: int | torch.SymInt, values: Sizes) -> int:
 
 
 def _device_type(gm: fx.GraphModule) -> str | None:
-    """Where the collectives of a graph run."""
+    """The type of the device that the collectives of a graph run on."""
     for node in filter(is_collective, gm.graph.nodes):
         return tensors_of(node.meta["val"])[0].device.type
     return None

@@ -1,129 +1,46 @@
-"""One half of a captured graph, compiled once for each state its units are met in.
+"""One half of a captured graph at run time: it picks the variant for the state that its units are in.
 
-Whether gradients are reduced, and which parameters are gathered already, is the units' state when
-the half runs (:mod:`graphshard.fsdp.unit`). Dynamo and AOTAutograd never see it: the half is kept at
-level 1, and :func:`specialise` rewrites a copy for the state at hand before the passes lower it. A
-training that never flips a flag meets one state and compiles each half once.
+Why there are variants: see "Variants of a half" in :mod:`graphshard.backend.half_variants`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from .._compat import below_autograd
 from ..errors import UnsupportedShardingError
 from ..fsdp import Unit, unit_of
-from ..ir import (
-    GATHERED_INPUT,
-    REDUCE_GRAD,
-    UNSHARD,
-    WAITING_INPUTS,
-    GraphEmitter,
-    ReduceGradCall,
-    UnshardCall,
-    copy_graph,
-    emit_cast,
-    output_values,
-    padded_shape,
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """What one variant of a half does differently; indices count its gathers or its reductions.
-
-    Attributes:
-        supplied: gathers that are left out; the full parameter is an input.
-        kept: gathers whose result is an output too.
-        unreduced: reductions that are left out; the full gradient leaves in the reduction's dtype.
-        scattered: reductions without their all-reduce; the partial sum leaves.
-        with_unreduced: reductions that add full gradients of earlier micro-batches, an input.
-        with_partial: reductions that add partial sums of earlier micro-batches, an input.
-    """
-
-    supplied: tuple[int, ...] = ()
-    kept: tuple[int, ...] = ()
-    unreduced: tuple[int, ...] = ()
-    scattered: tuple[int, ...] = ()
-    with_unreduced: tuple[int, ...] = ()
-    with_partial: tuple[int, ...] = ()
-
-
-#: What a half is compiled for: what it does differently, and the bytes that its units hold besides.
-State = tuple[Selection, int]
-
-PLAIN = Selection()
-PLAIN_STATE: State = (PLAIN, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """One ``unshard`` of a half: positions of its inputs (-1: not an input), names of parameter and unit."""
-
-    name: str
-    unit: str
-    handle: int
-    shard: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """One ``reduce_grad`` of a half: positions of its handle and of its output (-1: not an output by itself)."""
-
-    name: str
-    unit: str
-    handle: int
-    output: int
-    has_replicas: bool
-
-
-@dataclass
-class Variant:
-    """A specialised copy of a half, ready for the passes.
-
-    Attributes:
-        unreduced_outputs: outputs that are gradients and are not reduced.
-        held_bytes: what its units hold while it runs, besides its inputs, where that counts.
-        collectives: fingerprint of the collectives, set when it is compiled; "" if there are none, or
-            if the ranks do not check each other.
-        check: called with the inputs in front of each run, set when it is compiled; None if nothing is to be checked.
-    """
-
-    gm: fx.GraphModule
-    example_inputs: list[Any]
-    unreduced_outputs: frozenset[int] = frozenset()
-    held_bytes: int = 0
-    collectives: str = ""
-    check: Callable[[list[Any]], None] | None = None
+from ..ir import REDUCE_GRAD, UNSHARD, ReduceGradCall, UnshardCall
+from .half_variants import PLAIN_STATE, CompiledVariant, Selection, State, shard_ops
 
 
 @dataclass
 class Half:
-    """A callable in AOTAutograd's boxed convention that picks the variant for its units' state.
+    """A callable in AOTAutograd's boxed convention that runs the variant for its units' state.
 
     Attributes:
-        compile_variant: compiles a specialised graph on example inputs.
+        gm: the half at level 1; it is not changed.
+        is_backward: it is a backward; if not, a forward or an inference graph.
+        compile_state: compiles the variant for a state.
         pieces: inputs that are pieces of full parameters as they were in the forward, not shards.
         kept_between: of a forward, the units that a planner keeps gathered between micro-batches.
-        counts_held: what the units hold besides is a part of a memory budget: a variant is compiled for each amount.
+        counts_held: a memory budget counts what the units hold beside the inputs, so a variant is compiled for each
+            amount of it.
+        what: names the half in errors.
     """
 
     gm: fx.GraphModule
-    example_inputs: list[Any]
     is_backward: bool
-    compile_variant: Callable[[Variant], Callable[[list[Any]], Any]]
+    compile_state: Callable[[State], CompiledVariant]
     pieces: frozenset[str] = frozenset()
     kept_between: frozenset[str] | None = None
     counts_held: bool = False
     what: str = "a graph"
-    _collectives: dict[State, str] = field(default_factory=dict)
-    _checks: dict[State, Callable[[list[Any]], None] | None] = field(default_factory=dict)
-    _compiled: dict[State, Callable[[list[Any]], Any]] = field(default_factory=dict)
+    _variants: dict[State, CompiledVariant] = field(default_factory=dict)
     _boxed_call: bool = True
 
     def __post_init__(self) -> None:
@@ -133,13 +50,11 @@ class Half:
         self._group_name = _first_group(self.gm)
         self.source_code = None
 
-    def compile(self, state: State = PLAIN_STATE) -> None:
-        """Compiles the variant for a state, unless that was done."""
-        if state not in self._compiled:
-            variant = self._specialise(*state)
-            self._compiled[state] = self.compile_variant(variant)
-            self._collectives[state] = variant.collectives
-            self._checks[state] = variant.check
+    def compile(self, state: State = PLAIN_STATE) -> CompiledVariant:
+        """The variant for a state, compiled when it is first asked for."""
+        if state not in self._variants:
+            self._variants[state] = self.compile_state(state)
+        return self._variants[state]
 
     def __call__(self, args: list[Any]) -> Any:
         found = {position: unit_of(args[position]) for position in self._handles}
@@ -150,47 +65,34 @@ class Half:
         if self.is_backward and any(unit.reduces_unused for unit in units.values()):
             next(iter(units.values())).tree.queue_end_of_backward()
         if all(map(self._is_plain, units.values())):
-            self.compile()
-            self._check(PLAIN_STATE, args)
-            self._follow(PLAIN_STATE, units)
-            return self._run(PLAIN_STATE, args)
+            variant = self.compile()
+            _check(variant, args)
+            self._follow(variant, units)
+            return _run(variant, args)
         selection = self._select(units)
         extra = self._extra_inputs(selection, units)
         values = [*args, *extra]
         self._release(units)
-        state = selection, self._held_bytes(extra, units) if self.counts_held else 0
+        held_bytes = self._held_bytes(extra, units) if self.counts_held else 0
         del extra
-        self.compile(state)
-        self._check(state, values)
-        self._follow(state, units)
-        self._forget_gradients(selection, units)  # nothing is lost by a half that is refused
+        variant = self.compile((selection, held_bytes))
+        _check(variant, values)
+        self._follow(variant, units)
+        self._forget_gradients(selection, units)  # only now: a half that is refused must lose no gradient
         args.clear()
-        outputs = list(self._run(state, values))
+        outputs = list(_run(variant, values))
         return self._distribute(selection, units, outputs)
 
     @property
     def _has_backward(self) -> bool:
         return self.kept_between is not None
 
-    def _check(self, state: State, args: list[Any]) -> None:
-        if (check := self._checks[state]) is not None:
-            check(args)
-
-    def _follow(self, state: State, units: dict[int, Unit]) -> None:
+    def _follow(self, variant: CompiledVariant, units: dict[int, Unit]) -> None:
         """Makes sure, where it is not certain, that the other ranks run the same collectives."""
-        collectives = self._collectives[state]
-        if collectives and units:
+        if variant.collectives and units:
             tree = next(iter(units.values())).tree
-            branch = "" if self.is_backward else self._collectives[PLAIN_STATE]
-            tree.follow(self._group_name, collectives, f"run {self.what}", branch=branch)
-
-    def _run(self, state: State, args: list[Any]) -> Any:
-        """Runs a variant. AOTAutograd differentiates around it, so the Python autograd of its collectives,
-        20 us for a gather and its wait, is left out.
-        """
-        compiled = self._compiled[state]
-        with below_autograd():
-            return compiled(args)
+            branch = "" if self.is_backward else self._variants[PLAIN_STATE].collectives
+            tree.follow(self._group_name, variant.collectives, f"run {self.what}", branch=branch)
 
     def _is_plain(self, unit: Unit) -> bool:
         if unit.is_gathered or unit.tree.waiting:
@@ -200,7 +102,7 @@ class Half:
         return not self._keeps(unit)
 
     def _keeps(self, unit: Unit) -> bool:
-        """Whether a forward keeps what it gathers; an evaluation does so only where the user says it."""
+        """Whether a forward keeps what it gathers for the unit; an evaluation does so only if the user says so."""
         return unit.keeps_from_forward and (self._has_backward or not unit.stays_gathered)
 
     def _select(self, units: dict[int, Unit]) -> Selection:
@@ -248,7 +150,7 @@ class Half:
         return extra
 
     def _forget_gradients(self, selection: Selection, units: dict[int, Unit]) -> None:
-        """Gradients of earlier micro-batches are this half's inputs now, and die in it."""
+        """Drops gradients of earlier micro-batches from the units: they are inputs of this half now, and die in it."""
         for index in selection.with_unreduced:
             reduction = self._reductions[index]
             del units[reduction.handle].unreduced[reduction.name]
@@ -258,18 +160,18 @@ class Half:
 
     @staticmethod
     def _held_bytes(inputs: list[Tensor], units: dict[int, Unit]) -> int:
-        """What the units hold that is not among the inputs of this half."""
+        """Bytes that the units hold beside the inputs of this half."""
         own = {id(value) for value in inputs}
         held = (value for unit in set(units.values()) for value in unit.held() if id(value) not in own)
         return sum(value.nbytes for value in held)
 
     def _release(self, units: dict[int, Unit]) -> None:
-        """Frees what the units need no longer once this half holds it."""
+        """Frees what the units need no longer, once the inputs of this half hold it."""
         for unit in units.values():
             if self.is_backward:
                 unit.tree.queue_end_of_backward()
                 unit.end_backward()
-            # The last micro-batch keeps what is gathered for its backward.
+            # The last micro-batch keeps what its backward reads.
             elif unit.reshards and not (unit.stays_gathered or (self._has_backward and unit.keeps_between)):
                 unit.reshard()
 
@@ -296,86 +198,19 @@ class Half:
             outputs[reduction.output] = None
         return outputs
 
-    def _specialise(self, selection: Selection, held_bytes: int) -> Variant:
-        gm, inputs = specialised(self.gm, selection)
-        unreduced_outputs = frozenset(self._reductions[index].output for index in selection.unreduced)
-        return Variant(gm, [*self.example_inputs, *inputs], unreduced_outputs, held_bytes)
+
+def _check(variant: CompiledVariant, args: list[Any]) -> None:
+    if variant.check is not None:
+        variant.check(args)
 
 
-def specialised(gm: fx.GraphModule, selection: Selection) -> tuple[fx.GraphModule, list[Tensor]]:
-    """A copy of a half at level 1 for a state of its units, and the values of its additional inputs, the last ones."""
-    gm = copy_graph(gm)
-    values = []
-    gathers = list(gm.graph.find_nodes(op="call_function", target=UNSHARD))
-    reductions = list(gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD))
-    last_input = [node for node in gm.graph.nodes if node.op == "placeholder"][-1]
+def _run(variant: CompiledVariant, args: list[Any]) -> Any:
+    """Runs a variant below autograd: AOTAutograd differentiates around it.
 
-    def add_input(name: str, like: Tensor, shape: Sequence[Any], dtype: torch.dtype) -> fx.Node:
-        nonlocal last_input
-        with gm.graph.inserting_after(last_input):
-            last_input = gm.graph.placeholder(name)
-        last_input.meta["val"] = like.new_empty(shape, dtype=dtype)
-        values.append(last_input.meta["val"])
-        return last_input
-
-    supplied = {
-        index: add_input(f"{GATHERED_INPUT}{index}", *_full_of(gathers[index]))
-        for index in selection.supplied
-    }
-    unreduced = {
-        index: add_input(f"{WAITING_INPUTS[0]}{index}", *_unreduced_of(reductions[index]))
-        for index in selection.with_unreduced
-    }
-    partial = {
-        index: add_input(f"{WAITING_INPUTS[1]}{index}", *_partial_of(reductions[index]))
-        for index in selection.with_partial
-    }
-    outputs = list(output_values(gm.graph))
-    outputs += [gathers[index] for index in selection.kept]
-    gm.graph.output_node().args = (tuple(outputs),)
-    for index, full in supplied.items():
-        gathers[index].replace_all_uses_with(full)
-        gm.graph.erase_node(gathers[index])
-    for index, node in enumerate(reductions):
-        call = ReduceGradCall(*node.args)
-        with gm.graph.inserting_before(node):
-            emit = GraphEmitter(gm.graph, origin=node)
-            if index in selection.unreduced:
-                replacement = emit_cast(emit, call.grad, call.reduce_dtype)
-            else:
-                replacement = emit(
-                    REDUCE_GRAD,
-                    *call._replace(
-                        unreduced=unreduced.get(index),
-                        partial=partial.get(index),
-                        all_reduce=index not in selection.scattered,
-                    ),
-                )
-        node.replace_all_uses_with(replacement)
-        gm.graph.erase_node(node)
-    gm.recompile()
-    return gm, values
-
-
-def shard_ops(gm: fx.GraphModule, pieces: frozenset[str]) -> tuple[list[Gather], list[Reduction]]:
-    """The gathers and the reductions of a half at level 1, in order; ``pieces`` is as for :class:`Half`."""
-    position = {node: index for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
-    outputs = {
-        value: index for index, value in enumerate(output_values(gm.graph)) if isinstance(value, fx.Node)
-    }
-    gathers = []
-    for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
-        call = UnshardCall(*node.args)
-        shard = -1 if call.shard.name in pieces else position.get(call.shard, -1)
-        gathers.append(Gather(call.name, call.unit, position[call.handle], shard))
-    reductions = []
-    for node in gm.graph.find_nodes(op="call_function", target=REDUCE_GRAD):
-        reduction = ReduceGradCall(*node.args)
-        output = outputs[node] if node in outputs and len(node.users) == 1 else -1
-        has_replicas = reduction.replicate_size > 1
-        handle = position[reduction.handle]
-        reductions.append(Reduction(reduction.name, reduction.unit, handle, output, has_replicas))
-    return gathers, reductions
+    That leaves out the Python autograd of its collectives, 20 us for a gather and its wait.
+    """
+    with below_autograd():
+        return variant.run(args)
 
 
 def _first_group(gm: fx.GraphModule) -> str:
@@ -390,20 +225,3 @@ def _first_group(gm: fx.GraphModule) -> str:
                 if size > 1 and name:
                     return name
     return ""
-
-
-def _full_of(gather: fx.Node) -> tuple[Tensor, Sequence[Any], torch.dtype]:
-    full = gather.meta["val"]
-    return full, full.shape, full.dtype
-
-
-def _unreduced_of(reduction: fx.Node) -> tuple[Tensor, Sequence[Any], torch.dtype]:
-    call = ReduceGradCall(*reduction.args)
-    grad = call.grad.meta["val"]
-    return grad, grad.shape, call.reduce_dtype or grad.dtype
-
-
-def _partial_of(reduction: fx.Node) -> tuple[Tensor, Sequence[Any], torch.dtype]:
-    grad, shape, dtype = _unreduced_of(reduction)
-    call = ReduceGradCall(*reduction.args)
-    return grad, padded_shape(shape, call.dim, call.group_size), dtype

@@ -13,10 +13,10 @@ from ..cost import HardwareCard, load_card
 from ..errors import OptionError
 from ..memory import parse_bytes
 
-#: Options of the planner.
+#: Options that need a hardware card.
 _NEED_HARDWARE = ("memory_budget", "bucket", "limit_all_gathers", "backward_prefetch")
 
-#: As many gathers in flight as FSDP1 with ``limit_all_gathers=True``.
+#: Gathers in flight in FSDP1 with ``limit_all_gathers=True``.
 _FSDP1_GATHERS = 2
 
 _CHOICES = {
@@ -32,31 +32,30 @@ class BackendOptions:
     """Validated backend options.
 
     Attributes:
-        bucket: "unit" merges the collectives of one ``fully_shard`` unit; "none" leaves one per
-            parameter; "auto" merges what the planner finds best (needs ``hardware``).
-        overlap: start gathers before the compute that precedes their use, and wait for reductions
-            late, where that does not raise the predicted peak of memory; "always" does so whatever
-            it costs, False starts and waits in place. With ``hardware`` the planner decides.
-        hardware: a hardware card (its name, its file, or itself): collectives stand where the planner
-            finds the predicted time least.
-        memory_budget: the most that may be live on a rank while one graph runs, the inputs of its step included
-            (shards of all its parameters, saved activations; gradients that wait for a later micro-batch and gathered
-            parameters too, not reduced gradients and optimizer state of the caller): bytes, or a text like
-            "60GiB". The planner keeps it, if it must by computing activations again, or says what it needs (needs
-            ``hardware``). What is left is for units that keep their parameters for the backward, and between
-            micro-batches whose gradients are not reduced. None: with ``hardware``, no more than FSDP2's order
-            of units holds.
-        limit_all_gathers: all-gathers that may be in flight at a time, a bucket counting once; True for FSDP1's
-            two, 0 or False for as many as the plan finds best (needs ``hardware``; without it one is ahead).
-        backward_prefetch: when the backward gathers the next unit, as FSDP1 has it: "pre" (or ``BACKWARD_PRE``), one
-            bucket a unit, right after the unit before is gathered; "post" (``BACKWARD_POST``), not before that
-            unit's gradients exist. None where the plan finds it best. Units with prefetches of their own
-            (``set_modules_to_backward_prefetch``) keep those (needs ``hardware``; without it one is ahead).
-        move_compute: where the planner places collectives (``hardware``), compute may move beside those that compute
-            reads soon, tensor parallelism's for instance; False leaves compute in its order.
-        verify: "cheap" compares the collectives across ranks before the first one of a new graph
-            and checks the order Inductor emits; "full" also recomputes every fake value after each
-            pass, and makes another order an error; "off" does none of it.
+        bucket: "unit" merges the collectives of each ``fully_shard`` unit. "none" leaves one per parameter. "auto"
+            merges what the planner finds best (needs ``hardware``).
+        overlap: True starts gathers before the compute that precedes their use, and waits for reductions late, where
+            that does not raise the predicted peak of memory. "always" does so whatever it holds. False starts and waits
+            in place. With ``hardware`` the planner decides.
+        hardware: a hardware card (its name, its file, or itself). The planner places collectives where the predicted
+            time is least.
+        memory_budget: the most that may be live on a rank while one graph runs: bytes, or a text like "60GiB" (needs
+            ``hardware``). It counts the inputs of the step (shards of all its parameters, saved activations), gradients
+            that wait for a later micro-batch and gathered parameters; not the caller's reduced gradients and optimizer
+            state. The planner keeps it, by recomputing activations if it must, or raises an error that names what it
+            needs. It spends the rest on units that keep their parameters for the backward, and between micro-batches
+            whose gradients are not reduced. None with ``hardware``: no more than FSDP2's order of units holds.
+        limit_all_gathers: all-gathers that may be in flight at a time; a bucket counts once. True is FSDP1's two; 0 or
+            False leaves it to the planner (needs ``hardware``; without it one is ahead).
+        backward_prefetch: when the backward gathers the next unit, as in FSDP1 (needs ``hardware``; without it one is
+            ahead). "pre" (or ``BACKWARD_PRE``) gathers one bucket a unit, right after the previous unit is gathered.
+            "post" (``BACKWARD_POST``) does not gather before the previous unit's gradients exist. None leaves it to the
+            planner. Units with prefetches of their own (``set_modules_to_backward_prefetch``) keep those.
+        move_compute: with ``hardware``, compute may move beside collectives whose result is read soon, those of tensor
+            parallelism for instance. False keeps the order of compute.
+        verify: "cheap" compares the collectives across ranks before the first one of a new graph, and checks the order
+            that Inductor emits. "full" also recomputes every fake value after each pass, and makes another order an
+            error. "off" does neither.
         dump: folder for the graph text after each pass, one file a graph and stage; None for none.
         inductor: options for Inductor, as ``torch.compile(options=...)`` takes them.
     """
@@ -111,11 +110,11 @@ class BackendOptions:
 
     @staticmethod
     def parse(options: Mapping[str, Any] | None) -> BackendOptions:
-        """From the dict a user gave.
+        """Reads and checks the dict that a user gave.
 
         Raises:
-            OptionError: an unknown key (the known ones are listed) or a value that cannot be.
-            CardError: a card that is unknown or wrong.
+            OptionError: an unknown key (the known ones are listed) or a value that is not allowed.
+            CardError: an unknown or malformed card.
         """
         if options is not None and not isinstance(options, Mapping):
             raise OptionError(f"graphshard backend: options={options!r} must be a dict of options by name")

@@ -1,17 +1,15 @@
-"""A joint graph cut into halves and planned, with one choice of kept units and saved activations after the other.
+"""Trials of choices for both halves: each cuts a copy of the joint graph, and plans the halves.
 
-What it costs that a unit keeps its gathered parameters shows only in both halves: a gather less in the backward,
-memory in between, and another schedule on either side; so it is with activations that are computed again. So a choice
-is tried on a copy of the joint graph: ``keep_gathered``, ``recompute_activations``, the partitioner, the passes on
-halves, the planner.
+The cost of keeping a unit's gathered parameters shows only in both halves: the backward has one gather less, memory is
+held in between, and both schedules change. The same is true of activations that are recomputed. So a trial runs
+``keep_gathered``, ``recompute_activations``, the partitioner, the passes on halves and the planner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -20,92 +18,33 @@ from torch._ops import OpOverload
 from ..cost import GraphPrices
 from ..ir import UNSHARD, UnshardCall, argument, copy_graph, output_values, tensor_bytes
 from ..memory import resident_bytes
-from ..passes import KeepGathered, PlanCollectives, RecomputeActivations
+from ..passes import KeepGathered, PlanCollectives
 from ..pipeline import PassContext, Pipeline, context_from_shard_ops, pieces_of
 from ..planner import SHARES, KeepingCost, PlannedGraph, choose_saved, default_peak, extend_kept
 from ..planner.search import EXACT_STATES, InfeasibleBudgetError, Plan
-from .inductor_config import partition_as_inductor, saved_share, type_rng_states
+from .inductor import partition_as_inductor, saved_share, type_rng_states
+from .step_choice import StepChoice
 
-#: Bytes that may be live in a half, from the half and its context.
+#: Gives the bytes that may be live in a half, from the half and its context.
 BudgetOf = Callable[[fx.GraphModule, PassContext], int | str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepChoice:
-    """What was chosen for both halves.
-
-    Attributes:
-        kept: the units that keep their parameters.
-        peak_bytes: the most that a half holds with the default choice, its units gathered one ahead, beside inputs
-            that live through the step (each half reads only some of those), where nothing else limits the plans.
-        input_bytes: of all inputs of the joint graph: for steps of other sizes ``peak_bytes`` says nothing.
-        kept_between: the units whose parameters stay gathered between micro-batches, while gradients are not reduced.
-        saved_share: of the activations that the partitioner would save by itself; None if all of these are saved.
-        recomputed, saved: what that share comes to, by the names of nodes; see ``recompute_activations``.
-    """
-
-    kept: tuple[str, ...]
-    peak_bytes: int | None = None
-    input_bytes: int = 0
-    kept_between: tuple[str, ...] = ()
-    saved_share: float | None = None
-    recomputed: tuple[str, ...] = ()
-    saved: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return "\n".join(
-            [f"units that keep their parameters: {', '.join(self.kept) or 'none'}", *self.notes()]
-        )
-
-    def notes(self) -> list[str]:
-        """For people: what stays between micro-batches, and that activations are computed again."""
-        between = f"units that keep their parameters between micro-batches: {', '.join(self.kept_between)}"
-        found = [between] if self.kept_between else []
-        if self.saved_share is None:
-            return found
-        return [
-            *found,
-            f"{len(self.recomputed)} ops of the forward are computed again in the backward, to keep the memory budget: "
-            f"{self.saved_share:g} of the activations that torch would save by itself is saved.",
-        ]
-
-    def extended(self, tag: Pipeline) -> Pipeline:
-        """The passes that tag a joint graph for the partitioner, with the choice of activations."""
-        if self.saved_share is None:
-            return tag
-        step = RecomputeActivations(recomputed=self.recomputed, saved=self.saved)
-        return Pipeline(*tag.passes, step, given=tag.given)
-
-    def to_dict(self) -> dict[str, object]:
-        """As JSON can hold it."""
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(data: Mapping[str, object]) -> StepChoice:
-        """Reads :meth:`to_dict` back."""
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
-        }
-        return StepChoice(**values)
-
-
-#: What a choice costs; raises InfeasibleBudgetError where no plan keeps the budget.
+#: Gives the cost of a choice; raises InfeasibleBudgetError if no plan keeps the budget.
 CostOf = Callable[[StepChoice], KeepingCost]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JointTrials:
-    """What is tried, and with what.
+    """The joint graph that choices are tried on, and the passes to try them with.
 
     Attributes:
         gm: a joint graph at level 1; it is not changed.
         context: what passes on it know.
         tag: the joint passes behind ``keep_gathered``.
         lower: the passes on a half in front of the planner.
-        place: the planning pass, of which trials change the budget, and how long it may search: what is chosen is
-            planned again.
-        prices: of a half.
-        recomputes: whether activations may be computed again.
+        place: the planning pass. Trials change its budget and search for a shorter time: the choice is planned again.
+        prices: gives the prices of a half.
+        recomputes: activations may be recomputed.
     """
 
     gm: fx.GraphModule
@@ -117,20 +56,20 @@ class JointTrials:
     recomputes: bool = True
 
     def open_units(self) -> list[str]:
-        """Units whose user left it open whether they keep their parameters, in the order of their last use."""
+        """Units for which the user left open whether they keep their parameters, in the order of their last use."""
         calls = [call for call in self._calls() if not call.reshard_fixed and call.group_size > 1]
         return list(dict.fromkeys(call.unit for call in reversed(calls)))[::-1]
 
     def default(self) -> list[str]:
-        """Units that keep their parameters if nothing is chosen."""
+        """Units that keep their parameters by default."""
         return list(dict.fromkeys(call.unit for call in self._calls() if call.reshard == 1))
 
     def choose(self, budget_of: BudgetOf | None, *, extends: bool = True) -> StepChoice:
-        """The choice for the open units, of which there must be some if there is no budget.
+        """Chooses for the open units; without a budget there must be some.
 
         Args:
-            budget_of: the user's budget, for which activations may be computed again; without one the halves of all
-                choices hold no more than those of the default choice do at most with units gathered one ahead.
+            budget_of: the user's budget; activations may be recomputed to keep it. Without one, no half holds more than
+                the halves of the default choice with one unit gathered ahead.
             extends: without a budget, units beside the default ones may be kept.
 
         Raises:
@@ -146,7 +85,7 @@ class JointTrials:
 
         kept = tuple(unit for unit in units if unit in default)
         if extends:
-            with suppress(InfeasibleBudgetError):  # the default's halves are planned with a little more
+            with suppress(InfeasibleBudgetError):  # the plan of the default's halves takes a little more
                 kept = extend_kept(units, kept, lambda kept: self._cost(StepChoice(kept=kept), within)).units
         return StepChoice(kept=kept, peak_bytes=peak, input_bytes=self.input_bytes())
 
@@ -161,10 +100,10 @@ class JointTrials:
         ]
 
     def choose_by(self, cost_of: CostOf) -> StepChoice:
-        """Kept units and saved activations within the user's budget.
+        """Chooses kept units and saved activations within the user's budget.
 
         Args:
-            cost_of: what a choice costs; raises ``InfeasibleBudgetError`` where no plan keeps the budget.
+            cost_of: gives the cost of a choice; raises ``InfeasibleBudgetError`` if no plan keeps the budget.
 
         Raises:
             InfeasibleBudgetError: no choice keeps the budget.
@@ -183,7 +122,7 @@ class JointTrials:
         return replace(with_share[share], kept=kept, input_bytes=default.input_bytes)
 
     def _saving(self, share: float | None) -> StepChoice:
-        """What the partitioner computes again where it saves a share of the activations, with the default units."""
+        """What the partitioner recomputes if it saves a share of the activations, with the default units."""
         trial = copy_graph(self.gm)
         forward, backward = self._partitioned(trial, self.tag, share)
         ops = {
@@ -201,7 +140,11 @@ class JointTrials:
         )
 
     def _cost(self, choice: StepChoice, budget_of: BudgetOf) -> KeepingCost:
-        """Both halves, planned with this choice; the error of the half that needs more, if one does."""
+        """The cost of both halves with this choice.
+
+        Raises:
+            InfeasibleBudgetError: no plan keeps the budget; of two errors, the one of the half that needs more.
+        """
         seconds, peak = 0.0, 0
         refused: list[InfeasibleBudgetError] = []
         for half, ctx in self._halves(choice):
@@ -253,21 +196,21 @@ class JointTrials:
     def _partitioned(
         self, trial: fx.GraphModule, tag: Pipeline, share: float | None = None
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The halves of a joint graph that is tagged here; ``share`` is as for ``partition_as_inductor``."""
+        """Tags a joint graph and cuts it; ``share`` as for ``partition_as_inductor``."""
         context = replace(context_from_shard_ops(trial), device_type=self.context.device_type)
         tag.run(trial, context)
         assert context.first_gradient is not None
         parameters = [binding.position for binding in context.parameters]
         halves = partition_as_inductor(trial, context.first_gradient, parameters, lambda _: None, share)
-        for half in halves:
+        for half in (halves.forward, halves.backward):
             type_rng_states(half)
-        return halves
+        return halves.forward, halves.backward
 
 
 def draws_random_numbers(graph: fx.Graph) -> bool:
-    """Whether an op without a tag may draw random numbers: attention without dropout does not.
+    """Whether an op without a recompute tag may draw random numbers; attention without dropout does not.
 
-    torch's partitioner restores the random state only of what has a tag (github.com/pytorch/pytorch/issues/190758).
+    torch's partitioner restores the random state of tagged ops only (github.com/pytorch/pytorch/issues/190758).
     """
     return any(
         isinstance(node.target, OpOverload)

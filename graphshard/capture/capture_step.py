@@ -257,9 +257,8 @@ def capture_step(
                 plain.append(PlainParameter(placeholder=node.name, call=call, dtype=dtype))
         order = tuple(path for path, _ in fake.named_parameters())
         context = PassContext(plain=_with_places(plain, order))
-        found: list[tuple[fx.GraphModule, PassContext, str, list[PassRecord], StepChoice | None]] = []
 
-        def run_joint_passes(gm: fx.GraphModule) -> None:
+        def run_joint_passes(gm: fx.GraphModule) -> _JointStep:
             text = "" if is_brief else graph_text(gm)
             records: list[PassRecord] = []
 
@@ -283,22 +282,34 @@ def capture_step(
                 device_type=device_type,
                 default_peak_bytes=choice.peak_bytes if choice is not None else None,
             )
-            found.append((copy_graph(gm), known, text, records, choice))
+            return _JointStep(
+                gm=copy_graph(gm), context=known, text=text, records=tuple(records), choice=choice
+            )
 
-        forward, backward = partition_as_inductor(joint, num_results, range(len(plain)), run_joint_passes)
-        drop_rng_states(forward, backward)
-    ((sharded, sharded_context, text, records, choice),) = found
+        halves = partition_as_inductor(joint, num_results, range(len(plain)), run_joint_passes)
+        drop_rng_states(halves.forward, halves.backward)
     return CapturedStep(
-        joint=sharded,
-        forward=forward,
-        backward=backward,
-        context=sharded_context,
-        text=text,
-        records=tuple(records),
+        joint=halves.joint.gm,
+        forward=halves.forward,
+        backward=halves.backward,
+        context=halves.joint.context,
+        text=halves.joint.text,
+        records=halves.joint.records,
         num_results=num_results,
         order=order,
-        choice=choice,
+        choice=halves.joint.choice,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _JointStep:
+    """The joint graph of a step after its passes; fields as of :class:`CapturedStep`."""
+
+    gm: fx.GraphModule
+    context: PassContext
+    text: str
+    records: tuple[PassRecord, ...]
+    choice: StepChoice | None
 
 
 def _with_places(plain: Sequence[PlainParameter], order: Sequence[str]) -> tuple[PlainParameter, ...]:

@@ -1,21 +1,26 @@
-"""How ranks agree outside of collectives: over the stores of their process groups, with time limits.
+"""How ranks agree outside of collectives: through the stores of their process groups, with time limits.
 
 Imports: ``ir``.
 
-Read first: ``agreement`` (fingerprints before the first collective), ``refusals`` (a rank that stops tells the
-others), then ``shared_plan`` (one rank plans, the others follow) and ``rendezvous`` (uncompiled ranks meet).
+Read first: ``group_store`` (where keys are written), ``agreement`` (fingerprints are compared before the first
+collective), ``refusals`` (a rank that stops tells the others), ``shared_plan`` (one rank plans, the others follow),
+``rendezvous`` (uncompiled ranks meet before they communicate).
 """
 
 from .agreement import agree_on_group
+from .group_store import count_in_group, is_fake_group
 from .refusals import Refusals, refusing
 from .rendezvous import meet
-from .shared_plan import PlanStore, decide_together
+from .shared_plan import Decision, PlanStore, decide_together
 
 __all__ = [
+    "Decision",
     "PlanStore",
     "Refusals",
     "agree_on_group",
+    "count_in_group",
     "decide_together",
+    "is_fake_group",
     "meet",
     "refusing",
 ]

@@ -1,13 +1,13 @@
-"""Cross-rank agreement: before a newly compiled graph runs, the ranks compare its collectives.
+"""Agreement of the ranks: before a newly compiled graph runs, they compare its collectives.
 
-Ranks that plan differently do not fail politely: a collective hangs for minutes or aborts with a
-size mismatch. So each rank publishes a hash of the sequence its new graph will issue on a process
-group, the group's first rank compares them and publishes a verdict, and every rank reads it. All of
-it goes through the key-value store of the group, under a time limit, with no collective.
+If ranks issue different collectives, one hangs for minutes or aborts with a size mismatch. So each rank publishes a
+hash of the sequence that its new graph will issue on a process group. Rank 0 of the group compares them and publishes a
+verdict, and every rank reads it. The exchange uses the key-value store of the group, under a time limit, and no
+collective.
 
-A sequence all ranks agreed on before needs no second exchange: a rank that recompiles alone (its
-last batch was smaller) issues the same collectives as everyone else, and must not wait for ranks
-that have nothing to compile. A rank alone with a *new* sequence is exactly the divergence to report.
+A sequence that all ranks have agreed on is not exchanged again. A rank that recompiles alone (its last batch was
+smaller) issues the collectives that all ranks have, and must not wait for ranks that compile nothing. A rank that is
+alone with a *new* sequence is the divergence to report.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from .._compat import group_by_name, group_store, group_timeout_seconds
+from .._compat import group_by_name, group_timeout_seconds
 from ..errors import AgreementError
 from ..ir import text_fingerprint
+from .group_store import group_store, is_fake_group
 from .refusals import Refusals
 
 
@@ -29,11 +30,11 @@ class Agreement:
     """The exchange on one process group.
 
     Attributes:
-        store: a store all ranks of the group share, used under a prefix of its own.
+        store: a store that all ranks of the group share, under a prefix of its own.
         rank: this rank's place in the group, from 0.
         num_ranks: ranks in the group.
-        timeout_seconds: how long to wait for the slowest rank before reporting it.
-        refusals: where ranks that stop say so.
+        timeout_seconds: how long to wait for the slowest rank.
+        refusals: where ranks that stop write why.
     """
 
     store: dist.Store
@@ -43,11 +44,15 @@ class Agreement:
     refusals: Refusals
 
     def require(self, sequence: Sequence[str], *, what: str) -> None:
-        """Returns when all ranks hold the same ``sequence``; ``what`` names the graph in errors.
+        """Returns when all ranks hold the same ``sequence``.
+
+        Args:
+            sequence: a text for each collective.
+            what: names the graph in errors.
 
         Raises:
-            AgreementError: on every rank, if the sequences differ (names the first differing
-                collective and both ranks) or if ranks are missing at the time limit (names them).
+            AgreementError: on every rank, if the sequences differ (names the first different collective and both
+                ranks) or if ranks are missing at the time limit (names them).
             RefusedError: a rank has stopped with an error of its own, and does not come.
         """
         digest = text_fingerprint("\n".join(sequence))
@@ -63,7 +68,7 @@ class Agreement:
                 self.store.set(f"agreed/{digest}", "1")
             self.store.set(f"{exchange}/verdict", json.dumps(verdict))
         else:
-            # The judge itself may wait for the full time limit before it can name a missing rank.
+            # Rank 0 itself may wait for the full time limit before it can name a missing rank.
             verdict = self._read_verdict(exchange, number, limit=self.timeout_seconds + 10.0)
         if verdict:
             raise AgreementError(f"before the first collective of {what}: {verdict}")
@@ -102,11 +107,11 @@ class Agreement:
 
 def agree_on_group(name: str, sequence: Sequence[str], *, what: str) -> None:
     """:meth:`Agreement.require` among the ranks of the process group ``name``; nothing on a fake one."""
-    group = group_by_name(name)
-    if dist.get_backend(group) == "fake":  # there is no other rank to agree with
+    if is_fake_group(name):
         return
+    group = group_by_name(name)
     agreement = Agreement(
-        store=dist.PrefixStore(f"graphshard/{name}", group_store(group)),
+        store=group_store(name),
         rank=group.rank(),
         num_ranks=group.size(),
         timeout_seconds=group_timeout_seconds(group),

@@ -1,10 +1,12 @@
-"""A rank that refuses a graph tells those that wait for it, at once.
+"""A rank that refuses a graph tells the ranks that wait for it, at once.
 
-Ranks that compile one graph wait for each other in several places. A rank that stops with an error of its own, a
-budget that its batch does not keep for instance, never comes there. So it writes why it stopped into the store of the
-group, and who waits looks there too. A refusal ends a *round* of the group: every rank leaves it exactly
-once, by a refusal of its own or by seeing another's, so an error reaches each rank once and is nothing to what comes
-after it. Exchanges between ranks are counted anew in each round, since some were left half done.
+Ranks that compile one graph wait for each other in several places. A rank that stops with an error of its own (its
+batch does not keep the memory budget, for instance) never comes there. So it writes why it stopped into the store of
+the group, and ranks that wait look there too.
+
+**Rounds of refusals.** A refusal ends a *round* of the group. Every rank leaves a round exactly once, by a refusal of
+its own or by seeing another's. So an error reaches each rank once, and does not affect what comes after it. Exchanges
+between ranks are counted from 0 in each round, since a refusal leaves some of them half done.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from .._compat import TorchDynamoException, group_by_name, group_store
+from .._compat import TorchDynamoException, group_by_name
 from ..errors import RefusedError
+from .group_store import group_store, is_fake_group
 
-#: A rank that waits looks again after at least so long, then after a tenth of the time it has waited, and at most.
+#: Pause between two looks of a rank that waits: the least, the share of the time it has waited, and the most.
 _LEAST_SECONDS, _SHARE, _MOST_SECONDS = 0.001, 0.1, 1.0
 
 
@@ -28,7 +31,7 @@ class Refusals:
     """The refusals of one process group.
 
     Attributes:
-        store: a store all ranks of the group share, used under a prefix of its own.
+        store: a store that all ranks of the group share, under a prefix of its own.
         rank: this rank's place in the group, from 0.
     """
 
@@ -37,22 +40,20 @@ class Refusals:
 
     @staticmethod
     def of_group(name: str) -> Refusals:
-        """Of the process group of this name, which is no fake one."""
-        group = group_by_name(name)
-        store = dist.PrefixStore(f"graphshard/{name}/refusals", group_store(group))
-        return Refusals(store=store, rank=group.rank())
+        """Those of the process group of this name, which is no fake one."""
+        return Refusals(store=group_store(name, "refusals"), rank=group_by_name(name).rank())
 
     def round(self) -> int:
-        """How many refusals this rank has left behind."""
+        """The number of the current round: how many this rank has left."""
         return int(self.store.add(f"round/{self.rank}", 0))
 
     def refuse(self, number: int, reason: str) -> None:
-        """Ends a round for all, unless another rank did, and leaves it."""
+        """Ends a round for all ranks, unless another rank did, and leaves it."""
         self.store.compare_set(f"{number}/reason", "", reason)
         self.leave(number)
 
     def leave(self, number: int) -> None:
-        """Leaves a round that is over; nothing where this rank has done so."""
+        """Leaves a round that is over, unless this rank has done so."""
         if self.round() == number:
             self.store.add(f"round/{self.rank}", 1)
 
@@ -62,15 +63,15 @@ class Refusals:
             raise RefusedError(self.store.get(f"{number}/reason").decode())
 
     def wait(self, store: dist.Store, keys: Sequence[str], number: int, seconds: float) -> bool:
-        """Waits for keys of ``store``, some of which ranks that refuse in this round will not write.
+        """Waits for keys of ``store`` or for a refusal in this round, whichever comes first.
 
-        It asks again and again: a store waits for all of several keys, not for one of them.
+        It polls: a store can wait for all of several keys, but not for one of them.
 
         Returns:
-            Whether they are there; not at the time limit, or where the store is gone with the rank that served it.
+            True if all keys are there; False at the time limit, or if the store is gone with the rank that served it.
 
         Raises:
-            RefusedError: a rank has refused, and a key is missing.
+            RefusedError: a rank has refused while a key is missing.
         """
         started = time.monotonic()
         with suppress(dist.DistError):
@@ -87,20 +88,20 @@ class Refusals:
 
 @contextmanager
 def refusing(groups: Iterable[str], what: str) -> Iterator[None]:
-    """What stops this rank in here reaches the ranks of these process groups.
+    """A context whose errors reach the ranks of some process groups.
 
-    Where it is the refusal of another rank, that passes on to the groups that the other is not in.
+    The refusal of another rank is forwarded to those groups that the other rank is not in.
 
     Args:
         groups: names of process groups.
-        what: what is done in here, for their error.
+        what: what is done in the context, for the error of the other ranks.
     """
-    boards = [Refusals.of_group(name) for name in groups if dist.get_backend(group_by_name(name)) != "fake"]
+    boards = [Refusals.of_group(name) for name in groups if not is_fake_group(name)]
     rounds = [board.round() for board in boards]
     try:
         yield
     except TorchDynamoException:
-        raise  # Dynamo starts again, or leaves the graph alone
+        raise  # no refusal: Dynamo starts again, or leaves the graph alone
     except Exception as error:
         told = (
             str(error)

@@ -1,24 +1,22 @@
-"""Ranks meet before they communicate: a different next step on some rank is an error, not a hang.
+"""Ranks meet before they communicate: if a rank's next step is another one, that is an error, not a hang.
 
-Which units a rank uses can depend on its data (a mixture of experts). Ranks that then start
-different collectives would mix up parameters of equal size, or wait until the time limit. So where
-the order is not fixed by one agreed graph, each rank first says in the process group's store what it
-is about to do. It costs a few round trips to the store and no collective.
+Which units a rank uses can depend on its data (a mixture of experts). Ranks that then start different collectives would
+mix up parameters of equal size, or wait until the time limit. So where no agreed graph fixes the order, each rank first
+writes its next step into the store of the process group. That costs a few round trips to the store and no collective.
 """
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
-from .._compat import group_by_name, group_store, group_timeout_seconds
+from .._compat import group_by_name, group_timeout_seconds
 from ..errors import AgreementError, RefusedError
+from .group_store import group_store, is_fake_group
 from .refusals import Refusals
 
 _SEPARATOR = "\n"
 
 
 def meet(group_name: str, step: str, *, what: str, remedy: str) -> None:
-    """Returns once all ranks of the group are here with an equal ``step``.
+    """Returns once all ranks of the group have come with an equal ``step``.
 
     Args:
         group_name: the process group.
@@ -27,16 +25,16 @@ def meet(group_name: str, step: str, *, what: str, remedy: str) -> None:
         remedy: what to do about a difference, as a sentence.
 
     Raises:
-        AgreementError: on every rank that has come, if one of them is here with another step, or if
-            some have not come at the group's time limit.
+        AgreementError: on every rank that has come, if one of them has another step, or if some have not come at the
+            group's time limit.
         RefusedError: a rank has refused a graph and does not come.
     """
     group = group_by_name(group_name)
-    if group.size() == 1 or dist.get_backend(group) == "fake":
+    if group.size() == 1 or is_fake_group(group_name):
         return
     refusals = Refusals.of_group(group_name)
     number = refusals.round()
-    store = dist.PrefixStore(f"graphshard/{group_name}/meet/{number}", group_store(group))
+    store = group_store(group_name, "meet", str(number))
     rank = group.rank()
     turn = store.add(f"turn/{rank}", 1)
     words = _SEPARATOR.join((str(rank), what, step))
@@ -50,7 +48,7 @@ def meet(group_name: str, step: str, *, what: str, remedy: str) -> None:
     num_here = store.add(f"{turn}/count", 1)
     if num_here == group.size():
         store.set(f"{turn}/verdict", "")
-        for key in ("first", "count", "verdict"):  # everyone is past the turn before
+        for key in ("first", "count", "verdict"):  # all ranks are past the previous turn
             store.delete_key(f"{turn - 1}/{key}")
         return
     seconds = group_timeout_seconds(group)

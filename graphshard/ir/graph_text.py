@@ -23,6 +23,7 @@ from .node_args import call_arguments
 from .params import ParameterBinding, ReduceGradCall, UnshardCall
 from .piece_ops import KEEP_PIECE, SPREAD
 from .shard_ops import REDUCE_GRAD, UNSHARD
+from .tensor_sizes import is_contiguous
 
 #: The arguments of the shard ops that are group names; not printed, since the labels of their axes are.
 _GROUP_ARGUMENTS = ("group_name", "replicate_group", "reshard_group", "reduce_group")
@@ -79,7 +80,7 @@ def value_text(value: Any) -> str:
     """``f32[4, 8]`` for a tensor, with strides if it is not contiguous; tuples recursively."""
     if isinstance(value, torch.Tensor):
         text = f"{dtype_text(value.dtype)}{list(value.shape)}"
-        if value.layout is torch.strided and not _is_contiguous(value):
+        if value.layout is torch.strided and not is_contiguous(value):
             text += f"@{tuple(value.stride())}".replace(" ", "")
         return text
     if isinstance(value, (tuple, list)):
@@ -115,18 +116,6 @@ def group_labels(gm: fx.GraphModule, mesh: MeshLayout) -> dict[str, str]:
         if is_collective(node):
             labels.setdefault(group_name(node), f"group{len(labels) - len(mesh.axes)}")
     return labels
-
-
-def _is_contiguous(value: torch.Tensor) -> bool:
-    """Whether a tensor is contiguous; adds no guards on symbolic sizes."""
-    if all(isinstance(size, int) for size in (*value.shape, *value.stride())):
-        return value.is_contiguous()
-    expected: Any = 1
-    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
-        if str(stride) != str(expected):
-            return False
-        expected = expected * size
-    return True
 
 
 class _GraphPrinter:

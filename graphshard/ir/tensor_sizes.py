@@ -49,6 +49,8 @@ def is_contiguous(tensor: torch.Tensor, order: Sequence[int] | None = None) -> b
         tensor: its sizes may be symbolic; no guards are added.
         order: the dims from the outermost to the innermost; None for their own order.
     """
+    if order is None and all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride())):
+        return tensor.is_contiguous()
     expected = 1
     for dim in reversed(range(tensor.dim()) if order is None else order):
         size = size_hint(tensor.shape[dim])

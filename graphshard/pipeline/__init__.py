@@ -1,9 +1,9 @@
-"""How passes run: contexts, facts that hold between passes, and the pipeline that checks them.
+"""How passes run: what they know, the facts that hold between them, and the pipeline that checks these.
 
-Imports: ``ir``, ``memory``, ``cost``.
+Imports: ``ir``, ``cost``.
 
-Read first: ``context`` (what a pass may know), ``facts`` (what is checked), ``pipeline``, then ``provenance``
-(which values of a graph belong to which parameter).
+Read first: ``context`` (what a pass may know), ``facts`` (what is checked), ``pipeline``, then ``provenance`` (which
+values of a graph belong to which parameter).
 """
 
 from .context import KnownPlan, PassContext, context_from_shard_ops, pieces_of, read_shards_as_they_are

@@ -1,4 +1,4 @@
-"""What a pass may know besides the graph: a frozen context, made once per captured graph."""
+"""What a pass may know beside the graph: a frozen context, made once per captured graph."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from ..ir import (
     type_key,
 )
 
-#: For a unit, the units whose gathers start once its own are copied out.
+#: Pairs of a unit and the units whose gathers start once its own are copied out.
 PrefetchOrder = tuple[tuple[str, tuple[str, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownPlan:
-    """The plan another rank made of this graph; only sizes of activations may differ there.
+    """The plan that another rank made of this graph; only sizes of activations may differ there.
 
     Attributes:
         num_tasks: pieces of compute between which its collectives stand.
-        steps: position among the tasks, whether it is a start (else a wait), and the collectives, by
-            their index in the graph, that are one bucket.
-        splits: collectives, by their index in the graph, that are split first, and into how many parts.
+        steps: for each start or wait, its position among the tasks, whether it is a start, and the collectives of its
+            bucket, by their index in the graph.
+        splits: collectives that are split first, by their index in the graph, and into how many parts.
         moves: compute that moves before that: see :class:`graphshard.planner.move_compute.Move`.
     """
 
@@ -64,24 +64,25 @@ class PassContext:
     Attributes:
         mesh: axes whose process groups appear in the graph.
         parameters: the sharded parameters among the graph's inputs.
-        first_gradient: index of the output that is the gradient of input 0; None when the graph
-            has no gradient outputs (a forward or an inference graph).
-        full_checks: recompute every fake value when TYPED is checked.
+        first_gradient: index of the output that is the gradient of input 0; None if the graph has no gradient outputs
+            (a forward or an inference graph).
+        full_checks: every fake value is recomputed when TYPED is checked.
         pieces: parameters of which a backward half takes a piece kept from the forward.
-        unreduced: parameters, by position, whose gradient leaves this graph unreduced on purpose.
+        unreduced: positions of the parameters whose gradients leave this graph unreduced on purpose.
         plain: full parameters among the inputs of a graph captured without ``fully_shard``.
-        forward_prefetch, backward_prefetch: the prefetches a user asked for, in either half.
-        max_reductions: reductions that may be open at a time; 0 for the schedule's own.
-        prices: the cost model; None where nothing is planned by cost.
-        known_plan: the plan to follow, of another rank; None to make one.
-        held_bytes: of a user's memory budget, what is held outside of the graph while it runs: gradients that wait
-            for a later micro-batch, and gathered parameters, that are not inputs of it.
-        resident_bytes: of a user's memory budget, the inputs that live through the whole step (shards, buffers, inputs
-            of the model): what of them a half does not take is held beside it. 0 where the budget is without them.
-        default_peak_bytes: the most that a half of the step holds with units gathered one ahead, beside inputs
-            that live through all of it, where that is known: what plans may take without a user's budget.
-        device_type: where the graph will run, if not where its values are: a capture on fake tensors of
-            the CPU may be for another device.
+        forward_prefetch, backward_prefetch: the prefetches that the user asked for, in either half.
+        max_reductions: reductions that may be open at a time; 0 for the schedule's default.
+        prices: the cost model; None if nothing is planned by cost.
+        known_plan: the plan of another rank to follow; None to make one.
+        held_bytes: counted in the user's memory budget: what is held outside of the graph while it runs (gradients
+            that wait for a later micro-batch and gathered parameters that are not inputs of it).
+        resident_bytes: counted in the user's memory budget: the inputs that live through the whole step (shards,
+            buffers, inputs of the model). What a half does not take of them is held beside it. 0 if the budget does not
+            count them.
+        default_peak_bytes: without a user's budget, the most that plans may take: the peak of the halves with one unit
+            gathered ahead, without the inputs that live through the whole step; None if it is not known.
+        device_type: the type of the device that the graph will run on; None for that of its values. A capture on fake
+            tensors of the CPU may be for another device.
     """
 
     mesh: MeshLayout = field(default_factory=MeshLayout)
@@ -102,12 +103,12 @@ class PassContext:
     device_type: str | None = None
 
     def binding(self, placeholder: str) -> ParameterBinding | None:
-        """The parameter whose shard, or kept piece, enters through the placeholder of this name."""
+        """The parameter whose shard or kept piece enters through the placeholder of this name."""
         known = (*self.parameters, *self.pieces)
         return next((binding for binding in known if binding.placeholder == placeholder), None)
 
     def prefetched_after(self, unit: str) -> tuple[str, ...]:
-        """The units to gather once this one is copied out; empty where the user asked for none."""
+        """The units to gather once this one is copied out; empty if the user asked for none."""
         order = self.forward_prefetch if self.first_gradient is None else self.backward_prefetch
         return next((units for name, units in order if name == unit), ())
 
@@ -120,7 +121,7 @@ class PassContext:
         return replace(self, first_gradient=0, unreduced=unreduced)
 
     def reduced_bindings(self) -> list[ParameterBinding]:
-        """The parameters whose gradients, if they leave this graph, leave it reduced."""
+        """The parameters whose gradients, where they are outputs of this graph, are reduced."""
         return [
             binding
             for binding in self.parameters
@@ -129,7 +130,10 @@ class PassContext:
 
 
 def read_shards_as_they_are(gm: fx.GraphModule) -> None:
-    """Has ``unshard`` nodes read inputs, not views that change nothing, as DTensors are captured; edits in place."""
+    """Makes ``unshard`` nodes read inputs in place of views that change nothing; edits in place.
+
+    Captures of DTensors hold such views.
+    """
     for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
         view = node.args[0]
         if view.target is not torch.ops.aten.view.default or view.args[0].op != "placeholder":
@@ -141,10 +145,9 @@ def read_shards_as_they_are(gm: fx.GraphModule) -> None:
 
 
 def context_from_shard_ops(gm: fx.GraphModule, *, full_checks: bool = False) -> PassContext:
-    """Reads mesh and parameters off the ``unshard`` nodes of a joint or an inference graph.
+    """Reads mesh and parameters off the ``unshard`` nodes of a joint or an inference graph, and from nowhere else.
 
-    Nothing is looked up anywhere else: the nodes carry what there is to know. In a joint graph
-    (recognised by its ``tangents`` inputs) the last outputs are one gradient per forward input.
+    A joint graph is recognised by its ``tangents`` inputs; its last outputs are one gradient per forward input.
     """
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     primals = [node for node in placeholders if not node.name.startswith("tangents_")]
@@ -187,7 +190,7 @@ def _prefetch_of(prefetch: dict[str, tuple[str, str]], half: int) -> PrefetchOrd
 
 
 def pieces_of(gm: fx.GraphModule) -> tuple[ParameterBinding, ...]:
-    """The pieces a joint graph keeps for its backward, whose input takes the name of the node here."""
+    """The pieces that a joint graph keeps for its backward; the backward's input has the name of the node here."""
     calls = [UnshardCall(*node.args) for node in gm.graph.find_nodes(op="call_function", target=UNSHARD)]
     return tuple(_binding(call, -1) for call in calls if _is_piece(call.shard))
 

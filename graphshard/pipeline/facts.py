@@ -1,7 +1,7 @@
 """Facts: named statements about a graph, each with one checker.
 
-A pass says which facts it requires, provides and breaks; the pipeline runs the checkers after each
-pass. A checker returns every violation it finds, as a list of sentences; an empty list is a pass.
+A pass declares which facts it requires, provides and breaks. The pipeline runs the checkers after each pass. A checker
+returns a sentence for each violation; an empty list means that the fact holds.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from .provenance import bucket_keys, is_layout, reductions_of, ungathered_reader
 
 
 class Fact(Enum):
-    """What can be true of a graph."""
+    """A statement that can be true of a graph."""
 
     TYPED = "typed"
-    """Every value has a fake value; in full mode it equals what its op computes."""
+    """Every node has a fake value; in full mode it equals what its op computes."""
     WAITED = "waited"
-    """Every started collective is waited for exactly once, and only the wait reads it; or it leaves unwaited."""
+    """Every collective is waited for exactly once and only the wait reads it; or it is an output, not waited for."""
     GATHERED = "gathered"
     """Nothing reads a shard but shard ops and, through layout ops, collectives."""
     REDUCED = "reduced"
-    """Every gradient of a sharded parameter that leaves the graph comes out of its reduction."""
+    """Every gradient output of a sharded parameter comes out of its reduction."""
     MERGED = "merged"
     """A parameter is unsharded at most once."""
     TAGGED = "tagged"

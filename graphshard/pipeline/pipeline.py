@@ -1,9 +1,9 @@
-"""Passes with contracts, and pipelines that hold them to it.
+"""Passes with contracts, and the pipeline that checks them.
 
-A pass is a frozen, keyword-only dataclass whose fields are its options. A :class:`Pipeline` is a
-tuple of passes; building it folds what they require, provide and break, so a wrong order fails
-there. Running it lints the graph and checks every fact now held after each pass, and checks that a
-pass reported a change exactly when the graph text moved.
+A pass is a frozen, keyword-only dataclass whose fields are its options. A :class:`Pipeline` is a tuple of passes.
+Building it folds what they require, provide and break, so a wrong order fails there. Running it checks after each pass
+that the graph is well-formed, that every fact that should hold does, and that the pass reported a change exactly if the
+graph text changed.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -27,7 +29,7 @@ from .facts import CHECKERS, Fact
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassResult:
-    """What a pass hands to its caller beside the graph. Each pass that has such a result extends this class."""
+    """What a pass hands to its caller beside the graph; a pass with such a result extends this class."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +38,9 @@ class PassReport:
 
     Attributes:
         changed: whether the graph text differs from before.
-        counts: named numbers for people ("gathers merged": 12).
-        skipped: one sentence for each thing the pass declined to do, with the reason.
-        new_signature: the graph has other inputs, or outputs of other types, on purpose.
+        counts: named numbers for a reader ("gathers merged": 12).
+        skipped: one sentence, with the reason, for each thing that the pass did not do.
+        new_signature: the pass changed the inputs or the types of the outputs on purpose.
         planned: the result of a planning pass (:class:`graphshard.planner.plan_graph.PlannedGraph`).
     """
 
@@ -51,7 +53,7 @@ class PassReport:
 
 @runtime_checkable
 class Pass(Protocol):
-    """One graph transformation. It edits the graph in place and does nothing else."""
+    """One graph transformation: it edits the graph in place and does nothing else."""
 
     name: ClassVar[str]
     requires: ClassVar[frozenset[Fact]]
@@ -63,7 +65,7 @@ class Pass(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRecord:
-    """One pass of one run: report, time, and the size of the graph after it."""
+    """One pass of one run: its report, its time, and the graph after it."""
 
     name: str
     report: PassReport
@@ -134,14 +136,21 @@ class Pipeline:
         return Pipeline(*(_parse_pass(part.strip(), known) for part in parts), given=given)
 
     def split(self, index: int) -> tuple[Pipeline, Pipeline]:
-        """The passes in front of ``index``, and the rest, as two pipelines that run one after the other."""
+        """The passes before ``index`` and the rest, as two pipelines that run one after the other."""
         first = Pipeline(*self.passes[:index], given=self.given)
         return first, Pipeline(*self.passes[index:], given=first.facts_at_end)
 
     def uuid(self) -> str:
-        """Hash of the pipeline's text and of the source of its passes: a key for compile caches."""
-        sources = {inspect.getsource(type(step)) for step in self.passes}
-        return text_fingerprint("\n".join([str(self), torch.__version__, *sorted(sources)]))
+        """A key for compile caches: a hash of the pipeline's text, of torch's version, and of source.
+
+        Source is all files of graphshard, and for a pass from elsewhere its class and all files of the package it is
+        in (its own file if it is in none). So the key covers what passes call there; it does not cover what they call
+        in further packages.
+        """
+        classes = [type(step) for step in self.passes]
+        sources = sorted({inspect.getsource(kind) for kind in classes if not _is_own(kind)})
+        contents = [text_fingerprint(file.read_text()) for file in source_files(classes)]
+        return text_fingerprint("\n".join([str(self), torch.__version__, *sources, *contents]))
 
     def run(self, gm: fx.GraphModule, ctx: PassContext, *, before: str | None = None) -> list[PassRecord]:
         """Runs every pass on ``gm`` in place.
@@ -149,7 +158,7 @@ class Pipeline:
         Args:
             gm: the graph.
             ctx: what passes know.
-            before: the graph's text, where the caller has it.
+            before: the graph's text, if the caller has it.
 
         Raises:
             PassError: a pass broke a fact, the graph's signature, or its own report.
@@ -174,11 +183,29 @@ class Pipeline:
         return records
 
     def run_unchecked(self, gm: fx.GraphModule, ctx: PassContext) -> list[PassReport]:
-        """Runs every pass on ``gm`` in place and looks at nothing else: for graphs whose like was checked.
+        """Runs every pass on ``gm`` in place without checks, for a graph like one that was checked.
 
-        The checks and the texts of :meth:`run` take longer than the passes.
+        The checks and texts of :meth:`run` take longer than the passes.
         """
         return [step.run(gm, ctx) for step in self.passes]
+
+
+def source_files(kinds: Iterable[type[Pass]]) -> list[Path]:
+    """The files of graphshard, and those of the packages that some passes are in."""
+    places = {Path(__file__).parents[1], *map(_folder_of, kinds)}
+    return sorted(
+        {file for place in places for file in (place.rglob("*.py") if place.is_dir() else (place,))}
+    )
+
+
+def _is_own(kind: type[Pass]) -> bool:
+    return kind.__module__.split(".")[0] == __name__.split(".")[0]
+
+
+def _folder_of(kind: type[Pass]) -> Path:
+    """The folder of the package that a class is in; its file if it is in none."""
+    file = Path(inspect.getfile(kind))
+    return file.parent if getattr(sys.modules.get(kind.__module__), "__package__", "") else file
 
 
 def _pass_text(step: Pass) -> str:

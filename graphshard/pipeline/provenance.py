@@ -1,7 +1,7 @@
-"""Which parameter a collective serves, read from the data flow of the graph itself.
+"""Which parameter a collective serves, read from the data flow of the graph.
 
-A gather is reached from a shard through casts, pads and views only; a gradient leaves through
-slices, scales and casts of its reduction. Following these chains needs no hidden node metadata.
+Between a shard and its gather stand only casts, pads and views; between a reduction and its gradient only slices,
+scales and casts. Following these chains needs no hidden node metadata.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ..ir import (
 )
 from .context import PassContext
 
-#: What a collective is called in bucket keys and counts.
+#: Names of the kinds of collectives in bucket keys and counts.
 KINDS: dict[Any, str] = {
     **dict.fromkeys(GATHERS, "gather"),
     **dict.fromkeys(REDUCE_SCATTERS, "reduction"),
@@ -70,7 +70,7 @@ _LAYOUT_OPS = {
 def is_layout(node: fx.Node) -> bool:
     """True for views and for the ops that may stand around a collective.
 
-    A product counts only when it scales by a constant: a product of two tensors is compute.
+    A product counts only if it scales by a constant; a product of two tensors is compute.
     """
     if node.target in _SCALE_OPS:
         return len(node.all_input_nodes) == 1
@@ -79,7 +79,7 @@ def is_layout(node: fx.Node) -> bool:
 
 
 def shards_behind(node: fx.Node, ctx: PassContext) -> list[ParameterBinding]:
-    """The parameters whose shards, and nothing else, flow into a gather over their axis; empty otherwise."""
+    """The parameters whose shards a gather over their axis reads; empty if it reads anything else too."""
     found: dict[str, ParameterBinding] = {}
     pending = operands(node)
     while pending:
@@ -95,7 +95,7 @@ def shards_behind(node: fx.Node, ctx: PassContext) -> list[ParameterBinding]:
 
 
 def row_places(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, RowPlace]:
-    """For each gather of one shard, as it is or cast, the shard's place in its row; others are left out."""
+    """For each gather of one shard (as it is or cast), the shard's place in its row; other gathers are left out."""
     bindings = {binding.placeholder: binding for binding in ctx.parameters if binding.row_offset >= 0}
     found = {}
     for node in gm.graph.find_nodes(op="call_function", target=ALL_GATHER):
@@ -108,13 +108,13 @@ def row_places(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, RowPlace]:
 
 
 def gathered_shard(gather: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    """What a gather sends, and the node that casts it first, if one does."""
+    """The shard that a gather sends, and the node that casts it first; None if none does."""
     (source,) = operands(gather)
     return (source.all_input_nodes[0], source) if source.target in _CASTS else (source, None)
 
 
 def ungathered_readers(placeholder: fx.Node) -> list[fx.Node]:
-    """The nodes that compute with a shard: neither a shard op, a layout op nor a collective."""
+    """The nodes that compute with a shard: no shard ops, layout ops or collectives."""
     found = []
     pending = list(placeholder.users)
     while pending:
@@ -129,10 +129,11 @@ def ungathered_readers(placeholder: fx.Node) -> list[fx.Node]:
 
 
 def reductions_of(gradient: fx.Node, binding: ParameterBinding) -> list[fx.Node]:
-    """The reductions a gradient output comes out of, last first: layout ops and sums with inputs between.
+    """The reductions that a gradient output comes out of, the last one first.
 
-    An all-reduce of a reduce-scattered gradient gives two, one that is split gives its parts, of a bucket only what
-    the gradient is made of; no reduction over the parameter's groups gives none.
+    Only layout ops and sums with inputs may stand in between. An all-reduce of a reduce-scattered gradient gives two
+    reductions; a split reduction gives its parts; of a bucket, only the members that the gradient is made of are
+    followed. If no reduction over the parameter's groups is found, the list is empty.
     """
     found: dict[fx.Node, None] = {}
     parts: dict[fx.Node, tuple[int, int] | None] = {gradient: None}
@@ -155,7 +156,7 @@ def reductions_of(gradient: fx.Node, binding: ParameterBinding) -> list[fx.Node]
 
 
 def _part_of(node: fx.Node, source: fx.Node, part: tuple[int, int] | None) -> tuple[int, int] | None:
-    """The elements of ``source`` that a part of ``node`` is made of: the first and the end; None for all or unknown."""
+    """The range of elements of ``source`` that a part of ``node`` is made of; None for all, or if it is unknown."""
     value, behind = node.meta["val"], source.meta["val"]
     if not isinstance(value, torch.Tensor) or not isinstance(behind, torch.Tensor):
         return None
@@ -166,7 +167,7 @@ def _part_of(node: fx.Node, source: fx.Node, part: tuple[int, int] | None) -> tu
 
 
 def _packed_in(node: fx.Node, part: tuple[int, int] | None) -> list[fx.Node]:
-    """The members of a bucket of one row that a part of it lies in; none for other nodes, or if the part is unknown."""
+    """The members of a one-row bucket that a part of it overlaps; none for other nodes, or if the part is unknown."""
     if node.target is not PACK or node.args[1] != 1 or part is None:
         return []
     found, begin = [], 0
@@ -179,14 +180,14 @@ def _packed_in(node: fx.Node, part: tuple[int, int] | None) -> list[fx.Node]:
 
 
 def is_accumulation(node: fx.Node) -> bool:
-    """True for a sum with what earlier micro-batches left, which enters as an input."""
+    """True for a sum with a gradient of earlier micro-batches, which is an input."""
     return node.target is aten.add.Tensor and any(
         source.op == "placeholder" for source in node.all_input_nodes
     )
 
 
 def reduced_parameters(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, list[ParameterBinding]]:
-    """The parameters whose gradients each reduction of a joint or backward graph delivers."""
+    """For each reduction of a joint or backward graph, the parameters whose gradients come out of it."""
     if ctx.first_gradient is None:
         return {}
     values = output_values(gm.graph)
@@ -199,7 +200,7 @@ def reduced_parameters(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, li
 
 
 def bucket_keys(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, tuple[str, ...]]:
-    """For each gather and reduction that serves one unit: what must agree for two to be merged."""
+    """For each gather and reduction that serves one unit, the key that must be equal for two to be merged."""
     reduced = reduced_parameters(gm, ctx)
     keys: dict[fx.Node, tuple[str, ...]] = {}
     for node in filter(is_collective, gm.graph.nodes):

@@ -5,6 +5,7 @@ import re
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from torch._inductor.async_compile import AsyncCompile
 
 import graphshard
 from graphshard._compat import num_holders, num_memory_holders
-from graphshard.backend import entry, gloo_release
-from graphshard.backend.emitted_order import emitted_order, order_difference, planned_order
-from graphshard.backend.gloo_release import wait_until_released, wait_until_released_in_place
-from graphshard.backend.inductor_config import compile_fx_inner, pinning_patch
+from graphshard.backend import compilation
+from graphshard.backend.inductor import gloo_release
+from graphshard.backend.inductor.emitted_order import emitted_order, order_difference, planned_order
+from graphshard.backend.inductor.gloo_release import wait_until_released, wait_until_released_in_place
+from graphshard.backend.inductor.inductor_config import compile_fx_inner
+from graphshard.backend.inductor.order_pinning import pinning_patch
 from graphshard.ir.collectives import ALL_GATHER, ALL_REDUCE, WAIT, c10d
 
 
@@ -209,10 +212,21 @@ def test_other_backends_than_gloo_are_not_waited_for(fake_group, monkeypatch):
     """The fake group is one; that halves on gloo are, the memory of their steps shows."""
     asked = []
     monkeypatch.setattr(
-        entry, "pinning_patch", lambda releases: asked.append(releases) or pinning_patch(releases=releases)
+        compilation, "pinning_patch", lambda releases: asked.append(releases) or pinning_patch(releases=releases)
     )
     torch.compiler.reset()
     model = graphshard.fully_shard(torch.nn.Linear(8, 8), mesh=fake_group(2))
     options = {"hardware": "cpu-loopback", "bucket": "auto", "memory_budget": "1GB"}
     torch.compile(model, backend="graphshard", options=options)(torch.zeros(4, 8)).sum().backward()
     assert asked == [False, False]
+
+
+def test_a_pinned_order_is_cached_by_the_source_of_the_waits_that_it_calls(tmp_path, monkeypatch):
+    source, keys = Path(gloo_release.__file__).read_text(), []
+    for name, text in (("first", source), ("equal", source), ("edited", f"{source}# another line\n")):
+        file = tmp_path / f"{name}.py"
+        file.write_text(text)
+        monkeypatch.setattr(gloo_release, "__file__", str(file))
+        with pinning_patch():
+            keys.append(inductor_config._pre_fusion_custom_pass.uuid())
+    assert keys[0] == keys[1] != keys[2]

@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.small_graphs import LOWERING, GraphBuilder, ParameterSpec, aten, num_targets
-from torch import nn
+from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from graphshard.backend.half import PLAIN, Half, Selection
+from graphshard.backend.half import Half
+from graphshard.backend.half_variants import PLAIN, CompiledVariant, Selection, specialise
 from graphshard.errors import UnsupportedShardingError
 from graphshard.fsdp import ParameterSlot, Tree, Unit
 from graphshard.fsdp.unit_settings import UnitSettings
@@ -62,15 +63,17 @@ def _backward(**changes):
 
 @dataclass
 class Compiler:
-    """Lowers a variant and runs it; keeps what it was given."""
+    """Specialises a half, lowers the variant and runs it; keeps the variants."""
 
+    gm: fx.GraphModule
     variants: list[Any] = field(default_factory=list)
 
-    def __call__(self, variant):
-        self.variants.append(variant)
-        lowered = copy_graph(variant.gm)
+    def __call__(self, state):
+        examples = [node.meta["val"] for node in self.gm.graph.find_nodes(op="placeholder")]
+        self.variants.append(specialise(self.gm, examples, state))
+        lowered = copy_graph(self.last.gm)
         LOWERING.run(lowered, PassContext(full_checks=True))
-        return lambda args: lowered(*args)
+        return CompiledVariant(run=lambda args: lowered(*args))
 
     @property
     def last(self):
@@ -103,11 +106,8 @@ class Setup:
         self.shards = [torch.randn(2, 2, dtype=torch.float64) for _ in NAMES]
         for unit, name, shard in zip(self.units, NAMES, self.shards, strict=True):
             unit.slots.append(_slot(unit, name, shard))
-        self.compiler = Compiler()
-        examples = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-        self.half = Half(
-            gm=gm, example_inputs=examples, is_backward=is_backward, compile_variant=self.compiler
-        )
+        self.compiler = Compiler(gm)
+        self.half = Half(gm=gm, is_backward=is_backward, compile_state=self.compiler)
 
     def run(self, last, handles=None):
         handles = [unit.handle for unit in self.units] if handles is None else handles
@@ -126,7 +126,7 @@ def x():
 
 
 def _selections(half):
-    return [selection for selection, _ in half._compiled]
+    return [selection for selection, _ in half._variants]
 
 
 def _inputs(variant):
@@ -368,11 +368,11 @@ def test_a_half_that_cannot_be_compiled_loses_no_gradient(x):
     full, partial = torch.ones(2, 2, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64)
     a.add_unreduced("a", full)
     a.add_partial("a", partial)
-    compiler, setup.half.compile_variant = setup.compiler, lambda variant: 1 / 0
+    compiler, setup.half.compile_state = setup.compiler, lambda state: 1 / 0
     with pytest.raises(ZeroDivisionError):
         setup.run(x)
     assert a.unreduced["a"] is full and a.partial["a"] is partial and not b.unreduced
-    setup.half.compile_variant = compiler
+    setup.half.compile_state = compiler
     setup.run(x)
     assert not a.unreduced and not a.partial
 
@@ -394,7 +394,7 @@ def test_the_half_itself_is_not_edited(x):
     setup.units[0].reduce_grads = False
     setup.run(x)
     assert str(setup.half.gm.graph) == before
-    assert len(setup.half.example_inputs) == len(BACKWARD_INPUTS)
+    assert _inputs(setup.half) == BACKWARD_INPUTS
 
 
 def _summed_reductions():
@@ -408,8 +408,7 @@ def _summed_reductions():
 def test_a_sum_of_reductions_cannot_wait(x):
     gm = _summed_reductions()
     unit = Unit(tree=Tree(_end_is_queued=True), modules=[], label="a")
-    examples = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    half = Half(gm=gm, example_inputs=examples, is_backward=True, compile_variant=Compiler())
+    half = Half(gm=gm, is_backward=True, compile_state=Compiler(gm))
     assert half([x, x, unit.handle])[0] is not None
     unit.reduce_grads = False
     with pytest.raises(UnsupportedShardingError, match="parameter a is read in several ways"):
@@ -422,17 +421,17 @@ def test_a_variant_runs_below_autograd_and_is_compiled_with_it():
 
     seen = {}
 
-    def compile_variant(variant):
+    def compile_state(state):
         seen["compiling"] = is_recorded()
 
         def run(args):
             seen["running"] = is_recorded()
             return args[:1]
 
-        return run
+        return CompiledVariant(run=run)
 
     setup = Setup(_forward(), is_backward=False)
-    setup.half.compile_variant = compile_variant
+    setup.half.compile_state = compile_state
     setup.run(torch.eye(2, dtype=torch.float64))
     assert seen == {"compiling": True, "running": False}
     seen.clear()

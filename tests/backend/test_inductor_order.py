@@ -14,9 +14,10 @@ from torch._guards import TracingContext, tracing
 from torch._inductor.async_compile import AsyncCompile
 
 import graphshard
-from graphshard.backend import entry
-from graphshard.backend.emitted_order import emitted_order, order_difference, planned_order
-from graphshard.backend.inductor_config import config_patches, functorch_patch, pinning_patch
+from graphshard.backend import compilation
+from graphshard.backend.inductor.emitted_order import emitted_order, order_difference, planned_order
+from graphshard.backend.inductor.inductor_config import config_patches, functorch_patch
+from graphshard.backend.inductor.order_pinning import pinning_patch
 from graphshard.errors import OptionError
 from graphshard.ir.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT, c10d
 
@@ -308,7 +309,7 @@ def _step(fake_group, verify, **options):
 
 def test_an_order_that_inductor_changed_is_an_error_or_a_warning(fake_group, monkeypatch):
     _step(fake_group, "full")
-    monkeypatch.setattr(entry, "emitted_order", _swapped)
+    monkeypatch.setattr(compilation, "emitted_order", _swapped)
     with pytest.raises(BackendCompilerFailed, match=r"ScheduleOrderError: .*left the planned order of the forward: "):
         _step(fake_group, "full")
     with pytest.warns(UserWarning, match=r"Inductor left the planned order of the (for|back)ward: "):
@@ -319,14 +320,14 @@ def test_an_order_that_inductor_changed_is_an_error_or_a_warning(fake_group, mon
 
 
 def test_an_order_that_cannot_be_checked_is_an_error_or_a_warning(fake_group, monkeypatch):
-    compile_fx_inner = entry.compile_fx_inner
+    compile_fx_inner = compilation.compile_fx_inner
 
     def without_source(*args, **kwargs):
         compiled = compile_fx_inner(*args, **kwargs)
         compiled.source_code = None
         return compiled
 
-    monkeypatch.setattr(entry, "compile_fx_inner", without_source)
+    monkeypatch.setattr(compilation, "compile_fx_inner", without_source)
     with pytest.raises(BackendCompilerFailed, match=r"ScheduleOrderError: .*shows no source of the forward"):
         _step(fake_group, "full")
     with pytest.warns(UserWarning, match="whether its collectives moved is not known"):
@@ -336,13 +337,13 @@ def test_an_order_that_cannot_be_checked_is_an_error_or_a_warning(fake_group, mo
 def test_fusions_that_hold_more_are_left_out_under_a_budget(fake_group, monkeypatch):
     """Unless the user says what kernels must share to be fused."""
     name, seen = "score_fusion_memory_threshold", []
-    compile_fx_inner = entry.compile_fx_inner
+    compile_fx_inner = compilation.compile_fx_inner
 
     def remember(*args, **kwargs):
         seen.append(getattr(inductor_config, name))
         return compile_fx_inner(*args, **kwargs)
 
-    monkeypatch.setattr(entry, "compile_fx_inner", remember)
+    monkeypatch.setattr(compilation, "compile_fx_inner", remember)
     usual = getattr(inductor_config, name)
     for options, expected in (
         ({}, {usual}),
@@ -356,13 +357,13 @@ def test_fusions_that_hold_more_are_left_out_under_a_budget(fake_group, monkeypa
 
 
 def test_kernels_write_over_what_dies_under_a_budget_unless_the_user_forbids_it(fake_group, monkeypatch):
-    seen, compile_fx_inner = [], entry.compile_fx_inner
+    seen, compile_fx_inner = [], compilation.compile_fx_inner
 
     def remember(*args, **kwargs):
         seen.append(inductor_config.inplace_buffers)
         return compile_fx_inner(*args, **kwargs)
 
-    monkeypatch.setattr(entry, "compile_fx_inner", remember)
+    monkeypatch.setattr(compilation, "compile_fx_inner", remember)
     options = {"hardware": "cpu-loopback", "bucket": "auto", "memory_budget": "1GB"}
     with inductor_config.patch(inplace_buffers=False):
         _step(fake_group, "cheap", **options)
@@ -419,7 +420,7 @@ def test_compute_stays_between_the_collectives_it_was_planned_between(kind, opti
     orders = []
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_, **__: lambda *_: None)
     monkeypatch.setattr(
-        entry, "order_difference", lambda *both: orders.append(both) or order_difference(*both)
+        compilation, "order_difference", lambda *both: orders.append(both) or order_difference(*both)
     )
     torch.compiler.reset()
     model, mesh = kind(), fake_group(2)

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.fsdp import BackwardPrefetch
 
 import graphshard
-from graphshard.backend.entry import half_pipeline
 from graphshard.backend.options import BackendOptions
+from graphshard.backend.pipelines import half_pipeline
 from graphshard.cost import load_card
 from graphshard.errors import CardError, GraphShardError, OptionError, OptionTypeError
 from graphshard.passes import PlanCollectives

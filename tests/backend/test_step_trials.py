@@ -15,14 +15,16 @@ from torch import nn
 import graphshard
 import graphshard.backend.step_planner as planning
 import graphshard.backend.step_trials as joint_trials
-from graphshard.backend.entry import JOINT_PIPELINE
-from graphshard.backend.step_trials import JointTrials, StepChoice, draws_random_numbers
+from graphshard.backend.pipelines import JOINT_PIPELINE
+from graphshard.backend.step_choice import StepChoice
+from graphshard.backend.step_trials import JointTrials, draws_random_numbers
 from graphshard.capture.capture_step import ShardingRules, capture_step
 from graphshard.ir.rewrite import copy_graph
+from graphshard.memory import resident_bytes, step_bytes
 from graphshard.passes import LowerShards, PlanCollectives
-from graphshard.passes.plan_collectives import default_peak, resident_bytes, step_bytes
 from graphshard.pipeline.context import PassContext
 from graphshard.pipeline.pipeline import Pipeline
+from graphshard.planner import default_peak
 from graphshard.planner.search.plan import InfeasibleBudgetError
 from graphshard.planner.search.solve import EXACT_STATES
 
@@ -188,7 +190,7 @@ def test_inputs_that_live_through_the_step_are_part_of_a_users_budget_alone(monk
 
     def ask(trials):
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
-        planner = planning.Planning(card=CARD, halves=halves, is_shared=False, what="graph")
+        planner = planning.StepPlanner(card=CARD, halves=halves, is_shared=False, what="graph")
         planner.choose(copy_graph(trials.gm), trials.context, trials.tag, budget)
         return step_bytes(trials.gm)
 
@@ -237,11 +239,11 @@ def test_a_choice_for_other_sizes_does_not_say_what_the_halves_may_take(monkeypa
     def ask(trials):
         size = trials.input_bytes() + is_other
         stored = StepChoice(kept=("blocks.2", "root"), peak_bytes=123, input_bytes=size).to_dict()
-        monkeypatch.setattr(planning, "decide_together", lambda _, __, run, what: run(stored))
+        monkeypatch.setattr(planning, "decide_together", lambda _, __, run, what: run(stored).result)
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
-        planner = planning.Planning(card=CARD, halves=halves, is_shared=False, what="graph")
-        records, choice = planner.choose(copy_graph(trials.gm), trials.context, trials.tag, None)
-        return [record.name for record in records], choice.peak_bytes
+        planner = planning.StepPlanner(card=CARD, halves=halves, is_shared=False, what="graph")
+        kept = planner.choose(copy_graph(trials.gm), trials.context, trials.tag, None)
+        return [record.name for record in kept.records], kept.choice.peak_bytes
 
     assert in_capture(ask) == (["keep_gathered"], None if is_other else 123)
 
@@ -253,7 +255,7 @@ def test_ranks_that_do_not_meet_compute_nothing_again(lean_step):
 
     def ask(trials):
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
-        planner = planning.Planning(card=CARD, halves=halves, is_shared=False, what="graph")
+        planner = planning.StepPlanner(card=CARD, halves=halves, is_shared=False, what="graph")
         with pytest.raises(InfeasibleBudgetError):
             planner.choose(copy_graph(trials.gm), trials.context, trials.tag, least)
         return True
@@ -267,9 +269,10 @@ def test_a_stored_choice_is_for_one_setting_of_the_user(monkeypatch):
 
     def ask(trials):
         stored = StepChoice(kept=("root",), input_bytes=trials.input_bytes()).to_dict()
-        monkeypatch.setattr(planning, "decide_together", lambda _, key, run, what: keys.append(key) or run(stored))
+        follow = lambda _, key, run, what: keys.append(key) or run(stored).result  # noqa: E731
+        monkeypatch.setattr(planning, "decide_together", follow)
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
-        planner = planning.Planning(card=CARD, halves=halves, is_shared=False, what="graph")
+        planner = planning.StepPlanner(card=CARD, halves=halves, is_shared=False, what="graph")
         for share in (1.0, 1.0, 0.5):
             with functorch_config.patch(activation_memory_budget=share):
                 planner.choose(copy_graph(trials.gm), trials.context, trials.tag, None)
@@ -282,6 +285,6 @@ def test_a_graph_without_sharded_parameters_is_left_alone():
     build = GraphBuilder()
     gm = build.finish(build(aten.relu.default, build.input("primals_1", 2, 2)))
     halves = Pipeline(LowerShards(), PlanCollectives(), given=JOINT_PIPELINE.facts_at_end)
-    planner = planning.Planning(card=CARD, halves=halves, is_shared=True, what="graph")
+    planner = planning.StepPlanner(card=CARD, halves=halves, is_shared=True, what="graph")
     _, tag = JOINT_PIPELINE.split(-1)
-    assert planner.choose(gm, PassContext(), tag, 1) == ([], None)
+    assert planner.choose(gm, PassContext(), tag, 1) is None

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from graphshard._compat import TorchDynamoException
-from graphshard.coordination import refusals, rendezvous
+from graphshard.coordination import group_store, refusals, rendezvous
 from graphshard.coordination.refusals import Refusals, refusing
 from graphshard.errors import AgreementError, RefusedError
 
@@ -73,7 +73,7 @@ def test_waiting_on_a_store_that_is_gone_ends():
 def groups(monkeypatch):
     """Boards of this rank and of another in groups "a" and "b", and a group that is not real."""
     boards = {name: _boards() for name in ("a", "b")}
-    monkeypatch.setattr(refusals, "group_by_name", lambda name: name)
+    monkeypatch.setattr(group_store, "group_by_name", lambda name: name)
     monkeypatch.setattr(dist, "get_backend", lambda name: "gloo" if name in boards else "fake")
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     monkeypatch.setattr(Refusals, "of_group", staticmethod(lambda name: boards[name][0]))
@@ -124,11 +124,10 @@ def test_a_refusal_ends_a_meeting_and_the_next_one_begins_anew(monkeypatch):
             self.size = lambda: 2
 
     here = threading.local()
-    monkeypatch.setattr(rendezvous, "group_by_name", lambda _: Group(here.rank))
-    monkeypatch.setattr(refusals, "group_by_name", lambda _: Group(here.rank))
+    for module in (group_store, rendezvous, refusals):
+        monkeypatch.setattr(module, "group_by_name", lambda _: Group(here.rank))
     monkeypatch.setattr(dist, "get_backend", lambda _: "gloo")
-    for module in (rendezvous, refusals):
-        monkeypatch.setattr(module, "group_store", lambda _: store)
+    monkeypatch.setattr(group_store, "store_of", lambda _: store)
     monkeypatch.setattr(rendezvous, "group_timeout_seconds", lambda _: 30.0)
     errors = {0: [], 1: []}
 

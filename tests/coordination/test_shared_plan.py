@@ -7,9 +7,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from graphshard.coordination import shared_plan
 from graphshard.coordination.refusals import Refusals
-from graphshard.coordination.shared_plan import PlanStore, decide_together, label_models
+from graphshard.coordination.shared_plan import Decision, PlanStore, decide_together
 from graphshard.errors import AgreementError, OptionError, RefusedError
 from graphshard.pipeline.context import KnownPlan
 
@@ -18,14 +17,11 @@ PLAN, OTHER = {"steps": [1, 2]}, {"steps": [3]}
 
 def _decision(stores, made=PLAN):
     """What one rank follows, and whether it made that itself."""
-    found = []
 
     def decide(plan):
-        found.append((plan or made, plan is None))
-        return found[0][0]
+        return Decision(plan=plan or made, result=(plan or made, plan is None))
 
-    decide_together(stores, "key", decide, what="a graph")
-    return found[0]
+    return decide_together(stores, "key", decide, what="a graph")
 
 
 def test_a_known_plan_survives_json():
@@ -140,33 +136,3 @@ def test_a_failed_decision_leaves_nothing_behind(kind):
         decide_together([first], "key", fail, what="a graph")
     assert _decision([first]) == (PLAN, True)
     assert _decision([second], OTHER) == (PLAN, False)
-
-
-class _Model:
-    """As a model's tree: its process groups, and its places there."""
-
-    def __init__(self, *groups):
-        self.numbers, self._groups = {}, groups
-
-    def groups(self):
-        return self._groups
-
-
-def test_models_are_counted_in_each_group_and_keep_their_place(monkeypatch):
-    stores = {"a": dist.HashStore(), "b": dist.HashStore()}
-
-    class Group:
-        def __init__(self, name):
-            self.name = name
-
-        def rank(self):
-            return 0
-
-    monkeypatch.setattr(shared_plan, "group_by_name", Group)
-    monkeypatch.setattr(shared_plan, "group_store", lambda group: stores[group.name])
-    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
-    one, other = _Model("a"), _Model("a", "b")
-    assert label_models([one]) == {"a": "1"}
-    assert label_models([other]) == {"a": "2", "b": "1"}
-    assert label_models([one]) == {"a": "1"}
-    assert label_models([one, other]) == {"a": "1+2", "b": "1"}

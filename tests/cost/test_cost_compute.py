@@ -17,7 +17,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from graphshard.backend.inductor_config import type_rng_states
+from graphshard.backend.inductor.partition import type_rng_states
 from graphshard.cost import compute_seconds, known_cards, load_card, total_flops
 from graphshard.cost.curves import Curve
 from graphshard.cost.flops import causal_share, executed_flops, kernel_class, model_flops

@@ -6,7 +6,7 @@ from support.small_graphs import GraphBuilder, aten, one_axis, run_pass, run_twi
 from torch._inductor.async_compile import AsyncCompile
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphshard.backend.inductor_config import compile_fx_inner
+from graphshard.backend.inductor.inductor_config import compile_fx_inner
 from graphshard.ir.rewrite import copy_graph
 from graphshard.memory.model import DONATED, kept_inputs, memory_timeline
 from graphshard.passes import JoinPointwise

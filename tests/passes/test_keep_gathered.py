@@ -4,7 +4,7 @@ import pytest
 from support.all_ranks import assert_same, run_halves, step_inputs
 from support.small_graphs import GraphBuilder, aten, num_targets, run_pass, run_twice, text_of
 
-from graphshard.backend.entry import JOINT_PIPELINE
+from graphshard.backend.pipelines import JOINT_PIPELINE
 from graphshard.ir.collectives import ALL_GATHER
 from graphshard.ir.params import UnshardCall
 from graphshard.ir.shard_ops import UNSHARD

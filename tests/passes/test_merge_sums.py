@@ -8,8 +8,8 @@ from support.small_graphs import GraphBuilder, aten, one_axis, run_pass, run_twi
 from torch._inductor.async_compile import AsyncCompile
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphshard.backend.emitted_order import emitted_order
-from graphshard.backend.inductor_config import compile_fx_inner
+from graphshard.backend.inductor.emitted_order import emitted_order
+from graphshard.backend.inductor.inductor_config import compile_fx_inner
 from graphshard.ir.rewrite import copy_graph
 from graphshard.passes import MergeSums
 from graphshard.pipeline.context import PassContext

@@ -5,7 +5,7 @@ from support.all_ranks import assert_same, run_halves, step_inputs
 from support.small_graphs import GraphBuilder, aten, run_pass, run_twice, text_of
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphshard.backend.entry import JOINT_PIPELINE
+from graphshard.backend.pipelines import JOINT_PIPELINE
 from graphshard.ir.collectives import ALL_GATHER, WAIT
 from graphshard.ir.rewrite import output_values
 from graphshard.passes import RecomputeActivations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 from support.small_graphs import GraphBuilder, ParameterSpec, aten, parameter_graph
 
-from graphshard.backend.entry import JOINT_PIPELINE, half_pipeline
 from graphshard.backend.options import BackendOptions
+from graphshard.backend.pipelines import JOINT_PIPELINE, half_pipeline
 from graphshard.cost import load_card
 from graphshard.errors import GraphShardError, PassError, PipelineError
 from graphshard.ir.collectives import ALL_GATHER
@@ -322,6 +323,51 @@ def test_uuid_changes_with_the_source_of_a_pass():
         another_line = True
 
     assert Pipeline(Plain()).uuid() != Pipeline(Longer()).uuid()
+
+
+PASS_OF_ITS_OWN = """
+import importlib
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .names import NAME
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own:
+    name: ClassVar[str] = NAME
+    requires: ClassVar[frozenset] = frozenset()
+    provides: ClassVar[frozenset] = frozenset()
+    breaks: ClassVar[frozenset] = frozenset()
+"""
+
+
+def test_uuid_changes_with_what_a_pass_calls(tmp_path, monkeypatch):
+    """A helper in the package of a pass, and one in a folder of the package below it; not one beside the package."""
+    package = tmp_path / "own_passes"
+    (package / "deeper").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "own.py").write_text(PASS_OF_ITS_OWN)
+    helpers = [package / "names.py", package / "deeper" / "more.py"]
+    for helper in helpers:
+        helper.write_text("NAME = 'own'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    pipeline = Pipeline(importlib.import_module("own_passes.own").Own())
+    uuids = [pipeline.uuid()]
+    for helper in helpers:
+        helper.write_text("NAME = 'own'  # another line\n")
+        uuids.append(pipeline.uuid())
+    assert len(set(uuids)) == 3
+    (tmp_path / "beside.py").touch()
+    assert pipeline.uuid() == uuids[-1]
+
+
+def test_uuid_covers_what_the_passes_of_graphshard_call():
+    """The files of its rooms, and those of passes/ where that is another folder."""
+    from graphshard.pipeline import pipeline as module
+
+    files = {file.name for file in module.source_files([BucketCollectives])}
+    assert {"entry.py", "rewrite.py", "pipeline.py", "bucket_collectives.py", "plan_collectives.py"} <= files
 
 
 def test_the_planner_gets_the_users_budget_or_the_default():

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard import fully_shard
-from graphshard.backend.entry import half_pipeline
 from graphshard.backend.options import BackendOptions
+from graphshard.backend.pipelines import half_pipeline
 from graphshard.ir.collectives import GATHERS, REDUCE_SCATTERS, is_wait
 from graphshard.pipeline.provenance import reduced_parameters, shards_behind
 from graphshard.testing import capture_graphs

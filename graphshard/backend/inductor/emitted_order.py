@@ -1,6 +1,6 @@
-"""The check that the planned order survived Inductor: what it emits, against the plan.
+"""Checks that Inductor kept the planned order: compares its generated code with the plan.
 
-The Python source that it generates names each collective, each wait and each kernel of a library, in order.
+The generated Python source names each collective, each wait and each library kernel, in order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import zip_longest
 
 from torch import fx
 
-from ..ir import (
+from ...ir import (
     aliased_inputs,
     is_alias,
     is_collective,
@@ -27,7 +27,7 @@ __all__ = ["emitted_order", "order_difference", "planned_order"]
 
 
 def planned_order(gm: fx.GraphModule) -> list[str]:
-    """``start NAME``, ``wait NAME`` and ``run OP`` in graph order, NAME counting the collectives of a kind."""
+    """The steps ``start NAME``, ``wait NAME`` and ``run OP`` in graph order; NAME is a kind and a count."""
     counts: dict[str, int] = {}
     names: dict[fx.Node, str] = {}
     order = []
@@ -61,7 +61,7 @@ _ALIAS = re.compile(r"^\s*(?P<new>\w+) = (?P<old>\w+)(?:\[\d+\])?(?:;|\s*#|\s*$)
 
 
 def emitted_order(source: str) -> list[str]:
-    """The same words read from the Python wrapper that Inductor generated; ``run OP`` of kernels it calls by name."""
+    """The same steps, read from Inductor's Python wrapper; ``run OP`` only for kernels that it calls by name."""
     counts: dict[str, int] = {}
     buffers: dict[str, str] = {}
     order = []
@@ -82,16 +82,16 @@ def emitted_order(source: str) -> list[str]:
     return order
 
 
-#: Ops that Inductor makes of others: of a product and the sum behind it, where the sum stands.
+#: A product and the sum behind it become one kernel, where the sum stands: the kernel, and the product.
 _MADE_OF = {"run addmm": "run mm", "run baddbmm": "run bmm"}
 
 
 def order_difference(planned: Sequence[str], emitted: Sequence[str]) -> str:
-    """The first place where Inductor left the plan, in words; "" if nowhere.
+    """The first difference between the two orders, in words; "" if there is none.
 
-    Compute is compared by how much of each op has run in front of each start and wait. Ops that do not all come out as
-    kernels of their own (generated, decomposed, replaced) are not compared; a product may run as late as the sum that
-    it was merged with.
+    Compute is compared by how often each op has run in front of each start and wait. An op is not compared if some of
+    its calls have no kernel of their own (generated, decomposed, replaced). A product that is merged with a sum may run
+    as late as the sum.
     """
     steps, emitted_steps = ([step for step in order if not _is_run(step)] for order in (planned, emitted))
     for index, (want, have) in enumerate(zip_longest(steps, emitted_steps, fillvalue="nothing")):
@@ -114,7 +114,7 @@ def _is_run(step: str) -> bool:
 
 
 def _runs_before(order: Sequence[str], op: str) -> list[int]:
-    """How often ``op`` has run in front of each start and wait."""
+    """For each start and wait, how often ``op`` runs in front of it."""
     counts, number = [], 0
     for step in order:
         if step == op:

@@ -1,8 +1,8 @@
-"""Waits that last until the backend holds nothing of the collective.
+"""Waits that last until gloo holds nothing of the collective.
 
-Gloo's threads tell of the end of a collective first and let go of its tensors then. Where such a thread loses its core
-in between, what the graph frees behind the wait stays, by up to a time slice of the system, and a step holds more than
-its plan says. Compiled halves with a memory budget wait for that, too.
+A thread of gloo first reports the end of a collective and then releases its tensors. If the thread loses its core in
+between, memory that the graph frees after the wait stays allocated for up to a time slice of the system, and the step
+holds more than its plan says. Compiled halves with a memory budget therefore wait for the release too.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .._compat import num_holders, num_memory_holders
+from ..._compat import num_holders, num_memory_holders
 
-#: What is held for longer is no longer waited for.
+#: After so long a wait gives up, with a warning.
 PATIENCE_SECONDS = 1.0
 
-#: Between looks: enough for a thread of this process to get the core.
+#: Pause between two looks: enough for another thread of this process to get the core.
 _PAUSE_SECONDS = 1e-5
 
 
 def wait_until_released(result: Tensor) -> None:
-    """As ``_c10d_functional.wait_tensor``, and until nothing but Python code holds ``result`` or its memory.
+    """Waits like ``_c10d_functional.wait_tensor``, then until only Python code holds ``result`` or its memory.
 
     Args:
-        result: what a collective gave, alone in memory of its own; the only result, or the last that is waited for.
+        result: the result of a collective, alone in its memory; of several results, the last that is waited for.
 
     Warns:
         UserWarning: it is held for longer than ``PATIENCE_SECONDS`` after its wait; the step goes on.
     """
-    # A thread that lets go of views of a tensor lets go of the tensor first.
+    # A thread that holds views of a tensor releases the tensor first.
     _wait(result, lambda: num_holders(result) + num_memory_holders(result))
 
 
 def wait_until_released_in_place(result: Tensor) -> None:
-    """As :func:`wait_until_released` of a tensor that a collective wrote to, whose memory others may share."""
+    """Like :func:`wait_until_released`, for a tensor that a collective wrote to: others may share its memory."""
     _wait(result, lambda: num_holders(result))
 
 

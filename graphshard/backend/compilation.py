@@ -1,0 +1,303 @@
+"""The steps that compile one half: specialise > lower > place > agree > hand over.
+
+| step | takes | gives |
+|---|---|---|
+| :func:`~graphshard.backend.half_variants.specialise` | the half at level 1, its units' state | a variant at level 1 |
+| :func:`lower` | the variant | collectives in place of shard ops (level 2) |
+| :func:`place` | the lowered half | collectives merged and at their places |
+| :func:`agree` | the placed half | a fingerprint on which all ranks have agreed |
+| :func:`hand_over` | the placed half | Inductor's code, its order checked |
+
+The forward is compiled at once, since the backward is traced with the strides of its results. A backward is compiled
+when it first runs, when the state of its units is known (:class:`~graphshard.backend.half.Half`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from .. import passes
+from .._compat import group_by_name, uses_gloo
+from ..coordination import agree_on_group
+from ..errors import ScheduleOrderError
+from ..ir import (
+    REDUCE_GRAD,
+    REDUCE_SCATTER,
+    UNSHARD,
+    collective_text,
+    copy_graph,
+    group_labels,
+    group_name,
+    is_collective,
+    output_values,
+    text_fingerprint,
+)
+from ..pipeline import PassContext, PassRecord, Pipeline, reduced_parameters, shards_behind
+from ..planner import check_budget
+from .dynamic_sizes import RunningSizes, has_symbolic_sizes
+from .dynamo_graph import DynamoGraph
+from .half import Half
+from .half_variants import CompiledVariant, State, Variant, specialise
+from .inductor import (
+    compile_fx_inner,
+    compile_later,
+    emitted_order,
+    memory_patch,
+    order_difference,
+    pinning_patch,
+    planned_order,
+)
+from .joint import JointResult
+from .observer import Observer
+from .pipelines import half_pipeline
+from .step_planner import StepPlanner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HalfTask:
+    """One half that is to be compiled, and all that its steps know.
+
+    Attributes:
+        graph: the graph of Dynamo that it is a half of.
+        joint: the result of the joint passes.
+        observer: sees what the steps do.
+        kind: "forward", "backward" or "inference".
+        gm: the half at level 1, as the partitioner made it.
+        example_inputs: its fake inputs.
+        patches: Inductor's settings.
+        compiler_arguments: keyword arguments of Inductor's inner compiler.
+    """
+
+    graph: DynamoGraph
+    joint: JointResult
+    observer: Observer
+    kind: str
+    gm: fx.GraphModule
+    example_inputs: tuple[Any, ...]
+    patches: Mapping[str, Any]
+    compiler_arguments: Mapping[str, Any]
+
+    @property
+    def what(self) -> str:
+        """Names the half in errors."""
+        return f"graph {self.graph.index} ({self.kind})"
+
+    def refusing(self, gm: fx.GraphModule, verb: str = "compile") -> AbstractContextManager[None]:
+        """A context whose errors reach the ranks that communicate with this one."""
+        return self.graph.refusing(f" ({self.kind})", gm, verb)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HalfGraph:
+    """A variant of a half between two steps.
+
+    Attributes:
+        stage: its name for the observer.
+        gm: the graph; the next step edits it in place.
+        context: what passes on it know.
+        example_inputs: its fake inputs.
+        records: what the passes did so far.
+    """
+
+    stage: str
+    gm: fx.GraphModule
+    context: PassContext
+    example_inputs: Sequence[Any]
+    records: tuple[PassRecord, ...] = ()
+
+
+def compile_half(task: HalfTask) -> tuple[Callable[..., Any], frozenset[str]]:
+    """The compiled half, and of a forward the parameters that the backward gathers again.
+
+    A half with shard ops becomes a :class:`Half`, which compiles a variant for each state of its units.
+    """
+    if not any(node.target in (UNSHARD, REDUCE_GRAD) for node in task.gm.graph.nodes):
+        with task.refusing(task.gm):
+            compiled = compile_unsharded(task)
+        return compiled.run, compiled.regathered
+    later = compile_later(task.patches)
+    options = task.graph.options
+
+    def compile_state(state: State) -> CompiledVariant:
+        with later(), task.refusing(task.gm):
+            return compile_variant(task, specialise(task.gm, task.example_inputs, state))
+
+    half = Half(
+        gm=task.gm,
+        is_backward=task.kind == "backward",
+        compile_state=compile_state,
+        pieces=frozenset(piece.placeholder for piece in task.joint.context.pieces),
+        kept_between=task.joint.kept_between if task.kind == "forward" else None,
+        counts_held=options.hardware is not None and options.memory_budget is not None,
+        what=task.what,
+    )
+    return half, frozenset() if half.is_backward else half.compile().regathered
+
+
+def compile_unsharded(task: HalfTask) -> CompiledVariant:
+    """Compiles a half without shard ops: by Inductor alone, unless the model has collectives of its own."""
+    variant = Variant(gm=task.gm, example_inputs=list(task.example_inputs))
+    if any(map(is_collective, task.gm.graph.nodes)):
+        return compile_variant(task, variant)
+    half = _begin(task, variant)
+    if task.graph.options.memory_budget is not None:
+        check_budget(half.gm, half.context, task.graph.options.memory_budget)
+    return hand_over(task, half)
+
+
+def compile_variant(task: HalfTask, variant: Variant) -> CompiledVariant:
+    """The steps behind ``specialise``, in a row."""
+    half = _begin(task, variant)
+    task.observer.graph(half.stage, "0-partitioned", half.gm, half.context)
+    with task.observer.passes(half.stage, half.gm):
+        lowered = lower(task, half)
+        placed = place(task, lowered)
+    task.observer.placed(placed.stage, placed.gm, placed.context, placed.records)
+    check = _size_check(task, placed)
+    collectives = agree(task, placed)
+    return replace(hand_over(task, placed), collectives=collectives, check=check)
+
+
+def _begin(task: HalfTask, variant: Variant) -> HalfGraph:
+    context = task.joint.context
+    is_backward = task.kind == "backward"
+    context = context.for_backward(variant.unreduced_outputs) if is_backward else context.for_forward()
+    return HalfGraph(
+        stage=task.observer.stage_of(task.kind),
+        gm=variant.gm,
+        context=replace(context, held_bytes=variant.held_bytes),
+        example_inputs=variant.example_inputs,
+    )
+
+
+def lower(task: HalfTask, half: HalfGraph) -> HalfGraph:
+    """Runs all passes on a half but the last."""
+    passes_before, _ = half_pipeline(task.graph.options).split(-1)
+    records = passes_before.run(half.gm, half.context)
+    return replace(half, records=(*half.records, *records))
+
+
+def place(task: HalfTask, half: HalfGraph) -> HalfGraph:
+    """Runs the last pass, which places the collectives; with a cost model, one rank plans and the others follow.
+
+    Raises:
+        AgreementError: the ranks have different collectives to place.
+        InfeasibleBudgetError: no plan keeps the memory budget.
+    """
+    _, placing = half_pipeline(task.graph.options).split(-1)
+    if task.graph.options.hardware is None:
+        records = placing.run(half.gm, half.context)
+    else:
+        planner = StepPlanner.of(task.graph)
+        records = planner.place(
+            placing, half.gm, half.context, agree(task, half), task.kind, chosen=task.joint.chosen
+        )
+    return replace(half, records=(*half.records, *records))
+
+
+def agree(task: HalfTask, half: HalfGraph) -> str:
+    """Has all ranks agree on the collectives of each process group, in the order in which they are issued.
+
+    Returns:
+        A fingerprint of all of them; "" for none, or if the ranks are not compared.
+
+    Raises:
+        AgreementError: the ranks would issue different collectives.
+    """
+    if not task.graph.are_ranks_compared:
+        return ""
+    gm, context = half.gm, half.context
+    labels = group_labels(gm, context.mesh)
+    served = reduced_parameters(gm, context)
+    sequences: dict[str, list[str]] = {}
+    for node in filter(is_collective, gm.graph.nodes):
+        names = sorted(binding.name for binding in served.get(node) or shards_behind(node, context))
+        text = collective_text(node, labels) + (f" of {', '.join(names)}" if names else "")
+        sequences.setdefault(group_name(node), []).append(text)
+    for name, sequence in sequences.items():
+        agree_on_group(name, sequence, what=task.what)
+    if not sequences:
+        return ""
+    # In the order in which the groups are first used: their names differ between ranks.
+    return text_fingerprint("\n".join(text for sequence in sequences.values() for text in sequence))
+
+
+def hand_over(task: HalfTask, half: HalfGraph) -> CompiledVariant:
+    """Compiles a placed half with Inductor, and checks that its code keeps the planned order.
+
+    Warns:
+        UserWarning: the order is another one, or cannot be checked (with ``verify="cheap"``).
+
+    Raises:
+        ScheduleOrderError: the same with ``verify="full"``.
+    """
+    gm, options = half.gm, task.graph.options
+    if groups := _gloo_groups(gm):
+        exchange = Pipeline(
+            passes.ExchangeReductions(groups=groups), given=half_pipeline(options).facts_at_end
+        )
+        task.observer.records(half.stage, exchange.run(gm, half.context), first=len(half.records) + 1)
+    regathered = _kept_shards(gm, half.context) if task.kind == "forward" else frozenset()
+    planned = planned_order(gm)
+    has_budget = options.memory_budget is not None
+    fusions = memory_patch(options.inductor) if has_budget else nullcontext()
+    pinned = pinning_patch(releases=has_budget and _is_on_gloo(gm))
+    with task.observer.inductor(half.stage), fusions, pinned:
+        compiled = compile_fx_inner(gm, half.example_inputs, **task.compiler_arguments)
+    if planned and task.graph.are_ranks_compared:
+        _check_order(planned, getattr(compiled, "source_code", None), task)
+    return CompiledVariant(run=compiled, regathered=regathered)
+
+
+def _check_order(planned: list[str], source: str | None, task: HalfTask) -> None:
+    if source is None:
+        message = f"graphshard: Inductor shows no source of the {task.kind}: whether its collectives moved is not known"
+    elif difference := order_difference(planned, emitted_order(source)):
+        message = f"graphshard: Inductor left the planned order of the {task.kind}: {difference}"
+    else:
+        return
+    if task.graph.options.verify == "full":
+        raise ScheduleOrderError(message)
+    warnings.warn(message, stacklevel=2)
+
+
+def _size_check(task: HalfTask, half: HalfGraph) -> Callable[[Sequence[Any]], None] | None:
+    """A check in front of each run of a half with symbolic sizes; None where no budget can be exceeded."""
+    budget = task.graph.options.memory_budget
+    if budget is None or not has_symbolic_sizes(half.gm):
+        return None
+    planned = copy_graph(half.gm)  # what follows edits the graph
+    return RunningSizes(
+        gm=planned,
+        context=half.context,
+        resident=task.joint.resident,
+        budget_bytes=budget,
+        what=task.what,
+        refusing=lambda: task.refusing(planned, "run"),
+    ).check
+
+
+def _kept_shards(gm: fx.GraphModule, context: PassContext) -> frozenset[str]:
+    """The parameters whose shards are outputs of a forward."""
+    kept = [value for value in output_values(gm.graph) if isinstance(value, fx.Node)]
+    bindings = [context.binding(value.name) for value in kept if value.op == "placeholder"]
+    return frozenset(binding.name for binding in bindings if binding is not None)
+
+
+def _gloo_groups(gm: fx.GraphModule) -> tuple[str, ...]:
+    """Names of the process groups of the reduce-scatters that gloo runs."""
+    reductions = gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER)
+    names = {group_name(node) for node in reductions if node.meta["val"].device.type == "cpu"}
+    return tuple(sorted(name for name in names if uses_gloo(group_by_name(name))))
+
+
+def _is_on_gloo(gm: fx.GraphModule) -> bool:
+    """Whether gloo runs all collectives of a graph."""
+    groups = {group_name(node) for node in gm.graph.nodes if is_collective(node)}
+    return all(uses_gloo(group_by_name(name)) for name in groups)

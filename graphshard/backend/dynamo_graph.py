@@ -1,0 +1,157 @@
+"""What a graph of Dynamo says before it is compiled: its models, their process groups and units, and the options.
+
+Handles of units are among the graph's inputs; everything here is read from them once. Nothing here holds a model.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from .._compat import breaks_off
+from ..coordination import count_in_group, is_fake_group, refusing
+from ..cost import HardwareCard
+from ..fsdp import ROOT, Tree, unit_of
+from ..ir import UNSHARD, group_name, is_collective
+from ..pipeline import PassContext
+from .inductor import config_patches
+from .observer import next_index
+from .options import BackendOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamoGraph:
+    """One graph that Dynamo hands over.
+
+    Attributes:
+        options: the user's.
+        index: number of the graph, for errors, log lines and dumps.
+        inductor: Inductor's settings for its compilation.
+        models: by process group, a label of the models that the graph is a part of; see :func:`label_models`.
+        groups: process groups of the models, whose ranks are told if this rank stops with an error; none where ranks
+            do not compare what they do (``verify="off"``).
+        parameters: names of the models' sharded parameters, and the labels of their units.
+        is_broken: Dynamo has cut a forward of these models into several graphs.
+        waiting: labels of the units whose gradients wait for a later micro-batch; none of several models.
+    """
+
+    options: BackendOptions
+    index: int = 0
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+    models: Mapping[str, str] = field(default_factory=dict)
+    groups: tuple[str, ...] = ()
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    is_broken: bool = False
+    waiting: frozenset[str] = frozenset()
+
+    @property
+    def are_ranks_compared(self) -> bool:
+        """Whether the ranks agree on collectives and plans before they run."""
+        return self.options.verify != "off"
+
+    def refusing(self, half: str, gm: fx.GraphModule, verb: str = "compile") -> AbstractContextManager[None]:
+        """A context whose errors reach all ranks that communicate with this one in the models, or in ``gm``."""
+        own = map(group_name, filter(is_collective, gm.graph.nodes)) if self.groups else ()
+        return refusing(dict.fromkeys([*self.groups, *own]), f"{verb} graph {self.index}{half}")
+
+    def is_whole_step(self, context: PassContext) -> bool:
+        """Whether no part of the models' step is in another graph, as far as can be told.
+
+        A parameter that this graph does not read may be unused, or read by another graph. It counts as unused if
+        Dynamo has not cut the forward, and its unit has parameters in this graph or is the root. A user who compiles
+        blocks one by one leaves out whole units.
+        """
+        read = {binding.name for binding in context.parameters}
+        units = {binding.unit for binding in context.parameters}
+        missing = {unit for name, unit in self.parameters.items() if name not in read}
+        if not missing:
+            return True
+        return not self.is_broken and bool(units - {ROOT}) and missing <= units | {ROOT}
+
+
+def read_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions) -> DynamoGraph:
+    """Reads what a graph and its inputs say; tells their models if a graph break follows.
+
+    Warns:
+        UserWarning: no parameter is sharded, or the hardware card is of another kind of device.
+
+    Raises:
+        OptionError: an Inductor option that cannot be set, or a folder that cannot be made.
+    """
+    inductor = config_patches(options.inductor, has_budget=options.memory_budget is not None)
+    _warn_if_never_sharded(gm, example_inputs)
+    trees = list({id(unit.tree): unit.tree for unit in filter(None, map(unit_of, example_inputs))}.values())
+    _warn_of_another_device(options.hardware, trees, example_inputs)
+    is_shared = options.verify != "off"
+    for tree in trees:
+        tree.is_broken |= breaks_off(gm)
+    return DynamoGraph(
+        options=options,
+        index=next_index(options.dump),
+        inductor=inductor,
+        models=label_models(trees) if is_shared and options.hardware is not None else {},
+        groups=tuple(dict.fromkeys(name for tree in trees for name in tree.groups())) if is_shared else (),
+        parameters={slot.name: unit.label for tree in trees for unit in tree.units() for slot in unit.slots},
+        is_broken=any(tree.is_broken for tree in trees),
+        waiting=_waiting_units(example_inputs),
+    )
+
+
+def label_models(trees: Sequence[Tree]) -> dict[str, str]:
+    """A label of some models for each of their process groups; equal on all ranks of the group.
+
+    Models with equal parameters may differ in their compute, or run with other sizes, so each has plans of its own. The
+    ranks of a group run their models for the first time in the same order, so they count them alike.
+    """
+    labels: dict[str, list[str]] = {}
+    for tree in trees:
+        for name in tree.groups():
+            if is_fake_group(name):
+                continue
+            if name not in tree.numbers:
+                tree.numbers[name] = count_in_group(name, "models")
+            labels.setdefault(name, []).append(str(tree.numbers[name]))
+    return {name: "+".join(numbers) for name, numbers in labels.items()}
+
+
+def _waiting_units(inputs: Sequence[Any]) -> frozenset[str]:
+    units = [unit for unit in map(unit_of, inputs) if unit is not None]
+    is_one_model = len({id(unit.tree) for unit in units}) == 1
+    return frozenset(unit.label for unit in units if is_one_model and not unit.reduce_grads)
+
+
+def _warn_if_never_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
+    plain = [value for value in example_inputs if type(value) is torch.nn.Parameter and value.requires_grad]
+    sharded = any(isinstance(value, dist.tensor.DTensor) for value in example_inputs)
+    if plain and not sharded and not gm.graph.find_nodes(op="call_function", target=UNSHARD):
+        warnings.warn(
+            f"graphshard: none of the {len(plain)} parameters of this graph is sharded, so it is compiled "
+            "by Inductor alone; call graphshard.fully_shard on the model before torch.compile",
+            stacklevel=3,
+        )
+
+
+def _warn_of_another_device(
+    card: HardwareCard | None, trees: Sequence[Tree], example_inputs: Sequence[Any]
+) -> None:
+    if card is None:
+        return
+    units = [unit for tree in trees for unit in tree.units() if unit.slots]
+    devices = {(unit.compute_device or unit.slots[0].param.device).type for unit in units}
+    if not trees:  # one rank: of its inputs, parameters may be offloaded and the others not
+        devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
+        devices = set() if card.device_type in devices else devices
+    if others := sorted(devices - {card.device_type}):
+        warnings.warn(
+            f"graphshard: option hardware={card.name!r} is the card of a {card.device_type} device, but the model "
+            f"computes on {', '.join(others)}: times and memory of its plans are not those of this machine; take one "
+            "of its cards (`graphshard cards` lists them, `graphshard calibrate` makes one)",
+            stacklevel=3,
+        )

@@ -1,0 +1,49 @@
+"""The hand-over of a planned graph to Inductor: its settings, its partitioner, and the order it must keep.
+
+Imports: ``errors``, ``ir``, ``memory``. Private names of Inductor are allowed here and nowhere else in the backend.
+
+Read first: ``inductor_config`` (what is switched off), ``partition`` (the joint graph in two halves), ``order_pinning``
+(kernels keep the planned order), ``emitted_order`` (the check of that), ``gloo_release`` (waits that free memory).
+"""
+
+from .emitted_order import emitted_order, order_difference, planned_order
+from .inductor_config import (
+    JOINT_PASS,
+    compile_fx,
+    compile_fx_inner,
+    compile_later,
+    config_patches,
+    functorch_patch,
+    memory_patch,
+)
+from .order_pinning import pinning_patch
+from .partition import (
+    JointPass,
+    Partition,
+    drop_rng_states,
+    inductor_decompositions,
+    partition_as_inductor,
+    saved_share,
+    type_rng_states,
+)
+
+__all__ = [
+    "JOINT_PASS",
+    "JointPass",
+    "Partition",
+    "compile_fx",
+    "compile_fx_inner",
+    "compile_later",
+    "config_patches",
+    "drop_rng_states",
+    "emitted_order",
+    "functorch_patch",
+    "inductor_decompositions",
+    "memory_patch",
+    "order_difference",
+    "partition_as_inductor",
+    "pinning_patch",
+    "planned_order",
+    "saved_share",
+    "type_rng_states",
+]

@@ -1,0 +1,82 @@
+"""The joint graph of a step: its passes, the choice for both halves, and what the halves are compiled with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from ..memory import step_bytes
+from ..pipeline import PassContext, context_from_shard_ops, pieces_of, read_shards_as_they_are
+from .dynamo_graph import DynamoGraph
+from .observer import Observer
+from .pipelines import JOINT_PIPELINE
+from .step_planner import StepPlanner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointResult:
+    """What the joint passes hand to the compilation of the halves.
+
+    Attributes:
+        context: what passes on the halves know.
+        resident: fake values of the inputs that live through the whole step.
+        kept_between: units that keep their parameters between micro-batches.
+        chosen: the choice for both halves as text, equal on all ranks; "" if nothing was chosen.
+    """
+
+    context: PassContext = field(default_factory=PassContext)
+    resident: tuple[Any, ...] = ()
+    kept_between: frozenset[str] = frozenset()
+    chosen: str = ""
+
+
+def run_joint_passes(gm: fx.GraphModule, graph: DynamoGraph, observer: Observer) -> JointResult:
+    """Runs the joint passes on ``gm`` in place, with the choice for both halves where one is made.
+
+    A choice is made with a cost model, for a graph with gradients, and either within a memory budget or for a whole
+    step: what else a step holds beside a part of it is not known. Ranks that are not compared must not differ.
+
+    Raises:
+        AgreementError: the ranks would choose for different parameters.
+        InfeasibleBudgetError: no choice keeps the memory budget.
+    """
+    options = graph.options
+    read_shards_as_they_are(gm)
+    context = context_from_shard_ops(gm, full_checks=options.verify == "full")
+    observer.graph("joint", "0-captured", gm, context)
+    first, tag = JOINT_PIPELINE.split(-1)
+    records = first.run(gm, context)
+    is_whole = graph.are_ranks_compared and graph.is_whole_step(context)
+    is_chosen = options.memory_budget is not None or is_whole
+    kept = None
+    if options.hardware is not None and context.first_gradient is not None and is_chosen:
+        kept = StepPlanner.of(graph).choose(
+            gm,
+            context,
+            tag,
+            options.memory_budget,
+            graph.waiting if graph.are_ranks_compared else frozenset(),
+            keeps_between=is_whole,
+        )
+        context = context_from_shard_ops(gm, full_checks=context.full_checks)
+    choice = kept.choice if kept is not None else None
+    if kept is not None:
+        records += kept.records
+        tag = kept.choice.extended(tag)
+    observer.records("joint", records + tag.run(gm, context))
+    if choice is not None:
+        observer.text("joint", "choice", f"{choice}\n")
+    inputs = gm.graph.find_nodes(op="placeholder")
+    return JointResult(
+        context=replace(
+            context,
+            pieces=pieces_of(gm),
+            default_peak_bytes=choice.peak_bytes if choice is not None else None,
+            resident_bytes=step_bytes(gm),
+        ),
+        resident=tuple(node.meta.get("val") for node in inputs if node.name.startswith("primals_")),
+        kept_between=frozenset(choice.kept_between) if choice is not None else frozenset(),
+        chosen=f"{choice} {choice.input_bytes}" if choice is not None else "",
+    )
