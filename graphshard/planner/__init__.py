@@ -10,13 +10,12 @@ Read first: ``schedule_graph`` (the public function), ``plan_graph``, ``from_gra
 
 from .from_graph import GraphProblem, problem_of_graph
 from .half_budget import check_budget, default_peak, held_beside
-from .keep_units import KeepingCost, choose_kept, extend_kept
 from .merge_collectives import merge_by_unit, merge_gathers, merge_reductions
 from .overlap_fit import fit
 from .plan_graph import PlannedGraph, measured_peak, plan_graph
-from .recompute_share import SHARES, choose_saved
 from .rule_order import Decisions, Movable, Placement, at_once
 from .schedule_graph import check_graph, schedule_graph, topologies
+from .search import SHARES, KeepingCost, choose_kept, choose_saved, extend_kept
 from .user_constraints import Wishes
 
 __all__ = [

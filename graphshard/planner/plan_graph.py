@@ -20,13 +20,12 @@ from ..memory import MemoryModel, kept_inputs, parse_bytes
 from ..pipeline import KnownPlan, PassResult
 from .any_order_bound import any_order_seconds
 from .choose_moves import WORTH, moved_compute
-from .choose_splits import WORTH as SPLIT_WORTH
-from .choose_splits import splits_to_try
 from .follow_plan import ways_to_follow
 from .from_graph import GraphProblem, problem_of_graph
 from .move_compute import Move, Moving
 from .search import (
     MOST_EXACT_STATES,
+    SPLIT_WORTH,
     InfeasibleBudgetError,
     Plan,
     PlanError,
@@ -38,6 +37,7 @@ from .search import (
     make_plan,
     plan,
     simulate,
+    splits_to_try,
 )
 from .split_collectives import num_rows, split_graph
 from .to_graph import planned_graph

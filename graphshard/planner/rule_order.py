@@ -65,7 +65,7 @@ class Movable:
         self.all_reduces = [node for node in second if node.target is ALL_REDUCE]
         known = {*found, *self.reductions, *self.all_reduces}
         self.others = [node for node in collectives if node not in known]
-        self.lazy = _lazy_nodes(gm.graph, ctx, {*found, *second})
+        self.lazy = _nodes_placed_on_demand(gm.graph, ctx, {*found, *second})
         self.gathers = self._by_first_need(found)
         self.named = self._named_by_user(ctx)
 
@@ -248,7 +248,7 @@ def _second_reductions(graph: fx.Graph, ctx: PassContext, reductions: list[fx.No
     return list(found)
 
 
-def _lazy_nodes(graph: fx.Graph, ctx: PassContext, moved: set[fx.Node]) -> set[fx.Node]:
+def _nodes_placed_on_demand(graph: fx.Graph, ctx: PassContext, moved: set[fx.Node]) -> set[fx.Node]:
     """Nodes placed only when something needs them: ``moved``, and what packs and unpacks them."""
     lazy: set[fx.Node] = set(moved)
     for node in graph.nodes:

@@ -30,8 +30,9 @@ from graphshard.pipeline.context import KnownPlan, PassContext
 from graphshard.pipeline.facts import Fact
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.pipeline.provenance import reduced_parameters, shards_behind
-from graphshard.planner import solve, splits
 from graphshard.planner.from_graph import problem_of_graph
+from graphshard.planner.search import choose_splits as splits
+from graphshard.planner.search import solve
 from graphshard.planner.search.plan import InfeasibleBudgetError
 from graphshard.planner.search.simulate import PlanError
 

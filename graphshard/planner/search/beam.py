@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...cost import behind_wait
+from .machine import Bucket, Flight, Machine, State, Step
 from .problem import Collective, Problem
-from .simulate import Bucket, Flight, Machine, State, Step
 
 #: Gathers start earlier where one of so many that follow in their lane is large.
 _NEAR = 16

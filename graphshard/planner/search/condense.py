@@ -15,8 +15,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
+from .machine import Step
 from .problem import Collective, Problem, Task
-from .simulate import Step
 
 #: Into how many pieces the whole time is cut, at least, where there are that many tasks.
 PIECES = 400

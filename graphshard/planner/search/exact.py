@@ -23,8 +23,8 @@ from collections import deque
 from collections.abc import Iterator
 
 from .bound import LeastWork
+from .machine import Bucket, Flight, Machine, State, Step
 from .problem import Collective, Problem
-from .simulate import Bucket, Flight, Machine, State, Step
 
 #: Above this many states the search gives up.
 MAX_STATES = 400_000

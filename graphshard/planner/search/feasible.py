@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from .machine import Step
 from .problem import Problem
-from .simulate import Step
 
 
 def constrained_schedules(problem: Problem) -> Iterator[list[Step]]:

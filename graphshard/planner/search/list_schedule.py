@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .bound import expected_clock
+from .machine import Bucket, Machine, State, Step
 from .problem import Problem
-from .simulate import Bucket, Machine, State, Step
 
 #: Of the gathers that follow, so many are looked at before a reduction goes first.
 NUM_FOLLOWING = 64

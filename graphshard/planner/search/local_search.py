@@ -14,8 +14,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 
+from .machine import Machine, State, Step
 from .problem import Problem
-from .simulate import Machine, State, Step
 
 #: How many gaps a step moves at most at a time.
 _REACH = 4

@@ -8,8 +8,9 @@ from typing import Any
 
 from ...errors import GraphShardError
 from .bound import Bounds, gap, lower_bounds
+from .machine import Machine, Step
 from .problem import Problem
-from .simulate import BucketRun, Machine, Simulation, Step, simulate
+from .simulate import BucketRun, Simulation, simulate
 
 
 class InfeasibleBudgetError(GraphShardError, ValueError):

@@ -14,9 +14,10 @@ from .exact import TooLargeError, best_schedule, least_peak
 from .feasible import constrained_schedules
 from .list_schedule import Rule, schedule_in_turn
 from .local_search import polished
+from .machine import Machine, Step
 from .plan import InfeasibleBudgetError, Plan, make_plan
 from .problem import Problem, ProblemError, RememberedPrices
-from .simulate import Machine, PlanError, Step, simulate
+from .simulate import PlanError, simulate
 
 #: Up to so many collectives, and tasks after condensing, a problem is solved exactly.
 EXACT_COLLECTIVES, EXACT_TASKS = 10, 40

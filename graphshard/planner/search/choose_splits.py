@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .search import Collective, Problem, Step, simulate
+from .machine import Step
+from .problem import Collective, Problem
+from .simulate import simulate
 
 #: Smaller collectives stay whole, in bytes.
 OVER_LARGE = 8 * 2**20
@@ -21,7 +23,7 @@ NUM_PARTS = (2, 4, 8)
 MANY, FAR = 150, 0.05
 
 #: A plan with parts is taken if it takes at most this share of the time without.
-WORTH = 0.99
+SPLIT_WORTH = 0.99
 
 
 def splits_to_try(
@@ -38,7 +40,7 @@ def splits_to_try(
         least_seconds: a bound on the time of any plan, without a budget.
     """
     simulation = simulate(problem, steps)
-    least_gain = (1 - WORTH) * simulation.seconds
+    least_gain = (1 - SPLIT_WORTH) * simulation.seconds
     is_large = len(problem.collectives) > MANY
     if simulation.exposed_seconds <= least_gain or (
         is_large and simulation.seconds <= (1 + FAR) * least_seconds

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from .keep_units import KeepingChoice, KeepingCost, choose_kept
-from .search import InfeasibleBudgetError
+from .plan import InfeasibleBudgetError
 
 #: Shares that are tried where the budget binds.
 SHARES = (0.75, 0.5, 0.25, 0.1)
@@ -30,7 +30,7 @@ def choose_saved(
     then tried with other choices of units.
 
     Args:
-        units, default: as for :func:`graphshard.planner.keep_units.choose_kept`.
+        units, default: as for :func:`graphshard.planner.search.keep_units.choose_kept`.
         evaluate: raises ``InfeasibleBudgetError`` where no plan keeps the budget.
         shares: largest first, in (0, 1); a smaller one computes more again.
 
