@@ -1,10 +1,11 @@
-"""The search for a schedule, on numbers alone: no file here knows of graphs.
+"""The search for a schedule, and for what a step keeps and splits, on numbers alone: no file here knows graphs.
 
 Imports: ``ir`` (rows of shards), ``cost`` (prices).
 
-Read first: ``problem`` (what is planned), ``simulate`` (what a schedule costs), ``solve`` (finds one), ``bound``
-(how good one can be), ``plan`` (the result). Searches: ``exact``, ``beam``, ``list_schedule``, ``local_search``,
-``condense``, ``feasible``.
+Read first: ``problem`` (what is planned), ``machine`` (the rules of a schedule), ``simulate`` (what a schedule
+costs), ``solve`` (finds one), ``bound`` (how fast one can be), ``plan`` (the result). Searches: ``exact``, ``beam``,
+``list_schedule``, ``local_search``, ``feasible``; ``condense`` makes problems smaller. Choices around a schedule:
+``choose_splits``, ``keep_units``, ``recompute_share``.
 """
 
 from .bound import Bounds, links_bound, lower_bounds

@@ -335,7 +335,7 @@ class Machine:
     def _feeds(self, bucket: Bucket, waited: int) -> tuple[int, int]:
         """The collectives that come after this bucket alone, as a bit set, and the bytes of inputs that now exist.
 
-        The set is empty unless the bucket has several members and each feeds one collective.
+        The set is empty unless the bucket has several members and each feeds one collective, without a cast.
         """
         found = {other: None for index in bucket.members for other in self.dependents.get(index, ())}
         behind = [self.collectives[dependent] for dependent in found]
