@@ -31,7 +31,6 @@ far as the process group's algorithm does not depend on the size or the position
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import ClassVar
@@ -42,17 +41,23 @@ from graphshard.errors import OptionError, PassError
 from graphshard.ir import group_name, is_collective
 from graphshard.memory import parse_bytes, resident_bytes, waiting_bytes
 from graphshard.pipeline import Fact, PassContext, PassReport, reduced_parameters, row_places, shards_behind
-from graphshard.planner import Movable, PlannedGraph, Wishes, default_peak, held_beside, plan_graph
-from graphshard.planner.search import MOST_EXACT_STATES, InfeasibleBudgetError
+from graphshard.planner import (
+    Movable,
+    PlannedGraph,
+    Wishes,
+    default_peak,
+    held_beside,
+    plan_graph,
+    plan_near,
+    plan_within,
+)
+from graphshard.planner.search import MOST_EXACT_STATES
 
 #: A memory budget: what units gathered one ahead take.
 DEFAULT = "default"
 
 #: What ``backward_prefetch`` may be.
 BACKWARD_PREFETCHES = ("", "pre", "post")
-
-#: Budgets to try for it, as shares of what these take, where no plan keeps the first.
-_SHARES = (1.0, 1.02, 1.05, 1.1, 1.25, 1.5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +130,7 @@ class PlanCollectives:
         if self.memory_budget is None:
             planned = plan(None)
         elif self.memory_budget != DEFAULT:
-            planned = _beside(plan, parse_bytes(self.memory_budget), held_beside(gm, ctx))
+            planned = plan_within(plan, parse_bytes(self.memory_budget), held_beside(gm, ctx))
         elif ctx.known_plan is not None:
             planned = plan(None)  # the rank that planned has seen to it
         else:
@@ -133,7 +138,7 @@ class PlanCollectives:
             peak = (
                 default_peak(gm, ctx) if beside is None else beside + resident_bytes(gm) + waiting_bytes(gm)
             )
-            planned = _leanest(plan, peak, notes)
+            planned = plan_near(plan, peak, notes)
         changed = _names(planned.gm) != _names(gm)
         if changed:
             gm.graph = planned.gm.graph
@@ -177,38 +182,6 @@ class PlanCollectives:
         """Has the gathers of one unit start after the last of another; of merged ones, naming one will do."""
         last = first[-1][-1]
         return [(last, gather) for bucket in then for gather in (bucket[:1] if self.merge else bucket)]
-
-
-def _beside(plan: Callable[[int], PlannedGraph], budget_bytes: int, held_bytes: int) -> PlannedGraph:
-    """The plan within what is left of a budget."""
-    try:
-        return plan(max(1, budget_bytes - held_bytes))
-    except InfeasibleBudgetError as error:
-        if not held_bytes:
-            raise
-        raise InfeasibleBudgetError(
-            budget_bytes, error.smallest_bytes, is_smallest=error.is_smallest, held_bytes=held_bytes
-        ) from None
-
-
-def _leanest(plan: Callable[[int | None], PlannedGraph], peak: int, notes: list[str]) -> PlannedGraph:
-    """The plan within ``peak`` bytes, or, with a note, within the least of a few more in which there is one."""
-    too_little = f"no plan is found within the {peak} bytes that units gathered one ahead take"
-    for share in _SHARES:
-        budget = round(share * peak)
-        try:
-            planned = plan(budget)
-        except InfeasibleBudgetError:
-            continue
-        if planned.plan.solver not in ("none", "leanest") or not planned.plan.buckets:
-            if share > 1.0:
-                notes.append(f"{too_little}: this one is within {budget}")
-            return planned
-    planned = plan(None)
-    notes.append(
-        f"{too_little}, nor within {_SHARES[-1]:g} times as much: this one takes {planned.plan.peak_bytes}"
-    )
-    return planned
 
 
 def _units(gm: fx.GraphModule, ctx: PassContext) -> dict[str, list[list[fx.Node]]]:
