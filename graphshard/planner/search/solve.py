@@ -231,7 +231,7 @@ def _promising(problem: Problem) -> Iterator[Beam]:
 
 
 def _known_unless_better(problem: Problem, known: list[list[Step]], best: list[Step]) -> list[Step]:
-    """A known schedule if the best is no faster and hardly leaner: planning again then changes nothing."""
+    """A known schedule if the best is no faster and hardly leaner (replanning changes nothing), else the best."""
     machine = Machine(problem, budget_bytes=None)
     seconds, peak = _cost(problem, best, machine)
     for steps in known:
