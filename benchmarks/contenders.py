@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gpt
 import graphshard
 from graphshard.cost import load_card
-from graphshard.planner import splits
+from graphshard.planner.search import choose_splits as splits
 
 WEIGHT_SEED = 0
 

@@ -24,8 +24,8 @@ from graphshard.ir.collectives import group_name, is_collective, is_wait
 from graphshard.ir.mesh import MeshLayout
 from graphshard.ir.rewrite import apply_order, copy_graph
 from graphshard.planner.from_graph import problem_of_graph
+from graphshard.planner.search.machine import Step
 from graphshard.planner.search.problem import Problem
-from graphshard.planner.search.simulate import Step
 
 
 def inductor_schedule(

@@ -1,10 +1,10 @@
 """bucket_collectives: one gather and one reduction per unit, dtype and group in each graph.
 
-Gathers of a unit are merged where the first of them stands; reductions where the last gradient of
-the unit is ready. All-reduces over copies of the shards are merged on the reduce-scattered bucket
-itself. A bucket of one is left alone: its collective reads and writes the parameter's
-own layout, with no copy. In a larger bucket the copies are ops of their own: ``pack`` into the
-bucket and, after a gather, ``unpack`` out of it. After a reduction the pieces are views of the bucket.
+Gathers of a unit are merged where the first of them stands; reductions where the last gradient of the unit is ready.
+All-reduces over copies of the shards are merged on the reduce-scattered bucket itself. A bucket of one stays as it
+is: its collective reads and writes the parameter's own layout, with no copy. In a larger bucket of gathers, the
+copies are ops of their own: ``pack`` into the bucket and ``unpack`` out of it. After a reduction the pieces are
+views of the bucket.
 
 Before (two parameters of one unit)::
 
@@ -23,8 +23,13 @@ After::
     %view_0: f32[8, 4] = view(%getitem_0, [8, 4])
     %getitem_1: f32[8] = getitem(%unpack_0, 1)
 
-Numerics: bitwise exact for gathers; a reduction keeps each element's operands, and their order as
-far as the process group's algorithm does not depend on the size or the position in the buffer.
+Numerics: bitwise exact for gathers. A reduction keeps the operands of each element, and their order as far as the
+algorithm of the process group does not depend on the size or the position in the buffer.
+
+Does not handle:
+
+- collectives that serve no single unit, such as those of tensor parallelism: they stay, and are reported as skipped;
+- buckets of more than one unit: ``plan_collectives`` makes these.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ from graphshard.planner import merge_by_unit
 
 @dataclass(frozen=True, kw_only=True)
 class BucketCollectives:
-    """See the module docstring.
+    """Options of the pass; see the module docstring.
 
     Attributes:
         by: "unit" merges the collectives of one ``fully_shard`` unit.

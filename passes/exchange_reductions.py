@@ -1,9 +1,9 @@
 """exchange_reductions: reduce-scatters as an exchange of pieces and a sum, where a backend has no better.
 
-Gloo runs a reduce-scatter as an all-reduce of a copy, of which every rank keeps its piece: each sends
-``2 (n - 1) / n`` of the bytes, twice what has to move. Here each rank sends every other rank the piece
-that this one keeps (an all-to-all), and adds what it receives, in the order of the ranks. The exchange
-starts and is waited for where the reduce-scatter was, and the sum follows the wait.
+Gloo runs a reduce-scatter as an all-reduce of a copy, of which every rank keeps its piece. Each rank then sends ``2
+(n - 1) / n`` of the bytes, twice what has to move. After this pass each rank sends every other rank the piece that
+this one keeps (an all-to-all), and adds what it receives in the order of the ranks. The exchange starts and is
+waited for where the reduce-scatter was. The sum follows the wait.
 
 Before::
 
@@ -16,11 +16,15 @@ After::
     %wait_tensor_0: f32[8, 8] = wait_tensor(%all_to_all_single_0)
     %add_rows_0: f32[4, 8] = add_rows(%wait_tensor_0, 2, False)
 
-Other reduce-scatters than those of gradients stay. What a user's own looks like may differ between the ranks (one may
-leave its graph before the wait), and all must do the same.
+Numerics: the same sum of the same operands. With two ranks the result is bitwise that of gloo. With more, the
+additions are in the order of the ranks, and 16-bit floats are added in 32 bits.
 
-Numerics: the same sum of the same operands. With two ranks that is bitwise what gloo gives; with more the order
-of the additions is that of the ranks, and 16-bit floats are added in 32 bits.
+Does not handle:
+
+- reduce-scatters that reduce no gradient of a sharded parameter. All ranks must make the same choice, and a user's
+  own collective may look different on another rank (one rank may leave its graph before the wait);
+- operations other than "sum" and "avg";
+- tensors that are not on the CPU, and groups that are not named.
 """
 
 from __future__ import annotations
@@ -45,10 +49,10 @@ from graphshard.pipeline import Fact, PassContext, PassReport, reduced_parameter
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeReductions:
-    """See the module docstring.
+    """Options of the pass; see the module docstring.
 
     Attributes:
-        groups: names of the process groups whose reduce-scatters are to be exchanges.
+        groups: names of the process groups whose reduce-scatters become exchanges.
     """
 
     name: ClassVar[str] = "exchange_reductions"
@@ -59,7 +63,7 @@ class ExchangeReductions:
     groups: tuple[str, ...] = ()
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
-        """Counts reduce-scatters "exchanged"; others on the CPU in these groups are skipped."""
+        """Counts reduce-scatters "exchanged"; others on the CPU in these groups are reported as skipped."""
         num_exchanged, skipped = 0, []
         served = reduced_parameters(gm, ctx)
         for node in gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER):
@@ -76,7 +80,7 @@ class ExchangeReductions:
 
 
 def _obstacle(node: fx.Node, is_gradient: bool) -> str:
-    """Why not; the ranks must come to the same answer, so it depends on nothing that may differ between them."""
+    """Why a reduce-scatter stays; "" if it does not. Depends only on what is equal on all ranks."""
     if setting(node) not in ("sum", "avg"):
         return f"{setting(node)} is no sum"
     if not is_gradient:

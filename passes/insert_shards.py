@@ -1,9 +1,9 @@
 """insert_shards: a plain joint graph becomes the joint graph of the sharded model.
 
-The graph holds full parameters and full gradients, as a capture without ``fully_shard`` has them. Each
-parameter's input becomes its shard with an ``unshard`` behind it, each of its gradients gets a
-``reduce_grad`` in front of the output, and each unit gets the input that is its handle, as in the
-graphs Dynamo captures of a sharded model. What is said about a parameter (unit, axes, dtypes) is an
+The input graph holds full parameters and full gradients: a capture without ``fully_shard``. The input of each
+parameter becomes its shard, with an ``unshard`` in front of the first reader. Each gradient of it gets a
+``reduce_grad`` in front of the output. Each unit gets an input that is its handle. The result has the form of the
+graphs that Dynamo captures of a sharded model. The facts about a parameter (unit, axes, dtypes) come as an
 :class:`~graphshard.ir.params.UnshardCall` without its tensors.
 
 Before::
@@ -21,7 +21,12 @@ After::
     %reduce_grad_0: f32[4, 4] = reduce_grad(%mm_1, ...)
     return [%mm_0, %reduce_grad_0, None, None]
 
-Numerics: what sharded data parallelism computes instead of one rank: gradients are means over ranks.
+Numerics: those of sharded data parallelism instead of one rank: gradients are means over the ranks.
+
+Does not handle:
+
+- inputs with another shape than the parameter, or none of that name: these are refused;
+- a parameter that only the output reads: its input becomes the shard, without an ``unshard``.
 """
 
 from __future__ import annotations
@@ -61,8 +66,7 @@ class InsertShards:
         """Counts "parameters" and "gradients".
 
         Raises:
-            ShardingError: names inputs that are missing, are no inputs, or have another shape (all
-                are listed, and the graph is unchanged).
+            ShardingError: lists all inputs that are missing or have another shape; the graph is unchanged.
         """
         inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
         pending = {
@@ -152,8 +156,8 @@ def _reduce(graph: fx.Graph, call: UnshardCall, grad: fx.Node, dtype: torch.dtyp
 def _end_of_function(grad: fx.Node) -> fx.Node:
     """The last node of the autograd function that made a gradient, additions of its results included.
 
-    Autograd adds what a function gave to the gradients that wait for more before it calls the next function, the one
-    that reduces: with a reduction in between, both terms of such a sum would be alive during it.
+    Autograd adds the results of a function to the gradients that wait for more before it calls the next function,
+    the one that reduces. With a reduction in between, both terms of such a sum would be alive during it.
     """
     last = grad
     while _sequence(last.next) is not None and _sequence(last.next) == _sequence(grad):
@@ -169,7 +173,7 @@ def _sequence(node: fx.Node) -> int | None:
 
 
 def _set_outputs(graph: fx.Graph, results: list[Any], grads: Mapping[fx.Node, Any]) -> None:
-    """Results, then a gradient or None for each input, in the order of the inputs now."""
+    """Sets the outputs: results, then for each input a gradient or None, in the order of the inputs now."""
     output = graph.output_node()
     placeholders = graph.find_nodes(op="placeholder")
     primals = [node for node in placeholders if not node.name.startswith("tangents_")]

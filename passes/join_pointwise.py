@@ -1,8 +1,9 @@
-"""join_pointwise: a pointwise value is made beside the kernel that reads the same, where that holds no more memory.
+"""join_pointwise: a pointwise value is made beside the kernel that reads the same, if that holds no more memory.
 
-The backward of a gated MLP makes two values of the same three: one gradient for each of its two products. Autograd runs
-the products of the first before it makes the second, and what both are made of is held until then. Inductor generates
-one kernel for both, and puts it where the first stood. Here they stand side by side before anything is planned.
+The backward of a gated MLP makes two values of the same three: one gradient for each of its two products. Autograd
+runs the products of the first before it makes the second, and holds the inputs of both until then. Inductor
+generates one kernel for both, and puts it where the first stood. This pass puts them side by side before anything is
+planned.
 
 Before::
 
@@ -18,12 +19,18 @@ After::
     %mm_0: f32[64, 16] = mm(%mul_0, %t_0)
     %mm_1: f32[64, 16] = mm(%mul_1, %t_1)
 
-Moved is a value that elementwise ops make of values that are there earlier, with what only it is made of; to behind
-the first run of fusible ops that reads one of these values for a result of as many elements. Only a value that is
-written over another one moves (``MemoryModel``; no generated kernel reads it then), so no more memory is held
-anywhere. Nothing moves that reads what an op of the graph writes to in place, and nothing where sizes are symbolic.
+A value moves if elementwise ops compute it from values that exist earlier. What only it is made of moves with it. It
+moves to right after the first run of fusible ops that reads one of the same values for a result of as many elements.
+It must be written over one of its inputs (``MemoryModel``: no generated kernel reads that input afterwards), so no
+more memory is held anywhere.
 
-Numerics: those of the graph; ops and their inputs are the same.
+Numerics: unchanged; ops and their inputs are the same.
+
+Does not handle:
+
+- values that get memory of their own;
+- values that read memory which an op of the graph writes to in place;
+- symbolic sizes.
 """
 
 from __future__ import annotations
@@ -56,7 +63,7 @@ class JoinPointwise:
 
 
 class _Joins:
-    """What moves in one graph; positions are those before anything moves."""
+    """Moves the values of one graph; positions are those before anything moves."""
 
     def __init__(self, gm: fx.GraphModule, ctx: PassContext) -> None:
         self._order = list(gm.graph.nodes)
@@ -66,7 +73,7 @@ class _Joins:
         self._written = writes_of(gm.graph).all
 
     def move(self) -> int:
-        """Moves what may move; how many values that are."""
+        """Moves all values that may move; returns their number."""
         num_moved = 0
         went_to: dict[fx.Node, int] = {}
         last_at: dict[int, fx.Node] = {}
@@ -90,7 +97,7 @@ class _Joins:
         return is_written_over and _num_elements(node) > 0
 
     def _made_of(self, value: fx.Node) -> dict[fx.Node, None]:
-        """A value, the elementwise ops of its own run and the views that it is made of, in order."""
+        """A value, and the elementwise ops of its own run and the views that it is made of, in order."""
         run = self._run_of(value)
         found = {value}
         pending = [value]
@@ -106,13 +113,13 @@ class _Joins:
         return self._first[self._position[node]]
 
     def _is_read_outside(self, value: fx.Node, cone: Collection[fx.Node]) -> bool:
-        """Whether anything else reads what may be stored of what a value is made of."""
+        """Whether another node reads a stored part of what a value is made of."""
         parts = [node for node in cone if node is not value and is_elementwise(node)]
         stored = [node for node in parts if node in [one.producer for one in self._memory.buffers_of(node)]]
         return any(reader not in cone for node in stored for reader in readers_through_aliases(node))
 
     def _place(self, value: fx.Node, cone: Collection[fx.Node]) -> int | None:
-        """The position behind which a value goes; None if it stays."""
+        """The position after which a value goes; None if it stays."""
         sources = [source for node in cone for source in node.all_input_nodes if source not in cone]
         if self._is_read_outside(value, cone) or any(touches(source, self._written) for source in sources):
             return None
@@ -127,7 +134,7 @@ class _Joins:
         return min((place for place in places if ready <= place < self._run_of(value)), default=None)
 
     def _read_by(self, node: fx.Node, num_elements: int) -> set[Buffer]:
-        """The memory that an elementwise op reads so many elements of, to make as many."""
+        """The buffers of which an elementwise op reads so many elements, to make as many."""
         if not is_elementwise(node) or _num_elements(node) != num_elements:
             return set()
         sources = [source for source in node.all_input_nodes if _num_elements(source) == num_elements]
@@ -135,7 +142,7 @@ class _Joins:
 
 
 def _num_elements(node: fx.Node) -> int:
-    """0 where it depends on the run."""
+    """The number of elements of a value; 0 if it is symbolic."""
     value = node.meta.get("val")
     is_static = isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape)
     return value.numel() if is_static else 0

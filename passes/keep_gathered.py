@@ -1,8 +1,7 @@
 """keep_gathered: which units keep their gathered parameters for the backward, where the user left it open.
 
-Of the units whose ``fully_shard`` call left ``reshard_after_forward`` unset, the ones named here keep
-their parameters, and the others free them and gather them again. Units whose user decided stay as
-they are.
+It concerns units whose ``fully_shard`` call left ``reshard_after_forward`` unset. Those named here keep their
+parameters; the others free them and gather them again.
 
 Before::
 
@@ -13,6 +12,10 @@ After, with ``units=("layers.1",)``::
     %unshard_0: f32[8, 4] = unshard(%primals_1, %primals_2, 'w', unit='layers.1', ..., reshard=1, ...)
 
 Numerics: bitwise exact.
+
+Does not handle:
+
+- units whose user set ``reshard_after_forward``: they stay, and are reported as skipped if they are named.
 """
 
 from __future__ import annotations
@@ -28,10 +31,10 @@ from graphshard.pipeline import Fact, PassContext, PassReport
 
 @dataclass(frozen=True, kw_only=True)
 class KeepGathered:
-    """See the module docstring.
+    """Options of the pass; see the module docstring.
 
     Attributes:
-        units: labels of the units that keep their parameters; all others free and regather them.
+        units: labels of the units that keep their parameters; all others free and gather them again.
     """
 
     name: ClassVar[str] = "keep_gathered"
@@ -42,7 +45,7 @@ class KeepGathered:
     units: tuple[str, ...] = ()
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
-        """Counts gathers "kept" and "freed" by this pass; units that stay as they are, are skipped."""
+        """Counts gathers "kept" and "freed" by this pass; units that stay as they are, are reported as skipped."""
         counts = {"kept": 0, "freed": 0}
         changed, skipped, seen = False, [], set()
         for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):

@@ -1,7 +1,7 @@
 """lower_shards: shard ops become collectives with the pads, views and scales around them.
 
-The first pass on a half: until then it stays at level 1, where the state of its units is read off
-(:mod:`graphshard.backend.half`). The recompute tags of the shard ops end here; the partitioner has used them.
+It is the first pass on a half. Until then the half stays at level 1, from which the state of its units is read
+(:mod:`graphshard.backend.half`). It drops the recompute tags of the shard ops: the partitioner has used them.
 
 Before::
 
@@ -13,7 +13,7 @@ After::
     %wait_tensor_0: f32[6, 4] = wait_tensor(%all_gather_into_tensor_0)
     %slice_0: f32[5, 4] = slice(%wait_tensor_0, 0, 0, 5)
 
-Numerics: bitwise equal to the eager shard ops (both are written with the same emitters).
+Numerics: bitwise equal to the eager shard ops; the same emitters write both.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LowerShards:
     breaks: ClassVar[frozenset[Fact]] = frozenset()
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
-        """Counts "gathers", "reductions" and kept "pieces" written."""
+        """Counts "gathers" and "reductions" lowered, and kept "pieces" written."""
         counts = {"gathers": 0, "reductions": 0, "pieces": 0}
         for node in list(gm.graph.nodes):
             if node.target is KEEP_PIECE:

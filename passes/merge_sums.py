@@ -1,10 +1,10 @@
-"""merge_sums: a product and the sum behind it are one product where that delays nothing.
+"""merge_sums: a product and the sum after it become one product, if that delays nothing.
 
-Inductor merges them after the plan is made, and where the sum stands: the product runs later than planned, and what it
-reads is held until then. The gradient of a head whose weight is the embedding's, too, would be computed at the end of
-the backward, and the gradient of the logits held so long. Here a sum whose other summand is there first, or is a matter
-of inputs and gathers alone, becomes one product, before anything is planned; the others are kept apart, by a view that
-Inductor's pattern does not have.
+Inductor merges them after the plan is made, and at the place of the sum: the product then runs later than planned,
+and its inputs are held until then. If a head shares its weight with the embedding, for instance, its gradient would
+be computed at the end of the backward, and the gradient of the logits held until then. This pass merges them before
+anything is planned. It merges a sum whose other summand exists before the product, or is made of inputs and gathers
+alone. It keeps the others apart with a view, which Inductor's pattern does not match.
 
 Before::
 
@@ -22,11 +22,16 @@ After::
     %view_0: f32[64, 16] = view(%mm_0, [64, 16])
     %add_0: f32[64, 16] = add(%view_0, %sin_0)
 
-Looked at is what Inductor merges (its pattern ``addmm``, torch 2.11 to 2.15): a product of matrices that only the sum
-reads, another summand of its dtype that broadcasts to it, no factor; on accelerators a sum that something other than
-pointwise ops reads. Where sizes are symbolic, Inductor decides.
+Numerics: merged, those of Inductor's own merging: the sum is made inside of the product. Kept apart, those of eager
+code.
 
-Numerics: merged, those of Inductor's own merging: the sum is made inside of the product. Apart, those of eager code.
+Does not handle what Inductor does not merge (its pattern ``addmm``, torch 2.11 to 2.15):
+
+- products that another node reads, batched products, and sums with a factor;
+- a summand of another dtype, or of a shape that does not broadcast to the product;
+- on accelerators, sums that only pointwise ops read.
+
+Nor does it handle symbolic sizes, where Inductor decides.
 """
 
 from __future__ import annotations
@@ -60,7 +65,7 @@ class MergeSums:
             ]
             if not products or _stays_on_accelerator(total, ctx):
                 continue
-            # Of two products, the one that has the other in front of it.
+            # Of two products, take the one that stands after the other.
             product = max(products, key=position.__getitem__)
             summand = _other(total, product)
             if position[summand] < position[product] or _is_given(summand):
@@ -79,7 +84,7 @@ def _stays_on_accelerator(total: fx.Node, ctx: PassContext) -> bool:
 
 
 def _is_given(summand: fx.Node) -> bool:
-    """Whether inputs make up a value, through gathers and layout ops alone: nothing has to be computed first."""
+    """Whether a value is made of inputs by gathers and layout ops alone, so that nothing has to be computed first."""
     pending, seen = [summand], {summand}
     for node in pending:
         if node.op == "placeholder":
@@ -93,7 +98,7 @@ def _is_given(summand: fx.Node) -> bool:
 
 
 def _other(total: fx.Node, product: fx.Node) -> fx.Node | None:
-    """The other summand, if it is a value of the graph."""
+    """The other summand, if it is a node of the graph."""
     others = [one for one in total.args if isinstance(one, fx.Node) and one is not product]
     return others[0] if others else None
 

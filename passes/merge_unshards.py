@@ -1,7 +1,7 @@
 """merge_unshards: one gather and one reduction per parameter, however often it is read.
 
-A parameter read twice (a tied weight, a module called twice) is traced as two ``unshard`` nodes and,
-in the backward, two ``reduce_grad`` nodes whose results are added.
+A parameter that is read twice (a tied weight, a module called twice) is traced as two ``unshard`` nodes. In the
+backward it has two ``reduce_grad`` nodes, whose results are added.
 
 Before::
 
@@ -17,8 +17,13 @@ After::
     %add_0: f32[8, 4] = add(%mm_2, %mm_3)
     %reduce_grad_0: f32[4, 4] = reduce_grad(%add_0, %primals_2, 'w', ...)
 
-Numerics: merging gathers is bitwise exact. Adding gradients before instead of after the reduction
-changes the order of the sums: equal up to rounding in the dtype of the reduction.
+Numerics: merging gathers is bitwise exact. Adding gradients before the reduction instead of after it changes the
+order of the sums: equal up to rounding in the dtype of the reduction.
+
+Does not handle:
+
+- a reduction whose result is read by more than the sum;
+- a sum with a factor (``alpha``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """merge_waits: one wait for each result of a collective.
 
 A tensor of tensor parallelism that is read in several places may be traced with a wait for each of them (torch 2.14
-does so). Only the first one waits; the passes behind move a collective with the one wait that it has.
+does so). This pass keeps the first wait only. Later passes move a collective together with its one wait.
 
 Before::
 
@@ -18,10 +18,14 @@ After::
     %mm_1: f32[4, 8] = mm(%wait_0, %primals_2)
     %mm_2: f32[4, 8] = mm(%wait_0, %primals_3)
 
-A collective that a model calls as an op with a derivative of its own (``_c10d_functional_autograd``) is the plain one
-from here on: the joint graph has its gradient.
+A model may call a collective as an op with a derivative of its own (``_c10d_functional_autograd``). It becomes the
+plain op here: the joint graph already holds its gradient.
 
-Numerics: bitwise the same. Waits for memory that a collective writes to in place stay.
+Numerics: bitwise the same.
+
+Does not handle:
+
+- waits for memory that a collective writes to in place: they stay.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ class MergeWaits:
     breaks: ClassVar[frozenset[Fact]] = frozenset()
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
-        """Counts "waits merged", and the "derivatives dropped"."""
+        """Counts "waits merged" and "derivatives dropped"."""
         dropped = drop_derivatives(gm.graph)
         merged = merge_waits(gm.graph)
         counts = {"waits merged": merged, "derivatives dropped": dropped}

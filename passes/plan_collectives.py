@@ -1,12 +1,12 @@
 """plan_collectives: merge, split and place all collectives as the planner finds best under the cost model.
 
-What :func:`graphshard.schedule_graph` does for any graph, as a pass: docs/reference/planning.md has the model
-and the algorithm. Prices come from the context, and so does a plan of another rank to follow. Compute
-keeps its order, but for what moves beside collectives that compute reads soon (``move_compute``). A unit
-whose user named the units to prefetch is one bucket a dtype and group, and starts those right after its
-own wait. Memory is that of the memory model, and stays within ``memory_budget``.
+This is :func:`graphshard.schedule_graph` as a pass; docs/reference/planning.md has the model and algorithm. Prices come
+from the context, and so does a plan of another rank to follow. Compute keeps its order, except what moves beside
+collectives that compute reads soon (``move_compute``). Memory as the memory model counts it stays within
+``memory_budget``. If the user named the units that a unit prefetches, the unit is one bucket a dtype and group, and
+their gathers start right after its wait.
 
-Before (latency dear)::
+Before (latency is expensive)::
 
     %all_gather_into_tensor_0 = all_gather_into_tensor(%a)
     %wait_tensor_0 = wait_tensor(%all_gather_into_tensor_0)
@@ -25,13 +25,19 @@ After::
     %mm_0 = mm(%x, %getitem_0)
     ...
 
-Numerics: bitwise exact for gathers; a reduction keeps each element's operands, and their order as
-far as the process group's algorithm does not depend on the size or the position in the buffer.
+Numerics: bitwise exact for gathers. A reduction keeps the operands of each element, and their order as far as the
+algorithm of the process group does not depend on the size or the position in the buffer.
+
+Does not handle:
+
+- collectives that cannot move (:mod:`graphshard.planner.movable_nodes`), such as messages between two ranks and
+  results that another op writes to: they stay, and are reported as skipped;
+- merging of collectives with symbolic sizes: each is placed alone;
+- groups without a price: these are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import ClassVar
@@ -42,39 +48,47 @@ from graphshard.errors import OptionError, PassError
 from graphshard.ir import group_name, is_collective
 from graphshard.memory import parse_bytes, resident_bytes, waiting_bytes
 from graphshard.pipeline import Fact, PassContext, PassReport, reduced_parameters, row_places, shards_behind
-from graphshard.planner import Movable, PlannedGraph, Wishes, default_peak, held_beside, plan_graph
-from graphshard.planner.search import MOST_EXACT_STATES, InfeasibleBudgetError
+from graphshard.planner import (
+    Movable,
+    PlannedGraph,
+    Wishes,
+    default_peak,
+    held_beside,
+    plan_graph,
+    plan_near,
+    plan_within,
+)
+from graphshard.planner.search import MOST_EXACT_STATES
 
-#: A memory budget: what units gathered one ahead take.
+#: The budget "default": the peak of units gathered one ahead.
 DEFAULT = "default"
 
-#: What ``backward_prefetch`` may be.
+#: Values of ``backward_prefetch``.
 BACKWARD_PREFETCHES = ("", "pre", "post")
-
-#: Budgets to try for it, as shares of what these take, where no plan keeps the first.
-_SHARES = (1.0, 1.02, 1.05, 1.1, 1.25, 1.5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCollectives:
-    """See the module docstring.
+    """Options of the pass; see the module docstring.
 
     Attributes:
-        merge: whether collectives may be merged or split; where not, they are only placed.
-        memory_budget: the most that may be live while the graph runs, inputs that its caller keeps and what else
-            is held meanwhile (:func:`held_beside`) included: bytes, or a text like "60GiB". None
-            for no limit. "default" for what units gathered one ahead take (:func:`default_peak`; of both
-            halves of a step, if the context knows), or a little more where no plan is found within it.
+        merge: whether collectives may be merged or split; if not, they are only placed.
+        memory_budget: the most that may be live while the graph runs, with inputs that its caller keeps and what
+            else is held meanwhile (:func:`~graphshard.planner.half_budget.held_beside`): bytes, or a text like
+            "60GiB". None for no limit. "default" for the peak of units gathered one ahead
+            (:func:`~graphshard.planner.half_budget.default_peak`; of both halves of a step, if the context knows
+            it), or a little more if no plan is found within it.
         max_gathers: buckets of gathers that may be in flight at a time; 0 for any number.
         backward_prefetch: when a backward gathers the next unit, in the order in which it reads them. "pre": right
             after the wait for the unit before, whose parameters are one bucket a dtype and group. "post": not before
-            the gradients of that unit exist. "" where the plan is best. What the user says of a unit's prefetches
-            comes first.
+            the gradients of that unit exist. "": where the plan is best. Prefetches that the user named take
+            precedence.
         move_compute: whether compute may move beside collectives that compute reads soon (tensor parallelism's).
-        exact_states: states that the exact search, of a small graph, may look at: some 10,000 take a second.
+        exact_states: the most states that the exact search, of a small graph, may look at: some 10,000 take a
+            second.
 
     Raises:
-        OptionError: a budget or a prefetch that cannot be.
+        OptionError: a budget or a prefetch is not one of these.
     """
 
     name: ClassVar[str] = "plan_collectives"
@@ -125,7 +139,7 @@ class PlanCollectives:
         if self.memory_budget is None:
             planned = plan(None)
         elif self.memory_budget != DEFAULT:
-            planned = _beside(plan, parse_bytes(self.memory_budget), held_beside(gm, ctx))
+            planned = plan_within(plan, parse_bytes(self.memory_budget), held_beside(gm, ctx))
         elif ctx.known_plan is not None:
             planned = plan(None)  # the rank that planned has seen to it
         else:
@@ -133,7 +147,7 @@ class PlanCollectives:
             peak = (
                 default_peak(gm, ctx) if beside is None else beside + resident_bytes(gm) + waiting_bytes(gm)
             )
-            planned = _leanest(plan, peak, notes)
+            planned = plan_near(plan, peak, notes)
         changed = _names(planned.gm) != _names(gm)
         if changed:
             gm.graph = planned.gm.graph
@@ -146,7 +160,7 @@ class PlanCollectives:
         )
 
     def _wishes(self, gm: fx.GraphModule, ctx: PassContext) -> Wishes:
-        """The user's limits and prefetches, the latter as pairs of gathers; their units are buckets."""
+        """The user's limits and prefetches; a prefetch becomes pairs of gathers, and its units become buckets."""
         units = _units(gm, ctx)
         order = list(units)
         named = [
@@ -174,45 +188,13 @@ class PlanCollectives:
         )
 
     def _pairs(self, first: list[list[fx.Node]], then: list[list[fx.Node]]) -> list[tuple[fx.Node, fx.Node]]:
-        """Has the gathers of one unit start after the last of another; of merged ones, naming one will do."""
+        """Pairs that start the gathers of one unit after the last of another; of merged gathers, one is enough."""
         last = first[-1][-1]
         return [(last, gather) for bucket in then for gather in (bucket[:1] if self.merge else bucket)]
 
 
-def _beside(plan: Callable[[int], PlannedGraph], budget_bytes: int, held_bytes: int) -> PlannedGraph:
-    """The plan within what is left of a budget."""
-    try:
-        return plan(max(1, budget_bytes - held_bytes))
-    except InfeasibleBudgetError as error:
-        if not held_bytes:
-            raise
-        raise InfeasibleBudgetError(
-            budget_bytes, error.smallest_bytes, is_smallest=error.is_smallest, held_bytes=held_bytes
-        ) from None
-
-
-def _leanest(plan: Callable[[int | None], PlannedGraph], peak: int, notes: list[str]) -> PlannedGraph:
-    """The plan within ``peak`` bytes, or, with a note, within the least of a few more in which there is one."""
-    too_little = f"no plan is found within the {peak} bytes that units gathered one ahead take"
-    for share in _SHARES:
-        budget = round(share * peak)
-        try:
-            planned = plan(budget)
-        except InfeasibleBudgetError:
-            continue
-        if planned.plan.solver not in ("none", "leanest") or not planned.plan.buckets:
-            if share > 1.0:
-                notes.append(f"{too_little}: this one is within {budget}")
-            return planned
-    planned = plan(None)
-    notes.append(
-        f"{too_little}, nor within {_SHARES[-1]:g} times as much: this one takes {planned.plan.peak_bytes}"
-    )
-    return planned
-
-
 def _units(gm: fx.GraphModule, ctx: PassContext) -> dict[str, list[list[fx.Node]]]:
-    """The gathers of each unit by group and dtype; units in the order in which compute asks for them."""
+    """The gathers of each unit by group and dtype; units in the order in which compute needs them."""
     units: dict[str, dict[tuple[str, ...], list[fx.Node]]] = {}
     for gather in Movable(gm, ctx).gathers:
         binding = shards_behind(gather, ctx)[0]
@@ -224,7 +206,7 @@ def _units(gm: fx.GraphModule, ctx: PassContext) -> dict[str, list[list[fx.Node]
 def _behind(
     gm: fx.GraphModule, ctx: PassContext, pairs: list[tuple[str, str]], units: dict[str, list[list[fx.Node]]]
 ) -> list[tuple[fx.Node, fx.Node]]:
-    """Of each pair of units: the reductions of the first one's gradients, and the gathers of the other."""
+    """For each pair of units: the reductions of the gradients of the first, paired with the gathers of the other."""
     reductions: dict[str, list[fx.Node]] = {}
     for node, bindings in reduced_parameters(gm, ctx).items():
         if is_collective(node):

@@ -1,9 +1,8 @@
-"""recompute_activations: activations that are computed again in the backward, and those that are saved instead.
+"""recompute_activations: which activations are computed again in the backward, and which are saved instead.
 
-Of the ops named here the results are not saved for the backward, which computes them again, with all that lies between
-them and what is saved: of an op in between the partitioner may know no way to save the result. Both lists come from
-a partition that was tried (:mod:`graphshard.backend.step_trials`). What has a tag keeps it: gathered parameters, and
-regions of ``torch.utils.checkpoint``. A collective runs once.
+The results of the ops in ``recomputed`` are not saved for the backward. The backward computes them again, with all
+that lies between them and what is saved; the partitioner may have no way to save an op in between. Both lists come
+from a partition that was tried (:mod:`graphshard.backend.step_trials`).
 
 Before::
 
@@ -15,7 +14,13 @@ After, with ``recomputed=("relu",)`` and ``saved=("mm",)``, the names of the nod
     %mm_0: f32[4, 8] = mm(%primals_1, %primals_2)  !save
     %relu_0: f32[4, 8] = relu(%mm_0)  !recompute
 
-Numerics: bitwise exact, as far as an op gives the same twice.
+Numerics: bitwise exact, if an op gives the same result twice.
+
+Does not handle:
+
+- nodes that have a tag already (gathered parameters, regions of ``torch.utils.checkpoint``): they keep it;
+- collectives, which run only once;
+- symbolic sizes, which the partitioner saves or recomputes as it sees fit.
 """
 
 from __future__ import annotations
@@ -35,10 +40,10 @@ from .tag_recompute import set_policy
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeActivations:
-    """See the module docstring.
+    """Options of the pass; see the module docstring.
 
     Attributes:
-        recomputed: names of nodes of the forward; those that are saved are left out.
+        recomputed: names of nodes of the forward that are computed again, unless they are in ``saved``.
         saved: names of nodes whose results the forward saves.
     """
 
@@ -51,7 +56,7 @@ class RecomputeActivations:
     saved: tuple[str, ...] = ()
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
-        """Counts nodes "recomputed" and "saved" that had no tag; names that are missing are skipped."""
+        """Counts nodes "recomputed" and "saved" that had no tag; names that are missing are reported as skipped."""
         counts = {"recomputed": 0, "saved": 0}
         saved, again = set(self.saved), set(self.recomputed)
         for node in reversed(gm.graph.nodes):
@@ -73,7 +78,7 @@ class RecomputeActivations:
 
 
 def _is_activation(node: fx.Node) -> bool:
-    """Not a symbolic size, which the partitioner saves or computes again as it sees fit."""
+    """Whether a node is an op with tensors as its result."""
     return node.op == "call_function" and isinstance(node.meta.get("val"), (Tensor, tuple, list))
 
 

@@ -1,19 +1,18 @@
 """schedule_collectives: start gathers early, wait late, as memory allows; compute keeps its order.
 
-Each gather starts up to ``prefetch`` gathers ahead of its first reader: right after the wait, and the
-copies out, of the gather that many places earlier, or at the top of the graph. Starting it before
-that wait would gain nothing, since collectives of one group queue, and would hold one more bucket.
-Each wait stands right before the first reader of its result. A reduction starts where it stands and
-is waited for where its result is needed, but at most ``reductions_in_flight`` reductions are open at
-a time, because each holds a full gradient bucket.
+A gather starts up to ``prefetch`` gathers ahead of its first reader: right after the wait, and the copies out, of
+the gather that many places earlier, or at the top of the graph. Starting it before that wait would gain nothing,
+since collectives of one group queue, and would hold one more bucket. Each wait stands right before the first reader
+of its result.
 
-Where shards have copies (hybrid sharding), what a reduction gives is all-reduced: the all-reduce
-starts right after that wait, so the compute in between overlaps with the reduction, and is waited for
-when the next one starts, so the compute of a unit overlaps with it too.
+A reduction starts where it stands, and is waited for where its result is needed. At most ``reductions_in_flight``
+reductions are open at a time, since each holds a full gradient bucket. If shards have copies (hybrid sharding), the
+result of a reduction is all-reduced. The all-reduce starts right after the wait for the reduction, and is waited for
+when the next one starts. So the compute of a unit overlaps with both.
 
-With ``memory="free"`` a gather starts later, and a reduction is waited for earlier, where the memory
-model says that the peak of the graph would otherwise exceed the one without any overlap. Every rank
-keeps the same sequence of starts: it does not depend on the sizes of activations.
+With ``memory="free"`` a gather starts later, or a reduction is waited for earlier, if the memory model says that the
+peak of the graph would otherwise exceed the peak without any overlap. The sequence of starts does not depend on the
+sizes of activations, so it is the same on every rank.
 
 Before (unit b after unit a)::
 
@@ -34,6 +33,11 @@ After::
     %mm_1 = mm(%mm_0, %wait_tensor_1)
 
 Numerics: bitwise exact.
+
+Does not handle:
+
+- collectives other than gathers of shards and reductions of gradients: they stay, and are reported as skipped;
+- ``memory="free"`` in a graph of which the user named units to prefetch: it overlaps whatever it costs.
 """
 
 from __future__ import annotations
@@ -53,16 +57,16 @@ _MEMORY = ("free", "any")
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleCollectives:
-    """See the module docstring.
+    """Options of the pass; see the module docstring.
 
     Attributes:
         prefetch: how many gathers ahead of use one may start; 0 starts each right before its wait.
         reductions_in_flight: reductions that may be open at a time, at least 1.
-        memory: "free" overlaps only where the predicted peak of this graph stays what it is without
-            overlap; "any" overlaps whatever it costs.
+        memory: "free" overlaps only if the predicted peak of the graph stays what it is without overlap; "any"
+            overlaps whatever it costs.
 
-    A unit whose user named the units to prefetch starts those gathers instead, whatever it costs, and a
-    user's own limit of open reductions replaces ``reductions_in_flight`` (both are in the context).
+    The context may override both: a unit whose user named the units to prefetch starts the gathers of those instead,
+    and a user's own limit of open reductions replaces ``reductions_in_flight``.
     """
 
     name: ClassVar[str] = "schedule_collectives"
@@ -87,7 +91,7 @@ class ScheduleCollectives:
             )
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
-        """Counts "gathers", "reductions", "all-reduces" placed; others stay and are named as skipped."""
+        """Counts "gathers", "reductions" and "all-reduces" placed; others are reported as skipped."""
         movable = Movable(gm, ctx)
         skipped = [
             f"{node.name} ({short_name(node)}) is not a gather of shards or a reduction"

@@ -1,8 +1,8 @@
 """spread_parameters: between forward and backward, keep a full parameter as pieces on few ranks.
 
-For a unit with ``reshard_after_forward=k`` each rank of a group of k neighbours keeps one k-th of the
-gathered parameter, and the backward gathers from those: more memory than a shard of all ranks, over
-faster links. Whatever depends on a gradient reads the second gather, through views of its own.
+For a unit with ``reshard_after_forward=k``, each rank of a group of k neighbours keeps one k-th of the gathered
+parameter, and the backward gathers from those. That takes more memory than shards over all ranks, and uses faster
+links. All nodes that depend on a gradient read the second gather, through views of their own.
 
 Before (reshard=2 of 4 ranks)::
 
@@ -23,6 +23,11 @@ After::
     %mm_1: f32[2, 4] = mm(%tangents_1, %unshard_1)
 
 Numerics: bitwise exact.
+
+Does not handle:
+
+- parameters that no gradient needs: they are reported as skipped;
+- graphs without a backward: nothing changes.
 """
 
 from __future__ import annotations
@@ -39,7 +44,7 @@ from graphshard.pipeline import Fact, PassContext, PassReport, is_layout
 
 @dataclass(frozen=True, kw_only=True)
 class SpreadParameters:
-    """See the module docstring; no options (each ``unshard`` node says over how many ranks)."""
+    """See the module docstring; no options: each ``unshard`` node says over how many ranks."""
 
     name: ClassVar[str] = "spread_parameters"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.TYPED, Fact.MERGED})
@@ -47,7 +52,7 @@ class SpreadParameters:
     breaks: ClassVar[frozenset[Fact]] = frozenset({Fact.TAGGED})
 
     def run(self, gm: fx.GraphModule, ctx: PassContext) -> PassReport:
-        """Counts "spread" parameters; one that no gradient needs is skipped."""
+        """Counts "spread" parameters; one that no gradient needs is reported as skipped."""
         backward = _after_tangents(gm.graph)
         counts = {"spread": 0}
         skipped = []

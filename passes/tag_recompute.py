@@ -1,9 +1,9 @@
-"""tag_recompute: what the partitioner must keep for the backward, and what it must gather again.
+"""tag_recompute: what the partitioner must save for the backward, and what it must gather again.
 
-A unit that reshards after the forward has its ``unshard`` nodes tagged for recomputation, together
-with everything computed from full parameters alone by views and casts: otherwise the partitioner
-would save a transpose of the full parameter and nothing would be freed. A unit that does not
-reshard has them tagged to be saved; pieces kept by ``spread_parameters`` are saved too.
+In a unit that reshards after the forward, the ``unshard`` nodes are tagged for recomputation, and so is everything
+that views and casts make of full parameters alone. Otherwise the partitioner would save a transpose of the full
+parameter, and nothing would be freed. In a unit that does not reshard, the ``unshard`` nodes are tagged to be saved.
+Pieces kept by ``spread_parameters`` are saved too.
 
 Before::
 
@@ -29,14 +29,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 from graphshard.ir import KEEP_PIECE, UNSHARD, UnshardCall
 from graphshard.pipeline import Fact, PassContext, PassReport, is_layout
 
-#: Above every checkpointed region's id: the partitioner saves a recomputed node whose reader
-#: belongs to a region with a higher id, which would keep the gathered parameter.
+#: Above the id of every checkpointed region. The partitioner saves a recomputed node if its reader belongs to a
+#: region with a higher id, which would keep the gathered parameter.
 _REGION_ID = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class TagRecompute:
-    """See the module docstring; no options (each ``unshard`` node says what its unit wants)."""
+    """See the module docstring; no options: each ``unshard`` node says what its unit wants."""
 
     name: ClassVar[str] = "tag_recompute"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.TYPED, Fact.MERGED})
@@ -62,7 +62,7 @@ class TagRecompute:
 
 
 def set_policy(node: fx.Node, policy: CheckpointPolicy) -> bool:
-    """Tags a node for the partitioner; whether that changed anything."""
+    """Tags a node for the partitioner; returns whether that changed anything."""
     changed = node.meta.get("recompute") != policy
     node.meta["recompute"] = policy
     node.meta["ac_graph_id"] = _REGION_ID

@@ -1,14 +1,14 @@
-"""What no schedule can beat in whatever order compute runs: :mod:`.bound` takes the order of the tasks as it is.
+"""A lower bound on the time of any schedule in any order of compute; :mod:`.search.bound` keeps the order of the tasks.
 
-What is left of a graph then is what its data say:
+Only the data flow of the graph constrains such an order:
 
-- Some task is the first, and some the last: no sooner than what leads to it is over, and with all to do that it leads
-  to.
-- Beside a collective runs no compute that it is made of, nor any that is made of it. Collectives each of which is made
-  of the one in front of it take turns, and all that may run beside any of them runs once: by what they take longer than
-  that, compute rests.
-- A collective begins no sooner than the longest way that leads to it takes, and behind it is no less to do than the
-  longest way from it; in between the collectives of a link run one after the other.
+- The first task starts no sooner than all that leads to it is over; after the last task, all that it leads to is
+  still to do.
+- Compute cannot overlap a collective it depends on, or one that depends on it. Collectives that each depend on the
+  one before run one after the other. Each task that may overlap some of them runs only once. So compute rests for
+  the time of these collectives, less that of the tasks that may overlap any of them.
+- A collective begins no sooner than the longest path that leads to it takes, and the longest path from it is still
+  to do after its end. The collectives of a link run one after the other.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ from torch import fx
 from .from_graph import GraphProblem
 from .search import links_bound, lower_bounds
 
-#: Rows of collectives are looked at with so many limits on what may run beside each.
+#: How many limits are tried on the compute that may overlap each collective of a chain.
 _MOST_LIMITS = 16
 
-#: The nodes that a node is made of, or that are made of it.
+#: The inputs or the users of a node.
 Neighbours = Callable[[fx.Node], Iterable[fx.Node]]
 
 
 def any_order_seconds(gm: fx.GraphModule, found: GraphProblem) -> float:
     """A lower bound on the time of any order of a graph's compute with any schedule of its collectives.
 
-    Memory is not looked at. Tasks take what they are priced at here, though kernels that are fused may change with the
-    order.
+    It ignores memory. Tasks take their priced time, though kernels may fuse differently in another order.
 
     Args:
         gm: the graph.
-        found: what was read of it.
+        found: the problem read from it.
     """
     problem, nodes = found.problem, list(gm.graph.nodes)
     tasks = {
@@ -71,7 +70,7 @@ def _users(node: fx.Node) -> Iterable[fx.Node]:
 def _longest_ways(
     nodes: Sequence[fx.Node], seconds: Mapping[fx.Node, float], neighbours: Neighbours
 ) -> dict[fx.Node, float]:
-    """How long the longest way to each node takes, itself left out; in ``nodes`` its neighbours stand before it."""
+    """The time of the longest path to each node, without the node; in ``nodes`` its neighbours come before it."""
     ways: dict[fx.Node, float] = {}
     for node in nodes:
         ways[node] = max((ways[one] + seconds.get(one, 0.0) for one in neighbours(node)), default=0.0)
@@ -79,11 +78,11 @@ def _longest_ways(
 
 
 def _rests(nodes: Sequence[fx.Node], work: Mapping[fx.Node, float], alone: Mapping[fx.Node, float]) -> float:
-    """How long compute rests at least, for the sake of collectives each of which is made of the one in front of it.
+    """The least time for which compute rests because of collectives that each depend on the one before.
 
     Args:
         nodes: in an order in which they may run.
-        work: seconds of tasks, and of what each collective computes in front of it and behind it.
+        work: seconds of tasks, and of what each collective computes before its start and after its wait.
         alone: seconds of the collectives themselves.
     """
     bit = {node: 1 << place for place, node in enumerate(work)}
@@ -104,7 +103,7 @@ def _rests(nodes: Sequence[fx.Node], work: Mapping[fx.Node, float], alone: Mappi
 
 
 def _added_up(values: Sequence[float]) -> Callable[[int], float]:
-    """The sum of the values whose bits are set, eight of them at a time."""
+    """A function that sums the values whose bits are set, eight of them at a time."""
     sums = []
     for start in range(0, len(values), 8):
         of_byte = [0.0]
@@ -124,7 +123,7 @@ def _reached(
     wanted: Mapping[fx.Node, float],
     neighbours: Neighbours,
 ) -> dict[fx.Node, int]:
-    """For each wanted node the tasks and collectives that are reached from it, as bit sets."""
+    """For each wanted node, the tasks and collectives that are reached from it, as bit sets."""
     found: dict[fx.Node, int] = {}
     kept: dict[fx.Node, int] = {}
     for node in nodes:

@@ -1,9 +1,9 @@
 """Which compute to move beside collectives that compute reads soon.
 
-Collectives of tensor, sequence and expert parallelism stand between the task that makes what they send and the one that
-reads it. Backwards hold work that neither needs: gradients of weights, which only reductions read. As autograd has them
-they run in front; run behind the start they hide the collective, at the price of what they read living a little longer.
-Forwards that are computed again hold work that can run sooner.
+Collectives of tensor, sequence and expert parallelism stand between the task that makes what they send and the task
+that reads their result. Backwards hold work that neither needs: gradients of weights, which only reductions read.
+Autograd runs it before the collective. Moved after the start it hides the collective, but its inputs live a little
+longer. Forwards that are recomputed hold work that can run sooner.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from .from_graph import GraphProblem
 from .move_compute import Flight, Move, Moving
 from .search import Collective, Problem
 
-#: A plan of moved compute is taken where it is at most this share of the time without. It is made only where moves can
-#: hide as much of the compute's time, and bring the bound down by as much.
+#: A plan with moved compute is taken if it takes at most this share of the time without. It is made only if moves
+#: can hide as much of compute's time, and lower the bound by as much.
 WORTH = 0.99
 
-#: Compute moves past so many flights at most: as a block of a transformer with tensor parallelism has.
+#: The most flights that compute moves past: those of one block of a transformer with tensor parallelism.
 _REACH = 4
 
-#: So many nodes are tried for one flight.
+#: The most nodes that are tried for one flight.
 _MOST_TRIED = 64
 
-#: What takes less than this share of a collective's time moves only with others, and so does what Inductor generates
-#: code for: elsewhere it would be fused with less.
+#: A node that takes less than this share of a collective's time moves only together with others. So does a node that
+#: Inductor generates code for: elsewhere it would be fused with less.
 _LEAST = 0.05
 
 
@@ -47,21 +47,21 @@ class _Window:
         return max(0.0, self.need - self.cover)
 
     def beside(self, nodes: Sequence[fx.Node], seconds: Mapping[fx.Node, float]) -> float:
-        """How long those of these nodes run that stand beside it."""
+        """The seconds of those of these nodes that stand beside the flight."""
         made, reader = self.flight.made, self.flight.reader
         return sum(seconds.get(node, 0.0) for node in nodes if made < node < reader)
 
 
 def moved_compute(gm: fx.GraphModule, found: GraphProblem) -> tuple[Moving, list[Move]] | None:
-    """A copy of a graph whose compute is moved, and what was; None where that is not worth a trial.
+    """A copy of a graph whose compute is moved, and the moves; None if that is not worth a trial.
 
-    Flights are filled one after the other: with what stands in front of them, the nearest first, and then with what
-    stands behind them, until there is as much compute as the collective takes. No flight is left with less than that
-    for another's sake.
+    Flights are filled one after the other until the compute beside each takes as long as its collective: first with
+    nodes in front of the flight, nearest first, then with nodes after it. A move that would leave another flight
+    with too little compute is not made.
 
     Args:
         gm: the graph; it stays as it is.
-        found: what was read of it.
+        found: the problem read from it.
     """
     problem = found.problem
     elapsed = [0.0, *itertools.accumulate(task.seconds for task in problem.tasks)]
@@ -95,7 +95,7 @@ def _seconds(problem: Problem, one: Collective) -> float:
 def _fill(
     moving: Moving, windows: Sequence[_Window], place: int, seconds: Mapping[fx.Node, float]
 ) -> Iterator[Move]:
-    """Moves compute beside one flight until it is covered, or nothing is left that may."""
+    """Moves compute beside one flight until it is covered or no candidate is left."""
     window = windows[place]
     if not window.lack:
         return
@@ -125,7 +125,7 @@ def _fill(
 def _candidates(
     windows: Sequence[_Window], place: int, seconds: Mapping[fx.Node, float]
 ) -> Iterator[fx.Node]:
-    """Nodes that are worth moving beside a flight: in front of it, and behind it, the nearest first."""
+    """Nodes worth moving beside a flight: those in front of it, then those after it, nearest first."""
     flight = windows[place].flight
     least = _LEAST * windows[place].need
     graph = flight.start.graph
@@ -142,7 +142,7 @@ def _candidates(
 
 
 def _reached(start: fx.Node, end: fx.Node, *, is_ahead: bool) -> set[fx.Node]:
-    """What a node is made of, or what is made of it, as far as that stands this side of another."""
+    """The nodes that a node is made of (or that are made of it), as far as they stand this side of ``end``."""
     found = {start}
     pending = [start]
     while pending:

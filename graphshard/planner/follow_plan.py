@@ -1,7 +1,7 @@
-"""Following a plan that another rank made of the same graph.
+"""Follows a plan that another rank made of the same graph.
 
-Buckets and their order must be equal on all ranks, and are taken as they are. Where they stand among
-compute may differ: a rank with another batch may have a few more nodes, or less memory to spare.
+Buckets and their order must be equal on all ranks, and are taken as they are. Their places among compute may differ:
+a rank with another batch may have a few more nodes, or less memory to spare.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def ways_to_follow(problem: Problem, known: KnownPlan) -> Iterator[list[Step]]:
     The last one holds the least memory: starts as late, and waits as early, as the sequence allows.
 
     Raises:
-        PlanError: ``known`` has other collectives than ``problem``, or an order that it cannot have.
+        PlanError: ``known`` has other collectives than ``problem``, or an order that is impossible here.
     """
     steps = [Step(*step) for step in known.steps]
     members = sorted(index for step in steps if step.is_start for index in step.members)

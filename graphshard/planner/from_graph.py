@@ -1,19 +1,12 @@
 """A planning problem from a forward or backward graph that holds ``_c10d_functional`` collectives.
 
-Nothing is assumed about who made the graph or which process groups it uses. A collective can move if
-one wait reads it, and nothing else, and if no op writes in place to what it reads. With it move the
-layout nodes (casts, pads, views) between inputs of the graph and its start, and those that are made
-of its result alone, unless some op writes in place to what they read. Everything else is compute and keeps its order.
-
-Memory is measured, not assumed: the memory model's account of the graph as it came, less what the
-problem says that collectives hold there, is what the tasks hold.
+The graph may come from anywhere and use any process groups. ``movable_nodes`` says what moves and what is compute;
+``task_memory`` measures what compute holds.
 """
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,48 +20,29 @@ from ..ir import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_REDUCE_HOOK,
-    ALL_TO_ALL,
-    CUSTOM_ALL_GATHER,
-    CUSTOM_REDUCE_SCATTER,
-    FUNCTIONAL_FORMS,
     REDUCE_SCATTER,
     RowPlace,
-    Writes,
     base_of,
-    c10d,
     call_arguments,
     dtype_text,
     group_name,
-    is_c10d_op,
     is_collective,
-    is_point_to_point,
     is_view,
     is_wait,
     operands,
     short_name,
     tensor_bytes,
     tensors_of,
-    touches,
     waits_of,
     writes_of,
 )
-from ..memory import MemoryModel, copied_bytes, kept_inputs
-from ..pipeline import is_accumulation, is_layout
-from .search import Collective, Problem, Step, Task, simulate
+from ..memory import copied_bytes, kept_inputs
+from .movable_nodes import movable_collectives, moving_nodes
+from .search import Collective, Problem, Step, Task
+from .task_memory import with_memory
 from .user_constraints import NO_WISHES, Wishes
 
-#: Collectives that can move.
-MOVABLE = {
-    ALL_GATHER,
-    CUSTOM_ALL_GATHER,
-    REDUCE_SCATTER,
-    CUSTOM_REDUCE_SCATTER,
-    ALL_REDUCE,
-    ALL_TO_ALL,
-    c10d.broadcast.default,
-}
-
-#: Those that can be merged with others of their kind.
+#: Kinds that can be merged with others of their kind.
 MERGEABLE = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
 
 
@@ -86,7 +60,7 @@ class PriceError(GraphShardError, ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphProblem:
-    """A problem, and what its numbers stand for in the graph.
+    """A problem, with the nodes that its numbers stand for.
 
     Attributes:
         problem: what is planned.
@@ -113,40 +87,39 @@ def problem_of_graph(
     device_type: str | None = None,
     measures_memory: bool = True,
 ) -> GraphProblem:
-    """Reads a graph; changes nothing.
+    """Reads a planning problem from a graph; the graph does not change.
 
     Args:
         gm: a forward, inference or backward graph whose values carry ``meta["val"]``.
         prices: of its compute and its collectives.
         budget_bytes: the most that may be live, inputs that the caller keeps included.
-        wishes: what the user insists on. What they say of collectives that cannot move is left out, with
-            a note.
-        places: where the shards lie that these gathers send (``provenance.row_places``).
+        wishes: the user's constraints. Those on collectives that cannot move are dropped, with a note.
+        places: where the shards that gathers send lie in memory (``provenance.row_places``).
         device_type: where the graph will run; None for where its values are.
-        measures_memory: say what is live at each task, without which only time can be simulated.
+        measures_memory: whether to fill in what is live at each task. Without it only time can be simulated.
 
     Raises:
         UntypedGraphError: lists the collectives whose sizes are not known.
         UnpricedGroupError: lists the groups without a price, with a collective of each.
-        PriceError: a price that cannot be.
-        ProblemError: buckets, prefetches or limits that contradict each other, or name other nodes.
+        PriceError: a price is negative, infinite or not a number.
+        ProblemError: buckets, prefetches or limits contradict each other, or name nodes of another graph.
     """
     _check_typed(gm)
     wishes.check_nodes_of(gm.graph)
     writes = writes_of(gm.graph)
-    movable, notes = _movable(gm, writes)
+    movable, notes = movable_collectives(gm, writes)
     priced = [node for node in filter(is_collective, gm.graph.nodes) if node.target is not ALL_REDUCE_HOOK]
     _check_groups(priced, prices)
-    lazy = _lazy_nodes(gm.graph, movable, writes.all)
+    moving = moving_nodes(gm.graph, movable, writes.all)
     seconds = dict(prices.compute_seconds(gm))
     for node in priced:
         wait = next(iter(waits_of(node)), None)  # of coalesced ones, the first
-        if node not in lazy and wait is not None:
+        if node not in moving and wait is not None:
             seconds[wait] = _seconds_alone(node, prices)
     bad = [f"{node.name}: {value}" for node, value in seconds.items() if not 0.0 <= value < float("inf")]
     if bad:
         raise PriceError(f"prices must be finite and not negative, but these are not: {', '.join(bad[:5])}")
-    reader = _Reader(gm, movable, lazy, seconds, places or {}, device_type)
+    reader = _Reader(gm, movable, moving, seconds, places or {}, device_type)
     collectives = wishes.held_back(movable, reader.collectives(), notes)
     tasks = [Task(seconds=seconds.get(node, 0.0)) for node in reader.tasks]
     problem = Problem(
@@ -162,7 +135,7 @@ def problem_of_graph(
     )
     unplanned = reader.unplanned()
     if measures_memory:
-        problem = _with_memory(gm, problem, reader.tasks, unplanned, device_type)
+        problem = with_memory(gm, problem, reader.tasks, unplanned, device_type)
     return GraphProblem(
         problem=replace(problem, budget_bytes=budget_bytes),
         starts=tuple(movable),
@@ -196,62 +169,12 @@ def _check_typed(gm: fx.GraphModule) -> None:
 
 
 def _lacks_value(node: fx.Node) -> bool:
-    """An op of torch that returns tensors, and does not say which."""
+    """Whether an op of torch returns tensors but has no ``meta["val"]``."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.meta.get("val") is not None:
         return False
     return any(
         isinstance(one.type, (torch.TensorType, torch.ListType)) for one in node.target._schema.returns
     )
-
-
-def _movable(gm: fx.GraphModule, writes: Writes) -> tuple[list[fx.Node], list[str]]:
-    """The collectives that can move, in graph order, and a sentence on each of the others.
-
-    Args:
-        gm: the graph.
-        writes: the values whose memory some op writes to in place, or may.
-    """
-    found = []
-    messages = list(filter(is_point_to_point, gm.graph.nodes))
-    notes = [
-        f"{node.name} ({short_name(node)}) stays in its place: it is a message between two ranks, whose time is not "
-        "known and counts as none"
-        for node in messages
-    ]
-    notes += [
-        f"{node.name} ({short_name(node)}) stays in its place, and its time counts as none: it is no functional "
-        "collective (torch.distributed._functional_collectives)"
-        for node in filter(is_c10d_op, gm.graph.nodes)
-    ]
-    for node in filter(is_collective, gm.graph.nodes):
-        if why := _obstacle(node, writes, messages):
-            notes.append(f"{node.name} ({short_name(node)}) stays in its place: it {why}")
-        else:
-            found.append(node)
-    return found, notes
-
-
-def _obstacle(node: fx.Node, writes: Writes, messages: Sequence[fx.Node]) -> str:
-    """Why a collective cannot move; "" for one that can."""
-    users = list(node.users)
-    if node.target is ALL_REDUCE_HOOK:
-        return "is a user's hook, whose time is not known and counts as none"
-    if messages:
-        return (
-            f"shares its graph with {messages[0].name}, a message between two ranks, which may have other graphs: "
-            "moved, it could wait for a rank that waits for this one"
-        )
-    if node.target in FUNCTIONAL_FORMS:
-        return "writes its result to memory it is given"
-    if node.target not in MOVABLE:
-        return "is of a kind that is not planned"
-    if len(users) != 1 or not is_wait(users[0]):
-        return "is not read by one wait alone"
-    if any(touches(one, writes.known) for one in (*operands(node), node)):
-        return "reads or makes what another op writes to in place"
-    if any(touches(one, writes.possible) for one in (*operands(node), node)):
-        return "reads or makes what a method, a module or a function without a schema may write to in place"
-    return ""
 
 
 def _check_groups(collectives: list[fx.Node], prices: Prices) -> None:
@@ -280,56 +203,21 @@ def _seconds_alone(node: fx.Node, prices: Prices) -> float:
     return prices.collective_seconds(collective_kind(node), collective_bytes(node), group_name(node))
 
 
-def _lazy_nodes(graph: fx.Graph, movable: list[fx.Node], written: Set[fx.Node]) -> set[fx.Node]:
-    """The nodes that move: collectives, their waits, and layout nodes that only wait for these or for inputs.
-
-    What reads memory that is ``written`` in place does not: it would read another value elsewhere.
-    """
-    lazy = set(movable)
-    fixed: set[fx.Node] = set()
-    if written:
-        fixed = {node for node in graph.nodes if any(touches(one, written) for one in node.all_input_nodes)}
-    rooted: dict[fx.Node, bool] = {}  # layout nodes made of inputs alone
-    for node in graph.nodes:
-        if is_layout(node) and node.all_input_nodes:
-            rooted[node] = node not in fixed and all(
-                source.op == "placeholder" or rooted.get(source) for source in node.all_input_nodes
-            )
-    pending = [source for node in movable for source in node.all_input_nodes]
-    while pending:
-        node = pending.pop()
-        if rooted.get(node) and node not in lazy:
-            lazy.add(node)
-            pending.extend(node.all_input_nodes)
-    moved = set(movable)
-    derived: set[fx.Node] = set()
-    for node in graph.nodes:
-        sources = node.all_input_nodes
-        if (is_wait(node) and sources[0] in moved) or (
-            (is_layout(node) or is_accumulation(node))
-            and node not in fixed
-            and any(source in derived for source in sources)
-            and all(source in derived or source.op == "placeholder" for source in sources)
-        ):
-            derived.add(node)
-    return lazy | derived
-
-
 class _Reader:
-    """Positions, sizes and times of the collectives of one graph."""
+    """Reads positions, sizes and times of the collectives of one graph."""
 
     def __init__(
         self,
         gm: fx.GraphModule,
         movable: list[fx.Node],
-        lazy: set[fx.Node],
+        moving: set[fx.Node],
         seconds: Mapping[fx.Node, float],
         places: Mapping[fx.Node, RowPlace],
         device_type: str | None,
     ) -> None:
         self._places, self._device_type = places, device_type
-        self._graph, self._movable, self._lazy, self._seconds = gm.graph, movable, lazy, seconds
-        self.tasks = [node for node in gm.graph.nodes if node.op not in _NO_TASKS and node not in lazy]
+        self._graph, self._movable, self._moving, self._seconds = gm.graph, movable, moving, seconds
+        self.tasks = [node for node in gm.graph.nodes if node.op not in _NO_TASKS and node not in moving]
         self._position = {node: position for position, node in enumerate(self.tasks)}
         self._index = {node: index for index, node in enumerate(movable)}
         self._number = {node: number for number, node in enumerate(gm.graph.nodes)}
@@ -342,7 +230,7 @@ class _Reader:
         return [self._collective(node) for node in self._movable]
 
     def unplanned(self) -> list[Step]:
-        """The schedule of the graph as it stands."""
+        """The schedule of the graph as it came."""
         steps, position = [], 0
         for node in self._graph.nodes:
             if node in self._position:
@@ -359,7 +247,7 @@ class _Reader:
         self._earliest.append(earliest)
         deadline, results, finishing, feeds = self._ahead(node)
         owned = sum(map(self._owned_bytes(node, earliest), operands(node)))
-        is_staged = any(base_of(source) in self._lazy and not after for source in operands(node))
+        is_staged = any(base_of(source) in self._moving and not after for source in operands(node))
         kept = {base_of(result) for result in results}
         kept_bytes = sum(tensor_bytes(base.meta["val"]) for base in kept)
         fresh_bytes = sum(tensor_bytes(base.meta["val"]) for base in kept if base is not node)
@@ -389,7 +277,7 @@ class _Reader:
         )
 
     def _seconds_of(self, nodes: list[fx.Node], counted: set[fx.Node]) -> float:
-        """The time of nodes that no earlier collective has counted."""
+        """The time of those nodes that no earlier collective has counted."""
         fresh = [node for node in nodes if node not in counted]
         counted.update(fresh)
         return float(sum(self._seconds.get(node, 0.0) for node in fresh))
@@ -403,7 +291,7 @@ class _Reader:
         return None if symbolic else (short_name(node), *rest, dtype_text(value.dtype), str(value.device))
 
     def _behind(self, node: fx.Node) -> tuple[int, set[int], list[fx.Node]]:
-        """The first gap with its input, the collectives before it, and what is computed at its start."""
+        """The first gap with its input, the collectives it comes after, and the nodes computed at its start."""
         earliest, after = 0, set()
         staging: dict[fx.Node, None] = {}
         pending = list(node.all_input_nodes)
@@ -415,13 +303,13 @@ class _Reader:
                 other = self._index[source.all_input_nodes[0]]
                 after.add(other)
                 earliest = max(earliest, self._earliest[other])
-            elif source in self._lazy and source not in staging:
+            elif source in self._moving and source not in staging:
                 staging[source] = None
                 pending.extend(source.all_input_nodes)
         return earliest, after, [] if after else list(staging)
 
     def _ahead(self, node: fx.Node) -> tuple[int, list[fx.Node], list[fx.Node], bool]:
-        """The gap of its first reader, the values that are read, what is computed for them, who else reads."""
+        """The gap of its first reader, the values read, the nodes computed for them, whether a collective reads."""
         deadline, feeds = len(self.tasks), False
         results: dict[fx.Node, None] = {}
         finishing: dict[fx.Node, None] = {}
@@ -432,7 +320,7 @@ class _Reader:
             for reader in value.users:
                 if reader in self._index:
                     feeds = True
-                elif reader in self._lazy:
+                elif reader in self._moving:
                     if reader not in finishing:
                         finishing[reader] = None
                         pending.append(reader)
@@ -444,7 +332,7 @@ class _Reader:
     def _owned_bytes(self, collective: fx.Node, earliest: int) -> Any:
         def owned(source: fx.Node) -> int:
             base = base_of(source)
-            if base in self._kept or base in self._lazy:
+            if base in self._kept or base in self._moving:
                 return 0
             others = [reader for reader in _readers(base) if reader is not collective]
             is_last = all(self._position.get(reader, len(self.tasks)) < earliest for reader in others)
@@ -462,67 +350,3 @@ def _readers(base: fx.Node) -> Iterator[fx.Node]:
             yield from _readers(user)
         else:
             yield user
-
-
-def _with_memory(
-    gm: fx.GraphModule,
-    problem: Problem,
-    tasks: list[fx.Node],
-    unplanned: list[Step],
-    device_type: str | None,
-) -> Problem:
-    """The problem with what its tasks hold, from the memory of the graph as it came."""
-    order = list(gm.graph.nodes)
-    model = MemoryModel(gm, kept=kept_inputs(gm), device_type=device_type)
-    timeline = model.timeline(order)
-    live_at = dict(zip(order, timeline.live_bytes, strict=True))
-    modelled = simulate(problem.without_wishes(), unplanned).live_bytes
-    kept = timeline.kept_bytes
-    live = [max(0, live_at[node] - held) + kept for node, held in zip(tasks, modelled, strict=True)]
-    between = _live_between(order, tasks, model.lifetimes(order))
-    for gap, held in enumerate(_held_across(problem, unplanned)):
-        between[gap] = max(0, between[gap] - held) + kept
-    return replace(
-        problem,
-        tasks=[
-            replace(task, live_bytes=max(most, before), before_bytes=before)
-            for task, most, before in zip(problem.tasks, live, between[:-1], strict=True)
-        ],
-        end_bytes=between[-1],
-    )
-
-
-def _live_between(
-    order: list[fx.Node], tasks: list[fx.Node], lifetimes: list[tuple[int, int, int]]
-) -> list[int]:
-    """Bytes of the values that live across each gap: made before it, and freed behind it."""
-    position = {node: index for index, node in enumerate(order)}
-    behind = [position[node] for node in tasks] + [len(order) - 1]
-    before = [0, *behind[:-1]]
-    changes = [0] * (len(behind) + 1)
-    for start, end, num_bytes in lifetimes:
-        first, last = bisect_left(before, start), bisect_right(behind, end)
-        if first < last:
-            changes[first] += num_bytes
-            changes[last] -= num_bytes
-    return list(itertools.accumulate(changes))[:-1]
-
-
-def _held_across(problem: Problem, steps: Sequence[Step]) -> list[int]:
-    """What collectives, none of them merged, hold across each gap of a schedule."""
-    changes = [0] * (problem.num_positions + 1)
-
-    def hold(num_bytes: int, first: int, last: int) -> None:
-        if first <= last:
-            changes[first] += num_bytes
-            changes[last + 1] -= num_bytes
-
-    start = {step.members[0]: step.position for step in steps if step.is_start}
-    wait = {step.members[0]: step.position for step in steps if not step.is_start}
-    for index, one in enumerate(problem.collectives):
-        begun, ended = start[index], wait[index]
-        exists = max([one.earliest, *(wait[other] + 1 for other in one.after)])
-        hold(one.ready_bytes, exists, ended - 1)
-        hold(one.out_bytes + one.copy_bytes + one.staged_bytes, begun + 1, ended - 1)
-        hold(one.kept_bytes, ended if begun < ended and not one.fresh_bytes else ended + 1, one.deadline)
-    return list(itertools.accumulate(changes))[:-1]

@@ -1,8 +1,8 @@
-"""Merging collectives into one, with the copies into and out of its bucket.
+"""Merges collectives into one, with the copies into and out of its bucket.
 
-In a bucket of gathers ``pack`` and ``unpack`` are ops of their own; shards that are neighbours in memory are sent
-as they lie (``join``), with no copy. What a bucket of reductions gives
-is cut into views. Reductions of the slices of one bucket are merged on that bucket, with no copy.
+In a bucket of gathers, ``pack`` and ``unpack`` are ops of their own. Shards that are neighbours in memory are sent
+in place (``join``), with no copy. The results of a bucket of reductions are views of it. Reductions of the slices of
+one bucket are merged on that bucket, with no copy.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def merge_by_unit(
 
     Args:
         gm: edited in place.
-        keys: the unit of each collective with what else must agree (:func:`graphshard.pipeline.bucket_keys`).
-        places: where the shards of gathers lie (:func:`graphshard.pipeline.row_places`).
+        keys: the unit of each collective, with what else must agree (:func:`graphshard.pipeline.bucket_keys`).
+        places: where the shards of gathers lie in memory (:func:`graphshard.pipeline.row_places`).
     """
     groups: dict[tuple[str, ...], list[fx.Node]] = {}
     for node, key in keys.items():
@@ -64,7 +64,7 @@ def merge_gathers(graph: fx.Graph, members: list[fx.Node], places: Sequence[RowP
     Args:
         graph: edited in place.
         members: gathers of one group, dtype and settings.
-        places: where the shard of each lies, None for one without a place; left out, none has one.
+        places: where the shard of each lies in memory, None if unknown; left out, all are unknown.
     """
     _, group_size, *rest = call_arguments(members[0]).values()
     inputs = [_input_of(member) for member in members]
@@ -88,7 +88,7 @@ def merge_gathers(graph: fx.Graph, members: list[fx.Node], places: Sequence[RowP
 
 
 def _packed(emit: GraphEmitter, inputs: list[fx.Node]) -> tuple[fx.Node, list[int], list[int]]:
-    """As :func:`_joined`, by copies."""
+    """The bucket, sizes and indices as :func:`_joined` gives them, made by copies."""
     sizes = [emit.tensor(value).numel() for value in inputs]
     return emit(PACK, inputs, 1), sizes, list(range(len(inputs)))
 
@@ -96,9 +96,9 @@ def _packed(emit: GraphEmitter, inputs: list[fx.Node]) -> tuple[fx.Node, list[in
 def _joined(
     emit: GraphEmitter, members: list[fx.Node], places: Sequence[RowPlace | None]
 ) -> tuple[fx.Node, list[int], list[int]] | None:
-    """Shards as they lie in their row, their sizes, and which of them each member is.
+    """Neighbouring shards joined as they lie in memory, their sizes in that order, and the place of each member in it.
 
-    None where the shards are no neighbours, or are cast in different ways.
+    None if the shards are no neighbours, or are cast in different ways.
     """
     casts = [cast for _, cast in map(gathered_shard, members)]
     ways = {(cast.target, cast.args[1:], *cast.kwargs.items()) if cast else () for cast in casts}
@@ -143,7 +143,7 @@ def _input_of(member: fx.Node) -> fx.Node:
 
 
 def _bucket_of_slices(pieces: list[fx.Node]) -> fx.Node | None:
-    """The 1-D bucket that ``pieces`` are slices of, one after the other, and nothing else; else None."""
+    """The 1-D bucket that ``pieces`` cover, in order and without gaps; None if there is none."""
     end = 0
     buckets = []
     for piece in pieces:

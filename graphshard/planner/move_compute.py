@@ -1,9 +1,10 @@
-"""Compute that moves into the flight of a collective which compute reads soon.
+"""Moves compute into the flight of a collective that compute reads soon.
 
-What a collective sends is *made* by some task, and its result is *read* by another; between the two it can hide. A node
-moves there with its *group*: from in front, with all that is made of it up to the reader; from behind, with all that it
-is made of since. It moves to right behind the start; or, if it needs what stands behind that, to right in front of the
-reader.
+Some task *makes* what a collective sends, and another task *reads* its result; compute between the two hides the
+collective. A node moves there together with its *group*. From in front of the flight, the group is all that is made
+of the node up to the reader. From after it, the group is all that the node is made of, back to the maker. The group
+moves to right after the start of the collective or, if it needs something that stands later, to right in front of
+the reader.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from .search import PlanError
 
 
 class Move(NamedTuple):
-    """One group that moves. Names of nodes differ between ranks, so none is in here.
+    """One group that moves. It names no node, since names differ between ranks.
 
     Attributes:
         flight: the collective beside which it runs, by its index in the graph as it came.
-        op, number: the node whose group it is: of all with this op the one with this number, from 0, in that graph.
+        op, number: the node whose group moves: the one with this number, from 0, among all with this op in that
+            graph.
         carried: collectives of the group, by their index in that graph.
     """
 
@@ -39,7 +41,7 @@ class Move(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class Flight:
-    """A collective that some task makes and another reads.
+    """A collective whose input some task makes and whose result another task reads.
 
     Attributes:
         start: the node that starts it.
@@ -77,10 +79,10 @@ class Moving:
         self._movable: dict[fx.Node, bool] = {}
 
     def group(self, head: fx.Node, flight: Flight) -> list[fx.Node] | None:
-        """What moves with a node that stands in front of ``flight.made`` or behind its reader, in order.
+        """The nodes that move with ``head``, in order; ``head`` stands in front of ``flight.made`` or after the reader.
 
-        None where that cannot be: some of it makes or reads a collective with a flight of its own, writes to memory,
-        draws random numbers, or does what is not known.
+        None if the group cannot move: some of it makes or reads a collective with a flight of its own, writes to
+        memory, draws random numbers, or is an op that is not known to be pure.
         """
         is_ahead = head < flight.reader
         found = {head}
@@ -111,7 +113,7 @@ class Moving:
         return _is_pure(node) and not any(touches(one, self._written) for one in touched)
 
     def move(self, head: fx.Node, group: Sequence[fx.Node], flight: Flight) -> Move:
-        """Moves the group of a node to where the collective is in flight."""
+        """Moves the group of a node into the flight of a collective."""
         moved, behind = set(group), flight.start.next
         while behind in moved:
             behind = behind.next
@@ -126,10 +128,11 @@ class Moving:
         return Move(self._index[flight.start], *self._names[head], carried)
 
     def follow(self, moves: Iterable[Move]) -> None:
-        """Moves what another rank has moved in its own graph.
+        """Makes the moves that another rank made in its own graph.
 
         Raises:
-            PlanError: this graph lacks it, or it cannot move here, or not with the same collectives.
+            PlanError: this graph lacks the node or the collective, or the group cannot move here, or not with the
+                same collectives.
         """
         starts = {index: node for node, index in self._index.items()}
         heads = {name: node for node, name in self._names.items()}
@@ -154,7 +157,7 @@ def _flight_of(start: fx.Node, tasks: frozenset[fx.Node]) -> Flight | None:
 
 
 def _tasks_from(node: fx.Node, tasks: frozenset[fx.Node], *, is_ahead: bool) -> Iterator[fx.Node]:
-    """The first tasks in front of a node or behind it, on all ways that lead through no other collective."""
+    """The first tasks before or after a node, on all paths that lead through no other collective."""
     seen = {node}
     pending = [node]
     while pending:
@@ -180,7 +183,7 @@ def _names_of(graph: fx.Graph) -> dict[fx.Node, tuple[str, int]]:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    """An op that does nothing but compute, from its inputs alone."""
+    """Whether a node is an op that only computes, from its inputs alone."""
     if node.target is operator.getitem:
         return True
     is_op = isinstance(node.target, OpOverload) and not is_c10d_op(node)

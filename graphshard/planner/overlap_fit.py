@@ -1,10 +1,9 @@
-"""How much overlap fits under a memory budget: the greedy answer, collective by collective.
+"""How much overlap of the rule-based schedule fits in a memory budget: a greedy choice, collective by collective.
 
-The sequence of starts is the one of the order with all overlap, whatever the sizes of activations
-are, so it is equal on ranks whose batches differ. Only where the starts and the waits stand among
-compute is decided here, in this sequence. The first order has each start as late, and each wait as
-early, as the sequence allows; every move away from it adds the bytes that the collective holds to
-the nodes it moves past. So the live bytes of one order are enough to judge every move.
+The sequence of starts is that of the order with all overlap. It does not depend on sizes of activations, so it is
+equal on ranks whose batches differ. Only the places of starts and waits among compute are chosen here. In the first
+order each start is as late, and each wait as early, as the sequence allows. A move away from it adds the bytes that
+the collective holds to the nodes it moves past, so the live bytes of one order are enough to judge every move.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ def fit(
     budget_bytes: int | None = None,
     device_type: str | None = None,
 ) -> tuple[Decisions, list[str]]:
-    """The part of the ``wanted`` overlap that fits under a budget.
+    """The part of the ``wanted`` overlap that fits in a budget.
 
     Args:
         gm: a forward, inference or backward graph.
         movable: its collectives.
         wanted: ``prefetch`` and ``in_flight`` of the order with all overlap.
-        budget_bytes: what the graph may need at its peak, without the inputs that the caller keeps;
-            None for the peak of the order without any overlap.
+        budget_bytes: the allowed peak of the graph, without the inputs that the caller keeps; None for the peak of
+            the order without any overlap.
         device_type: where the graph will run; None for where its values are.
 
     Returns:
@@ -58,7 +57,7 @@ def fit(
 
 
 class _Fitting:
-    """The bytes live at each node of one order, and the moves that still fit under a budget."""
+    """The bytes live at each node of one order, and the moves that still fit in a budget."""
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class _Fitting:
             and first[index] == index
             for index, node in enumerate(order)
         ]
-        #: No later start of the sequence may stand in front of this position.
+        #: The position before which no later start of the sequence may stand.
         self.floor = 0
         self.starts: dict[fx.Node, list[fx.Node]] = {}
         self.closes: dict[fx.Node, list[fx.Node]] = {}
@@ -112,14 +111,14 @@ class _Fitting:
         return best
 
     def _packing(self, node: fx.Node) -> Iterator[fx.Node]:
-        """What makes the input of a gather, and moves along."""
+        """The nodes that make the input of a gather and move with it."""
         for source in node.all_input_nodes:
             if source in self._movable.lazy:
                 yield source
                 yield from self._packing(source)
 
     def _earliest(self, gather: fx.Node) -> int:
-        """Right after the copies out of the gather ``prefetch`` places earlier, or the top."""
+        """Right after the copies out of the gather ``prefetch`` places earlier, or the top of the graph."""
         rank = self._movable.gathers.index(gather) - self._wanted.prefetch
         if rank < 0:
             return 0
@@ -155,7 +154,7 @@ class _Fitting:
         self._hold(held_bytes, waited + 1, best)
 
     def _latest_wait(self, reduction: fx.Node) -> int:
-        """Where its result is needed, or where too many would be open."""
+        """The position where its result is needed, or where too many reductions would be open."""
         rank = self._movable.reductions.index(reduction) + self._wanted.in_flight
         closing = self._movable.reductions[rank : rank + 1]
         return min(self._position[node] for node in (*closing, *self._needed_by(reduction)))

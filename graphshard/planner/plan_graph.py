@@ -1,8 +1,8 @@
-"""The plan of a graph with collectives, and the graph it makes.
+"""Plans a graph with collectives, and makes the planned graph.
 
-The planner's model of memory is exact for the graph as it came and close elsewhere; the memory model
-itself has the last word. If it measures more than the budget on the planned graph, the graph is
-planned again, with more memory where a task took more than planned, else for a smaller budget.
+The problem's account of memory is exact for the graph as it came and close elsewhere; the memory model has the last
+word. If it measures more than the budget on the planned graph, the graph is planned again: with more memory in the
+tasks that took more than planned or, if none did, for a smaller budget.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from ..memory import MemoryModel, kept_inputs, parse_bytes
 from ..pipeline import KnownPlan, PassResult
 from .any_order_bound import any_order_seconds
 from .choose_moves import WORTH, moved_compute
-from .choose_splits import WORTH as SPLIT_WORTH
-from .choose_splits import splits_to_try
 from .follow_plan import ways_to_follow
 from .from_graph import GraphProblem, problem_of_graph
 from .move_compute import Move, Moving
 from .search import (
     MOST_EXACT_STATES,
+    SPLIT_WORTH,
     InfeasibleBudgetError,
     Plan,
     PlanError,
@@ -38,12 +37,13 @@ from .search import (
     make_plan,
     plan,
     simulate,
+    splits_to_try,
 )
 from .split_collectives import num_rows, split_graph
 from .to_graph import planned_graph
 from .user_constraints import NO_WISHES, Wishes
 
-#: So often a graph is planned again because the memory model measured more than the budget.
+#: How often a graph is planned again because the memory model measured more than the budget.
 _ATTEMPTS = 6
 
 
@@ -52,9 +52,9 @@ class PlannedGraph(PassResult):
     """A plan, and the graph it makes.
 
     Attributes:
-        gm: a changed copy, or the graph itself where its own order is the plan.
+        gm: a changed copy, or the graph itself if its own order is the plan.
         plan: with predicted times, bounds and reasons.
-        known: the plan as another rank can follow it.
+        known: the plan in a form that another rank can follow.
     """
 
     gm: fx.GraphModule
@@ -77,23 +77,23 @@ def plan_graph(
     """Plans a graph, which stays as it is.
 
     Args:
-        gm: a forward, inference or backward graph with ``_c10d_functional`` collectives and
-            ``meta["val"]`` on its values; fake tensors and groups that exist only by name will do.
+        gm: a forward, inference or backward graph with ``_c10d_functional`` collectives and ``meta["val"]`` on its
+            values. Fake tensors, and groups that exist only by name, will do.
         prices: seconds of compute, collectives and copies.
-        memory_budget: the most that may be live while the graph runs, inputs that its caller keeps
-            included: bytes, or a text like "60GiB" or "500MB". None for no limit.
-        wishes: what the user insists on: buckets, prefetches, limits, links.
-        known: a plan of another rank to follow: its parts, its buckets and their order, and where they stand as
-            far as this graph allows.
-        places: where the shards lie that these gathers send (``provenance.row_places``).
+        memory_budget: the most that may be live while the graph runs, inputs that its caller keeps included: bytes,
+            or a text like "60GiB" or "500MB". None for no limit.
+        wishes: the user's constraints: buckets, prefetches, limits, links.
+        known: the plan of another rank to follow. Its parts, its buckets and their order are kept; their places
+            among compute are kept as far as this graph allows.
+        places: where the shards that gathers send lie in memory (``provenance.row_places``).
         device_type: where the graph will run; None for where its values are.
-        move_compute: compute may move beside collectives that compute reads soon.
-        exact_states: states that the exact search, of a small graph, may look at.
+        move_compute: whether compute may move beside collectives that compute reads soon.
+        exact_states: the most states that the exact search, of a small graph, may look at.
 
     Raises:
-        OptionError, OptionTypeError: a budget that cannot be read.
+        OptionError, OptionTypeError: the budget cannot be read.
         InfeasibleBudgetError: no plan keeps the budget; names one that a plan keeps.
-        ProblemError: buckets, prefetches or limits that cannot be kept.
+        ProblemError: buckets, prefetches or limits cannot be kept.
         UnpricedGroupError: a collective runs on a group without a price.
         PlanError: ``known`` is no plan of this graph.
     """
@@ -118,13 +118,13 @@ def plan_graph(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """A graph to plan, and what is said of its nodes.
+    """A graph to plan, with what is said of its nodes.
 
     Attributes:
         gm, wishes, places: as for :func:`plan_graph`.
-        moves: what moved the compute of the graph that came.
-        splits: collectives that were split, by their index in the graph with its compute moved, their names, and into
-            how many parts.
+        moves: the moves that were made in the graph that came.
+        splits: for each collective that was split: its index in the graph with its compute moved, its name, and the
+            number of parts.
     """
 
     gm: fx.GraphModule
@@ -134,16 +134,16 @@ class _Source:
     splits: tuple[tuple[int, str, int], ...] = ()
 
     def on(self, gm: fx.GraphModule, twin: Mapping[fx.Node, fx.Node], **changes: Any) -> _Source:
-        """The same of a changed copy."""
+        """The same for a changed copy of the graph."""
         places = {twin[node]: place for node, place in self.places.items() if node in twin}
         return replace(self, gm=gm, wishes=self.wishes.on(twin), places=places, **changes)
 
     def moved(self, moving: Moving, moves: Sequence[Move]) -> _Source:
-        """With its compute moved."""
+        """The same with its compute moved."""
         return self.on(moving.gm, moving.twin, moves=tuple(moves))
 
     def split(self, splits: Mapping[fx.Node, int]) -> _Source:
-        """With some collectives split."""
+        """The same with some collectives split."""
         if not splits:
             return self
         index = {node: number for number, node in enumerate(filter(is_collective, self.gm.graph.nodes))}
@@ -152,7 +152,7 @@ class _Source:
 
 
 def _with_one_wait_each(source: _Source) -> _Source:
-    """Without second waits for one result."""
+    """The same with one wait for each result."""
     if not repeated_waits(source.gm.graph):
         return source
     copied, twin = split_graph(source.gm, {})
@@ -162,7 +162,7 @@ def _with_one_wait_each(source: _Source) -> _Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Planner:
-    """What all plans of a graph are made with: see :func:`plan_graph`."""
+    """The settings that all plans of a graph share: see :func:`plan_graph`."""
 
     prices: GraphPrices
     budget: int | None
@@ -172,13 +172,13 @@ class _Planner:
     def planned(
         self, source: _Source, found: GraphProblem | None = None
     ) -> tuple[GraphProblem, PlannedGraph]:
-        """The plan of a graph as it stands, and what was read of it."""
+        """The plan of a graph as it stands, and the problem read from it."""
         found = found or self._read(source)
         graph, result = _within_budget(source.gm, found, self.budget, self.device_type, self.exact_states)
         return found, _planned_graph(source, graph, found, result)
 
     def followed(self, source: _Source, known: KnownPlan) -> PlannedGraph:
-        """The plan of another rank."""
+        """The plan that follows another rank's."""
         if known.moves:
             moving = Moving(source.gm, self._read(source, measures_memory=False))
             moves = [Move(*move) for move in known.moves]
@@ -192,7 +192,7 @@ class _Planner:
     def in_best_order(
         self, source: _Source, move_compute: bool
     ) -> tuple[_Source, GraphProblem, PlannedGraph]:
-        """The plan of a graph, or that with its compute moved, if this is worth it."""
+        """The plan of the graph, or of the graph with its compute moved if that is faster."""
         found = self._read(source)
         tried = moved_compute(source.gm, found) if move_compute else None
         if tried is None:
@@ -226,7 +226,7 @@ class _Planner:
 
 
 def _free_bound(found: GraphProblem) -> float:
-    """What no schedule of these tasks beats, whatever its memory."""
+    """A lower bound on the time of any schedule of these tasks, memory aside."""
     return lower_bounds(replace(found.problem, budget_bytes=None)).seconds
 
 
@@ -257,7 +257,7 @@ def _known_splits(gm: fx.GraphModule, known: KnownPlan) -> dict[fx.Node, int]:
 
 
 def _splits_to_try(found: GraphProblem, result: Plan, wishes: Wishes) -> list[dict[fx.Node, int]]:
-    """What the user names stays whole, and so do reductions where the user limits how many are open."""
+    """The splits to try. Collectives that the user names stay whole, and so do reductions if the user limits them."""
     if not wishes.merge:
         return []
     named = wishes.named()
@@ -294,7 +294,7 @@ def _followed(
 def _within_budget(
     gm: fx.GraphModule, found: GraphProblem, budget: int | None, device_type: str | None, exact_states: int
 ) -> tuple[fx.GraphModule, Plan]:
-    """The graph with the fastest plan that the memory model lets pass, the order in which it came included."""
+    """The graph with the fastest plan that the memory model accepts, the order in which it came included."""
     before = measured_peak(gm, device_type)
     came = simulate(found.problem.without_wishes(), found.unplanned).seconds
     may_stay = is_possible(replace(found.problem, budget_bytes=None), found.unplanned)
@@ -333,9 +333,10 @@ def _within_budget(
 
 
 def _plan_of(found: GraphProblem, steps: Sequence[Step], solver: str, unplanned_seconds: float) -> Plan:
-    """The plan for steps that were not found for this problem and its budget, with its own bounds.
+    """The plan for steps that were not found for this problem and its budget, with bounds that hold for them.
 
-    Where the problem counts more for the steps than the budget, which the memory model does not, the bounds allow that.
+    If the problem counts more memory for the steps than the budget, though the memory model does not, the bounds
+    allow that much.
     """
     problem = replace(found.problem, budget_bytes=None)
     if found.problem.budget_bytes is not None:
@@ -345,9 +346,9 @@ def _plan_of(found: GraphProblem, steps: Sequence[Step], solver: str, unplanned_
 
 
 def _with_excess(problem: Problem, result: Plan, live: Mapping[str, int], budget: int) -> Problem:
-    """The problem with more memory in the tasks that took more than planned, if one took more than the budget.
+    """The problem with more memory in the tasks that took more than planned, if one of them exceeds the budget.
 
-    If none did, it was a copy or a collective: the problem with a budget smaller by the excess.
+    If none does, a copy or a collective took it: the problem then gets a budget smaller by the excess.
     """
     planned = simulate(problem, result.steps).live_bytes
     taken = [live[name] for name in problem.position_names]
@@ -363,7 +364,7 @@ def _with_excess(problem: Problem, result: Plan, live: Mapping[str, int], budget
 
 
 def measured_live(gm: fx.GraphModule, device_type: str | None) -> dict[str, int]:
-    """Bytes live at each node, by the memory model, inputs that the caller keeps included."""
+    """Bytes live at each node by the memory model, inputs that the caller keeps included."""
     model = MemoryModel(gm, kept=kept_inputs(gm), device_type=device_type)
     nodes = list(gm.graph.nodes)
     timeline = model.timeline(nodes)
@@ -373,5 +374,5 @@ def measured_live(gm: fx.GraphModule, device_type: str | None) -> dict[str, int]
 
 
 def measured_peak(gm: fx.GraphModule, device_type: str | None) -> int:
-    """The most of :func:`measured_live`."""
+    """The largest of :func:`measured_live`."""
     return max(measured_live(gm, device_type).values(), default=0)

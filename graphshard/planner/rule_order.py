@@ -1,11 +1,11 @@
-"""Orders of a graph in which only collectives, and the layout nodes around them, have moved.
+"""Orders of a graph in which only collectives, and the layout nodes around them, have moved: the rule-based schedule.
 
-:class:`Placement` rebuilds an order by placing each node after what it needs. Compute keeps its
-order. The nodes that only collectives need (gathers, what packs them, waits, what unpacks them) are
-*lazy*: they are placed when something asks for them, and a few decisions say when to ask earlier.
+:class:`Placement` builds an order by placing each node after its inputs. Compute keeps its order. Nodes that only
+collectives need (gathers, what packs them, waits, what unpacks them) are *lazy*: they are placed when another node
+asks for them. A few decisions say which of them to ask for earlier.
 
-With copies of the shards a gradient is reduced twice: the all-reduce of what was reduce-scattered is
-lazy too. It starts when its reduce-scatter is closed, and is waited for when the next one starts.
+If shards have copies, a gradient is reduced twice, and the all-reduce of the reduce-scattered gradient is lazy too.
+It starts when its reduce-scatter is closed, and is waited for when the next one starts.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..pipeline import PassContext, is_accumulation, is_layout, shards_behind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decisions:
-    """When collectives start and are waited for, where it is not where their result is needed.
+    """When collectives start and are waited for, if not where their result is needed.
 
     Attributes:
-        prefetch: each gather starts right after the wait, and the copies out, of the gather this
-            many places earlier, or at the top of the graph; 0 for right before its wait.
-        in_flight: reductions that may be open at a time: the oldest is closed when one more starts.
-        sequence: an order of starts to keep: before a collective starts, so do the gathers and the
-            all-reduces named before it.
+        prefetch: each gather starts right after the wait, and the copies out, of the gather this many places
+            earlier, or at the top of the graph; 0 for right before its wait.
+        in_flight: reductions that may be open at a time; the oldest is closed when one more starts.
+        sequence: an order of starts to keep: before a collective starts, the gathers and all-reduces named before it
+            do.
         starts: gathers to start in front of a node, at the latest.
         closes: reductions to close in front of a node, at the latest.
     """
@@ -44,12 +44,12 @@ class Movable:
     """The collectives of a graph that may move, and the nodes that move with them.
 
     Attributes:
-        gathers: gathers of shards, in the order in which compute first asks for them.
+        gathers: gathers of shards, in the order in which compute first needs them.
         reductions: reduce-scatters over the axes that hold shards, in graph order.
         all_reduces: all-reduces, over copies, of the results of ``reductions``, in graph order.
         others: every other collective; these stay between the compute around them.
         lazy: gathers, what packs them, waits, what unpacks them, and ``all_reduces``.
-        named: for a gather, those the user wants started once it is copied out.
+        named: for a gather, those that the user wants started once it is copied out.
     """
 
     def __init__(self, gm: fx.GraphModule, ctx: PassContext) -> None:
@@ -65,7 +65,7 @@ class Movable:
         self.all_reduces = [node for node in second if node.target is ALL_REDUCE]
         known = {*found, *self.reductions, *self.all_reduces}
         self.others = [node for node in collectives if node not in known]
-        self.lazy = _lazy_nodes(gm.graph, ctx, {*found, *second})
+        self.lazy = _nodes_placed_on_demand(gm.graph, ctx, {*found, *second})
         self.gathers = self._by_first_need(found)
         self.named = self._named_by_user(ctx)
 
@@ -134,7 +134,7 @@ class Placement:
             for gather in self._decisions.starts.get(node, ()):
                 self._place(gather)
             self._place(node)
-        # What nothing reads (a dead view, say) keeps existing, in front of the output.
+        # Nodes that nothing reads (a dead view, say) are kept, in front of the output.
         unread = [node for node in graph.nodes if node not in self._placed]
         *rest, output = self._placed
         return [*rest, *unread, output]
@@ -157,13 +157,16 @@ class Placement:
                 self._place(upcoming)
 
     def _upcoming(self, gather: fx.Node) -> Sequence[fx.Node]:
-        """The gathers to start once this one is copied out: those the user named, else the next ones."""
+        """The gathers to start once this one is copied out: those that the user named, else the next ones."""
         rank, distance = self._rank[gather], self._decisions.prefetch
         next_ones = self._movable.gathers[rank + 1 : rank + 1 + distance]
         return self._movable.named.get(gather, next_ones) if distance else ()
 
     def _start_what_precedes(self, collective: fx.Node) -> None:
-        """Gathers and all-reduces: a reduction of gradients cannot start before they exist."""
+        """Starts the gathers and all-reduces that precede a collective in the sequence.
+
+        Not the reductions: they cannot start before their gradients exist.
+        """
         while self._next_in_sequence < self._sequence_rank[collective]:
             earlier = self._decisions.sequence[self._next_in_sequence]
             self._next_in_sequence += 1
@@ -171,7 +174,7 @@ class Placement:
                 self._place(earlier)
 
     def _unpack(self, wait: fx.Node) -> None:
-        """All copies out of a bucket at once: then the bucket, and later each copy, can be freed."""
+        """Places all copies out of a bucket at once: then the bucket, and later each copy, can be freed."""
         for user in wait.users:
             if user.target is UNPACK:
                 self._place(user)
@@ -185,7 +188,7 @@ class Placement:
         self._open.append(reduction)
 
     def _close_all_reduce_before(self, upcoming: fx.Node) -> None:
-        """One is open at a time: it holds a bucket of shards, and its group does one after the other."""
+        """Closes the open all-reduce: each holds a bucket of shards, and its group runs them one after the other."""
         if self._open_all_reduce is not None:
             self._close(self._open_all_reduce)
         self._open_all_reduce = upcoming
@@ -195,7 +198,7 @@ class Placement:
             self._place_with_unpacking(wait)
 
     def _place_with_unpacking(self, node: fx.Node) -> None:
-        """A wait and what is made of it alone; an all-reduce of it starts, where no sequence says when."""
+        """Places a wait and what is made of it alone; starts an all-reduce of it unless a sequence says when."""
         self._place(node)
         for user in node.users:
             if user not in self._movable.lazy or user in self._placed or not self._is_ready(user):
@@ -206,7 +209,7 @@ class Placement:
                 self._place(user)
 
     def _is_ready(self, node: fx.Node) -> bool:
-        """True if placing a lazy node places no compute."""
+        """Whether placing a lazy node places no compute."""
         return all(
             source in self._placed or (source in self._movable.lazy and self._is_ready(source))
             for source in node.all_input_nodes
@@ -214,7 +217,7 @@ class Placement:
 
 
 def at_once(order: Sequence[fx.Node]) -> list[fx.Node]:
-    """An order with the waits of each collective right behind its start."""
+    """An order with the waits of each collective right after its start."""
     result: dict[fx.Node, None] = {}
     for node in order:
         result[node] = None
@@ -224,12 +227,12 @@ def at_once(order: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def _is_of_data_parallelism(node: fx.Node, ctx: PassContext) -> bool:
-    """On an axis of the mesh; in a graph that names none, any may be."""
+    """Whether a collective runs on an axis of the mesh; true for every one if the graph names no axis."""
     return not ctx.mesh.axes or ctx.mesh.find(group_name(node)) is not None
 
 
 def _second_reductions(graph: fx.Graph, ctx: PassContext, reductions: list[fx.Node]) -> list[fx.Node]:
-    """All-reduces of what ``reductions`` give, and the sums with earlier micro-batches in between."""
+    """All-reduces of the results of ``reductions``, and the sums with earlier micro-batches in between."""
     found: dict[fx.Node, None] = {}
     reduced: set[fx.Node] = set()
     for node in graph.nodes:
@@ -248,8 +251,12 @@ def _second_reductions(graph: fx.Graph, ctx: PassContext, reductions: list[fx.No
     return list(found)
 
 
-def _lazy_nodes(graph: fx.Graph, ctx: PassContext, moved: set[fx.Node]) -> set[fx.Node]:
-    """Nodes placed only when something needs them: ``moved``, and what packs and unpacks them."""
+def _nodes_placed_on_demand(graph: fx.Graph, ctx: PassContext, moved: set[fx.Node]) -> set[fx.Node]:
+    """The lazy nodes: ``moved``, all waits, and the layout nodes that these or parameters feed.
+
+    It looks parameters up in the context; ``movable_nodes.moving_nodes`` takes graphs from anywhere, and respects
+    writes in place.
+    """
     lazy: set[fx.Node] = set(moved)
     for node in graph.nodes:
         if is_wait(node):

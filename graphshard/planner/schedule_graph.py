@@ -1,4 +1,4 @@
-"""``schedule_graph``: plan the collectives of any captured graph, and put the plan into it."""
+"""``schedule_graph``: plans the collectives of any captured graph, and puts the plan into the graph."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ def schedule_graph(
     """Merges, splits and orders the collectives of any captured graph, in place; on an error nothing is changed.
 
     Args:
-        gm: a forward, inference or backward graph with ``_c10d_functional`` collectives and
-            ``meta["val"]`` on its values; fake tensors and groups that exist only by name will do.
-        hardware: a card: its name, its file or itself.
+        gm: a forward, inference or backward graph with ``_c10d_functional`` collectives and ``meta["val"]`` on its
+            values. Fake tensors, and groups that exist only by name, will do.
+        hardware: a card: its name, its file or the card itself.
         tables: measured times of collectives (CSV), used where they have rows.
-        memory_budget: the most that may be live while the graph runs, inputs that its caller keeps
-            included: bytes, or a text like "60GiB" or "500MB". None for no limit.
-        groups: ranks, or topology, of process groups by name. Left out, those of a group that torch
-            knows, and otherwise what gathers and reduce-scatters of the graph say of their group;
-            the ranks of a group then lie side by side, as many to a node as the card has.
-        shared_links: names of groups that share a link, ``[("replicate", "shard")]`` for instance: their
-            collectives then run one after the other. Left out, groups do not slow each other down.
-        buckets: nodes that start collectives, of which each group of nodes is to be one bucket.
+        memory_budget: the most that may be live while the graph runs, inputs that its caller keeps included: bytes,
+            or a text like "60GiB" or "500MB". None for no limit.
+        groups: ranks, or topology, of process groups by name. If a group is left out, its ranks are those that torch
+            knows, else the number that gathers and reduce-scatters of the graph say. In that case the ranks lie side
+            by side, as many to a node as the card has.
+        shared_links: names of groups that share a link, ``[("replicate", "shard")]`` for instance; their collectives
+            run one after the other. Groups that are not named do not slow each other down.
+        buckets: groups of nodes that start collectives; each group becomes one bucket.
         prefetch: pairs of such nodes (a, b): b starts right after the wait for a.
         max_gathers: all-gathers of inputs that may be in flight at a time, a bucket counting once; 0 for any number.
         max_reductions: the same for collectives whose results compute does not read.
-        move_compute: compute may move beside collectives that compute reads soon, those of tensor parallelism for
-            instance; results stay the same to the bit.
+        move_compute: whether compute may move beside collectives that compute reads soon, those of tensor
+            parallelism for instance. Results stay the same to the bit.
 
     Returns:
         The plan, with predicted times, bounds and reasons.
 
     Raises:
-        CardError, TableError, OptionError, OptionTypeError: a card, table, budget, group or shared link that cannot be
-            read; ranks of a group that contradict its collectives; links of groups that are not known.
+        CardError, TableError, OptionError, OptionTypeError: a card, table, budget, group or shared link cannot be
+            read; the ranks of a group contradict its collectives; a link names unknown groups.
         InfeasibleBudgetError: no plan keeps the budget; names one that a plan keeps.
-        ProblemError: buckets, prefetches or limits that contradict each other, or name other nodes.
+        ProblemError: buckets, prefetches or limits contradict each other, or name nodes of another graph.
         UnpricedGroupError: nothing says how many ranks a group has.
-        UntypedGraphError: a collective without ``meta["val"]``.
+        UntypedGraphError: a collective has no ``meta["val"]``.
 
     Warns (UserWarning), once each, of what ``tables`` lack.
     """
@@ -96,11 +96,11 @@ def schedule_graph(
 
 
 def check_graph(gm: Any) -> None:
-    """Refuses what has no collectives that could be priced.
+    """Refuses a graph whose collectives cannot be priced.
 
     Raises:
         OptionTypeError: ``gm`` is no graph.
-        OptionError: its shards have not become collectives yet, or collectives are ops with a derivative.
+        OptionError: its shards are not lowered to collectives yet, or collectives are ops with a derivative.
     """
     if not isinstance(gm, fx.GraphModule):
         raise OptionTypeError(f"gm={gm!r} must be a captured graph, a torch.fx.GraphModule")
@@ -126,7 +126,7 @@ def _check_type(option: str, value: Any, wanted: type, form: str) -> None:
 def _groups_of_nodes(
     option: str, given: Any, form: str, size: int | None = None
 ) -> list[tuple[fx.Node, ...]]:
-    """What a user lists, read once: it may be a generator."""
+    """The user's lists as tuples; each is read only once, since it may be a generator."""
     try:
         found = [tuple(nodes) for nodes in given]
     except TypeError:
@@ -159,13 +159,13 @@ def _check_links(shared_links: Any, groups: Mapping[str, GroupTopology]) -> None
 def topologies(
     gm: fx.GraphModule, card: HardwareCard, given: Mapping[str, int | GroupTopology]
 ) -> dict[str, GroupTopology]:
-    """The groups of a graph's collectives: ``given`` ones, then torch's, then as the collectives say.
+    """The topology of each group of a graph's collectives: as given, as torch knows, or as the collectives say.
 
     Ranks of groups that torch does not know lie side by side, as many to a node as the card has.
 
     Raises:
         OptionTypeError: ``given`` is no mapping to numbers or topologies.
-        OptionError: numbers below 1, or others than a collective of the group says.
+        OptionError: a number is below 1, or differs from what a collective of the group says.
     """
     per_node = int(card.ranks_per_node)
     found = _given_topologies(given, per_node)
@@ -225,7 +225,7 @@ def _side_by_side(num_ranks: int, per_node: int) -> GroupTopology:
 
 
 def _ranks_of(name: str) -> list[int]:
-    """The ranks of a process group that exists here; none of one that does not."""
+    """The ranks of a process group that exists here; [] if it does not."""
     if not dist.is_initialized():
         return []
     try:
@@ -259,7 +259,7 @@ def schedule_with_prices(
 
 
 def _put(gm: fx.GraphModule, planned: PlannedGraph) -> Plan:
-    """Changes the graph that was planned; how it is called stays what it was."""
+    """Replaces the graph by the planned one; its calling convention stays."""
     planned.gm.graph.set_codegen(gm.graph._codegen)
     gm.graph = planned.gm.graph
     gm.recompile()

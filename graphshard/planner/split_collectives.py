@@ -1,8 +1,8 @@
-"""Splitting one collective into several, and the copy that joins what they give.
+"""Splits one collective into several, with a copy that joins their results.
 
-The parts are runs of rows of what a rank sends, or gets of a reduction. They start where the whole did. Their results
-are joined in front of what first computes with them, by an op that moves with no collective: for planners it is
-compute.
+The parts are runs of rows of what a rank sends or, for a reduction, of what it gets. They start where the whole did.
+An op joins their results in front of the first node that computes with them. That op moves with no collective:
+planners see it as compute.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..pipeline import gathered_shard, is_layout
 
 
 def num_rows(collective: fx.Node) -> int:
-    """Into how many parts a collective can be split at most; 1 for one that cannot be split."""
+    """The most parts into which a collective can be split; 1 if it cannot be split."""
     is_known = collective.target in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
     if not is_known or [*map(is_wait, collective.users)] != [True]:
         return 1
@@ -50,7 +50,7 @@ def split_graph(
         splits: collectives, and into how many parts: 2 to :func:`num_rows`.
 
     Returns:
-        The copy, and the node in it for each node of ``gm``, but for what is split.
+        The copy, and its node for each node of ``gm`` that is still there.
     """
     copied = copy_graph(gm)
     twin = dict(zip(gm.graph.nodes, copied.graph.nodes, strict=True))
@@ -67,7 +67,7 @@ def split_collective(graph: fx.Graph, whole: fx.Node, num_parts: int) -> list[fx
     Args:
         graph: edited in place.
         whole: erased, with its wait.
-        num_parts: 2 to :func:`num_rows`; rows are dealt out as evenly as they can be.
+        num_parts: 2 to :func:`num_rows`; rows are dealt out as evenly as possible.
     """
     rows, (wait,) = num_rows(whole), whole.users
     _, *settings = call_arguments(whole).values()
@@ -95,7 +95,7 @@ def split_collective(graph: fx.Graph, whole: fx.Node, num_parts: int) -> list[fx
 
 
 def _piece(emit: GraphEmitter, whole: fx.Node, start: int, end: int) -> fx.Node:
-    """What the part of some rows sends."""
+    """What the part with some rows sends."""
     if whole.target is REDUCE_SCATTER:
         (sent,), shape = operands(whole), list(whole.meta["val"].shape)
         num_ranks = call_arguments(whole)["group_size"]
@@ -108,7 +108,7 @@ def _piece(emit: GraphEmitter, whole: fx.Node, start: int, end: int) -> fx.Node:
 
 
 def _until_read(wait: fx.Node) -> tuple[list[fx.Node], fx.Node]:
-    """The layout nodes made of a result in front of the first node that computes with it, and that node."""
+    """The layout nodes made of a result before the first node that computes with it, and that node."""
     graph = wait.graph
     made: dict[fx.Node, None] = {wait: None}
     for node in graph.nodes:

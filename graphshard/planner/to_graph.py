@@ -1,6 +1,6 @@
-"""A plan becomes a graph: buckets are merged, and collectives stand where the plan has them.
+"""Turns a schedule into a graph: merges buckets, and places collectives where the schedule has them.
 
-The work is done on a copy, which replaces the graph only once everything has been checked.
+The work is done on a copy. The copy replaces the graph only after all checks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def planned_graph(gm: fx.GraphModule, found: GraphProblem, steps: Sequence[Step]
     """A copy of ``gm`` with the collectives merged and placed as ``steps`` say.
 
     Raises:
-        PlanError: the steps cannot be carried out.
+        PlanError: the steps break a rule of :mod:`.search.machine`.
     """
     simulate(found.problem, steps)
     copied = copy_graph(gm)
@@ -47,7 +47,7 @@ def _merge(graph: fx.Graph, members: list[fx.Node], places: list[RowPlace | None
 
 
 class _Order:
-    """Places nodes one after the other, each after what it needs."""
+    """Places nodes one after the other, each after its inputs."""
 
     def __init__(self, graph: fx.Graph, tasks: list[fx.Node], starts: dict[tuple[int, ...], fx.Node]) -> None:
         self._graph, self._tasks, self._starts = graph, tasks, starts
@@ -96,7 +96,7 @@ class _Order:
                 pending.extend(missing)
 
     def _place_with_results(self, wait: fx.Node) -> None:
-        """The wait, and what is made of it and of what stands already."""
+        """Places the wait, and what is made of it and of nodes already placed."""
         self._place(wait)
         pending = [wait]
         while pending:
@@ -109,7 +109,7 @@ class _Order:
                     pending.append(user)
 
     def _packs(self, node: fx.Node) -> bool:
-        """True for what only a start reads: it is made there."""
+        """Whether only starts of collectives read a node: it is then placed with them."""
         return bool(node.users) and all(is_collective(user) for user in node.users)
 
 

@@ -1,4 +1,4 @@
-"""What a user insists on, in terms of the nodes of a graph."""
+"""The user's constraints on a plan, in terms of the nodes of a graph."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .search import Collective, ProblemError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """A plan keeps them all; without any, it is free.
+    """Constraints that a plan must keep; without any, it is free.
 
     Attributes:
         fixed_buckets: collectives that must form one bucket each; of one group, dtype and settings.
-        prefetch: pairs of collectives (a, b): b starts where a is waited for, right after it.
+        prefetch: pairs of collectives (a, b): b starts right after the wait for a.
         behind: pairs of collectives (a, b): b does not start before the input of a exists, unless it is read sooner.
         max_gathers, max_reductions: buckets that may be in flight; 0 for any number.
-        shared_links: names of process groups that share a link, so that their collectives run one after
-            the other; those that the graph does not use may be among them.
+        shared_links: names of process groups that share a link, so that their collectives run one after the other.
+            They may name groups that the graph does not use.
         merge: whether collectives may be merged, or split.
     """
 
@@ -34,11 +34,11 @@ class Wishes:
     merge: bool = True
 
     def named(self) -> Set[fx.Node]:
-        """The collectives that buckets and pairs speak of."""
+        """The collectives that buckets and pairs name."""
         return {node for nodes in (*self.fixed_buckets, *self.prefetch, *self.behind) for node in nodes}
 
     def check_nodes_of(self, graph: fx.Graph) -> None:
-        """Refuses what is said of other nodes than those of a graph.
+        """Refuses constraints on nodes that the graph does not have.
 
         Raises:
             ProblemError: lists the nodes that are of another graph, or were erased.
@@ -53,7 +53,7 @@ class Wishes:
             )
 
     def on(self, twin: Mapping[fx.Node, fx.Node]) -> Wishes:
-        """The same of the nodes of a copy of the graph; nodes that are not the graph's stay as they are."""
+        """The same for the nodes of a copy of the graph; nodes without a twin stay."""
         return replace(
             self,
             fixed_buckets=[tuple(twin.get(node, node) for node in nodes) for nodes in self.fixed_buckets],
@@ -65,7 +65,7 @@ class Wishes:
         """The buckets by position in ``movable``; adds a note for those of which a part cannot move.
 
         Raises:
-            ProblemError: a node that starts no collective.
+            ProblemError: a node starts no collective.
         """
         index = _indices(movable, [node for members in self.fixed_buckets for node in members])
         found = []
@@ -76,20 +76,20 @@ class Wishes:
         return [bucket for bucket in found if bucket]
 
     def pairs_by_index(self, movable: list[fx.Node], notes: list[str]) -> list[tuple[int, int]]:
-        """The prefetches by position in ``movable``; adds a note for those of what cannot move.
+        """The prefetches by position in ``movable``; adds a note for those of which a part cannot move.
 
         Raises:
-            ProblemError: a node that starts no collective.
+            ProblemError: a node starts no collective.
         """
         return _pairs(movable, self.prefetch, "is not prefetched after", notes)
 
     def held_back(
         self, movable: list[fx.Node], collectives: Sequence[Collective], notes: list[str]
     ) -> list[Collective]:
-        """The collectives of ``movable``, of which some start later; adds a note for pairs of what cannot move.
+        """The collectives of ``movable``, some of which start later; adds a note for pairs of which a part cannot move.
 
         Raises:
-            ProblemError: a node that starts no collective.
+            ProblemError: a node starts no collective.
         """
         found = list(collectives)
         deadlines = [one.deadline for one in collectives]

@@ -23,15 +23,17 @@ from graphshard.errors import OptionError, OptionTypeError, PassError
 from graphshard.ir.bucket_ops import JOIN_PARTS
 from graphshard.ir.collectives import ALL_GATHER, REDUCE_SCATTER, is_collective, is_wait
 from graphshard.ir.rewrite import copy_graph
-from graphshard.memory import model
+from graphshard.memory import model, resident_bytes, step_bytes
 from graphshard.memory.model import kept_inputs, memory_timeline
 from graphshard.passes import BucketCollectives, PlanCollectives, ScheduleCollectives
 from graphshard.pipeline.context import KnownPlan, PassContext
 from graphshard.pipeline.facts import Fact
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.pipeline.provenance import reduced_parameters, shards_behind
-from graphshard.planner import solve, splits
+from graphshard.planner import half_budget
 from graphshard.planner.from_graph import problem_of_graph
+from graphshard.planner.search import choose_splits as splits
+from graphshard.planner.search import solve
 from graphshard.planner.search.plan import InfeasibleBudgetError
 from graphshard.planner.search.simulate import PlanError
 
@@ -159,9 +161,9 @@ def test_a_budget_holds_where_nothing_is_to_be_planned():
     x = build.input("primals_1", 4, 4)
     gm = build.finish(build(aten.mm.default, x, x))
     ctx = replace(PassContext(prices=Prices(latency=1.0)), held_bytes=100)
-    plan_collectives.check_budget(gm, ctx, 356)
+    half_budget.check_budget(gm, ctx, 356)
     with pytest.raises(InfeasibleBudgetError, match=r"budget of 355 bytes, in which 100 .* feasible one is 356 bytes"):
-        plan_collectives.check_budget(gm, ctx, 355)
+        half_budget.check_budget(gm, ctx, 355)
     with pytest.raises(InfeasibleBudgetError, match="356 bytes"):
         PlanCollectives(memory_budget=355).run(gm, ctx)
 
@@ -190,10 +192,10 @@ def test_what_lives_through_the_step_counts_though_a_backward_does_not_read_it(c
     gm, ctx = _half(captured, "blocks_3", "backward")
     free, tight = copy_graph(gm), copy_graph(gm)
     run_pass(PlanCollectives(), free, ctx, *HELD)
-    unread = replace(ctx, resident_bytes=plan_collectives.step_bytes(gm) + 10**6)
-    assert plan_collectives.held_beside(gm, unread) == 10**6
-    assert plan_collectives.held_beside(gm, replace(unread, held_bytes=5)) == 10**6 + 5
-    assert plan_collectives.held_beside(gm, replace(ctx, resident_bytes=1)) == 0
+    unread = replace(ctx, resident_bytes=step_bytes(gm) + 10**6)
+    assert half_budget.held_beside(gm, unread) == 10**6
+    assert half_budget.held_beside(gm, replace(unread, held_bytes=5)) == 10**6 + 5
+    assert half_budget.held_beside(gm, replace(ctx, resident_bytes=1)) == 0
     plan = run_pass(PlanCollectives(memory_budget=_peak(free) - 1 + 10**6), tight, unread, *HELD).report.planned.plan
     assert plan.peak_bytes == _peak(tight) < _peak(free) and plan.budget_bytes == _peak(free) - 1
 
@@ -246,13 +248,13 @@ def test_where_no_plan_keeps_the_default_budget_more_is_tried(captured, monkeypa
 
 def test_where_the_peak_of_the_step_is_known_it_counts_beside_what_lives_through_it(captured):
     gm, ctx = _half(captured, "blocks_3", "forward", DEAR)
-    own = plan_collectives.default_peak(gm, ctx)
+    own = half_budget.default_peak(gm, ctx)
     inputs = gm.graph.find_nodes(op="placeholder")
-    resident = plan_collectives.resident_bytes(gm)
+    resident = resident_bytes(gm)
     assert resident == sum(node.meta["val"].nbytes for node in inputs) > 0
     backward, _ = _half(captured, "blocks_3", "backward", CHEAP)
     names = {binding.placeholder for binding in ctx.parameters}
-    assert 0 < plan_collectives.resident_bytes(backward) <= sum(
+    assert 0 < resident_bytes(backward) <= sum(
         node.meta["val"].nbytes for node in inputs if node.name in names
     )
 
@@ -271,7 +273,7 @@ def test_where_the_peak_of_the_step_is_known_it_counts_beside_what_lives_through
 
 def test_gradients_that_waited_come_on_top_of_the_known_peak(captured):
     gm, ctx = _half(captured, "blocks_3", "backward", CHEAP)
-    ctx = replace(ctx, default_peak_bytes=plan_collectives.default_peak(gm, ctx))
+    ctx = replace(ctx, default_peak_bytes=half_budget.default_peak(gm, ctx))
 
     def budget(name):
         more = copy_graph(gm)

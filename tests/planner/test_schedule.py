@@ -30,10 +30,10 @@ from graphshard.memory.budget import parse_bytes
 from graphshard.memory.model import kept_inputs, memory_timeline
 from graphshard.pipeline.context import PassContext
 from graphshard.pipeline.facts import check_typed, check_waited
-from graphshard.planner import solve
 from graphshard.planner.from_graph import PriceError, UnpricedGroupError, problem_of_graph
 from graphshard.planner.plan_graph import measured_live
 from graphshard.planner.schedule_graph import schedule_with_prices
+from graphshard.planner.search import solve
 from graphshard.planner.search.bound import lower_bounds
 from graphshard.planner.search.plan import InfeasibleBudgetError
 from graphshard.planner.search.simulate import simulate

@@ -1,15 +1,16 @@
 """A good schedule of a large problem: a beam search over gaps, in near-linear time.
 
-Collectives that may be merged form a *lane*, in the order in which they are needed (gathers) or
-ready (reductions); a bucket is a run of its lane. Collectives whose time is mostly latency may have a
-lane of their own, so that small ones ride together past large ones. In each gap the states that
-survived the gap before may start the next run of a lane, of one of a few lengths, or leave the queue
-alone. Nothing starts on a queue where nothing could begin before the next gap: it can start there. What a gap's
-task reads is waited for, and so is what has ended and holds memory.
+Collectives that may be merged form a *lane*. Gathers stand in it in the order in which they are needed, reductions
+in the order in which they are ready; a bucket is a run of its lane. Collectives whose time is mostly latency may
+have a lane of their own, so that small ones are merged past large ones.
 
-Of the states that leave a gap, ``width`` are kept: those with the smallest estimate of the total
-time, then with the least memory. The estimate adds to a state's clock the remaining compute and the
-largest delay that the collectives still to start will cause even if each queue runs without a pause.
+In each gap, each state that survived the gap before can start the next run of a lane, in one of a few lengths, or
+nothing. A bucket that could not begin before the next gap does not start: it can start there. The search waits for
+what the task of the gap reads, and for what has ended and holds memory.
+
+Of the states that leave a gap, ``width`` are kept: those with the smallest estimate of the total time, ties broken
+by memory. The estimate is the clock, plus the remaining compute, plus the largest delay that the collectives still
+to start will cause even if no queue ever pauses.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...cost import behind_wait
+from .machine import Bucket, Flight, Machine, State, Step
 from .problem import Collective, Problem
-from .simulate import Bucket, Flight, Machine, State, Step
 
-#: Gathers start earlier where one of so many that follow in their lane is large.
+#: How many gathers that follow in a lane set its margin: the longest of them makes gathers start earlier.
 _NEAR = 16
 
-#: Lengths of buckets to try, beside the rest of a block and whole blocks.
+#: Lengths of buckets to try. The rest of a block, and whole blocks, are tried as well.
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beam:
-    """How to search.
+    """The settings of a search.
 
     Attributes:
         width: states kept from gap to gap.
-        splits_small: collectives that are mostly latency have lanes of their own.
-        shared_by: the estimate takes each collective's share of the time of so many like it, merged.
-        merges: buckets of more than one are tried.
+        splits_small: whether collectives that are mostly latency have lanes of their own.
+        shared_by: the estimate prices each collective as its share of a bucket of so many like it.
+        merges: whether buckets of more than one are tried.
         aligned: buckets end at multiples of this many in their lane; 0 to try several lengths.
     """
 
@@ -51,20 +52,20 @@ class Beam:
 
 
 def good_schedule(problem: Problem, beam: Beam, *, machine: Machine | None = None) -> list[Step] | None:
-    """The steps of the best schedule found within the problem's budget; None if there is none.
+    """The steps of the best schedule found within the problem's budget; None if none is found.
 
     Args:
         problem: what is planned.
-        beam: how to search.
-        machine: of this problem and its budget, if there is one already: it remembers buckets.
+        beam: settings of the search.
+        machine: a machine of this problem and its budget, if there is one already: it caches buckets.
     """
     return _Search(machine or Machine(problem, budget_bytes=problem.budget_bytes), beam).run()
 
 
 def block_length(sizes: Sequence[int]) -> int:
-    """After how many items a sequence repeats, but for a few; 0 if it does not.
+    """The period of a sequence that mostly repeats; 0 if it does not repeat.
 
-    The smallest distance at which four items in five have equals, tried up to a third of the sequence.
+    The smallest distance at which four items in five are equal, tried up to a third of the sequence.
     """
     for length in range(1, len(sizes) // 3 + 1):
         equal = sum(map(int.__eq__, sizes, itertools.islice(sizes, length, None)))
@@ -95,9 +96,9 @@ class _Lane:
         alone = [machine.bucket((index,)) for index in members]
         self.is_gather = ones[0].limit == "gather"
         seconds = [one.seconds for one in alone]
-        #: What may pass of the smallest beside what is in front.
+        #: The smallest overlap of a member with the collective in front of it.
         self.least_overlap = min(one.overlapped_seconds for one in alone)
-        #: How long before they are missed gathers from each place on may start.
+        #: For each place: how long before they are missed gathers from there on may start.
         spread = max(one.spread_seconds for one in alone)
         self.margin = [2 * max(seconds[place : place + _NEAR]) + spread for place in range(len(ones))]
         total = sum(one.in_bytes for one in ones)
@@ -108,7 +109,7 @@ class _Lane:
         moved = sum(one.num_bytes for one in ones)
         self.most_costs += prices.core_seconds(first.kind, moved, first.queue)
         self.work = [0.0, *itertools.accumulate(shares)]
-        #: The largest delay that lane members from each on cause, less what the clocks say.
+        #: For each place: the largest delay that members from there on cause, less what the clocks say.
         self.lag = [float("-inf")] * (len(ones) + 1)
         for place in range(len(ones) - 1, -1, -1):
             own = self.work[place + 1] - elapsed[self.deadline[place]]
@@ -119,7 +120,7 @@ class _Lane:
 
 
 def _share(machine: Machine, one: Collective, shared_by: int) -> float:
-    """How long a collective in a bucket of ``shared_by`` like it keeps its queue busy."""
+    """How long a collective keeps its queue busy as a part of a bucket of ``shared_by`` like it."""
     count = shared_by if one.merge_key is not None else 1
     prices, size = machine.problem.prices, count * one.num_bytes
     seconds = prices.collective_seconds(one.kind, size, one.queue)
@@ -155,7 +156,7 @@ class _Search:
         return list(lanes.values())
 
     def _is_small(self, one: Collective) -> bool:
-        """True if most of its time does not depend on its size."""
+        """Whether most of its time does not depend on its size."""
         price = self._machine.problem.prices.collective_seconds
         return price(one.kind, 2 * one.num_bytes, one.queue) < 1.5 * price(one.kind, one.num_bytes, one.queue)
 
@@ -193,7 +194,7 @@ class _Search:
         return float(f"{self._estimate(state):.6g}"), settled, state.peak_bytes
 
     def _estimate(self, state: State) -> float:
-        """When everything will be over, at the earliest that can be expected."""
+        """A lower estimate of the time at which everything is over."""
         elapsed = self._elapsed[state.position]
         ahead = state.seconds - elapsed  # from the tasks' own time to the clock
         delay = 0.0
@@ -245,7 +246,7 @@ class _Search:
         yield from self._earliest_waits(state, flights)
 
     def _can_be_later(self, lane: _Lane, state: State, horizon: float) -> bool:
-        """True for gathers that nobody will miss for a while, or whose queue is busy until the next gap."""
+        """Whether a lane can start its next bucket later: nobody will miss it for a while, or its queue is busy."""
         place = lane.next_place(state)
         if place == len(lane.members):
             return True
@@ -264,7 +265,7 @@ class _Search:
                 return
 
     def _horizon(self, state: State, due: int) -> float:
-        """The end of the task behind this gap, as far as what is in flight tells."""
+        """The end of the task after this gap, as far as the collectives in flight tell."""
         flights = [flight for flight in state.flights if flight.bucket.mask & due] if due else []
         seconds = state.seconds
         if flights:
@@ -313,7 +314,7 @@ class _Search:
 
 
 def _keep(table: dict[tuple, State], state: State) -> None:
-    """Adds a state unless one that has done the same is no later."""
+    """Adds a state, unless a known one that has done the same is no later."""
     key = (state.started, state.waited)
     known = table.get(key)
     is_no_better = (

@@ -1,25 +1,27 @@
-"""What no schedule can beat: lower bounds on the time of a problem.
+"""Lower bounds on the time of any schedule of a problem, its tasks in their order.
 
-- *compute*: all tasks, the casts and layouts around collectives, and what these take of the core at least, on one
-  stream.
-- *queue*: take the collectives of one process group (or shared link) whose input exists at time ``a`` at the earliest
-  and after which at least ``b`` is left to do. They run one after the other, so all is over no sooner
-  than ``a`` + their work + ``b``. Of latencies that may pass beside each other, the smallest counts once. The
-  best of many such sets is taken (the bound of one machine with heads and tails; Carlier, "The one-machine
-  sequencing problem", 1982). It holds the critical path (sets of one) and the unavoidable beginning and end: the
-  first gather, the last reduction.
-- *windows*: a collective that may start in gap ``e`` and is read in gap ``d`` delays compute by its
-  own time less that of the tasks in between. Delays in gaps that do not overlap add up; the heaviest
-  such choice is taken (weighted interval scheduling). Delays before the input of a collective exists, and
-  behind its first reader, count in ``a`` and ``b`` of the queue bound, too.
+- *compute*: the sum on one stream of all tasks, of the casts and layouts around collectives, and of the least that
+  collectives take of the core.
+- *queue*: take a set of collectives of one process group or shared link. Let ``a`` be the soonest time at which an
+  input of the set exists, and ``b`` the least that is left to do after any of them. They run one after the other, so
+  all is over no sooner than ``a`` + their work + ``b``. If latencies may overlap, the smallest overlap counts once.
+  The bound is the best of many such sets: the bound of one machine with heads and tails (Carlier, "The one-machine
+  sequencing problem", 1982). It covers the critical path (sets of one), and the first gather and the last reduction,
+  which nothing can hide.
+- *windows*: a collective that may start in gap ``e`` and is read in gap ``d`` delays compute by its own time less
+  that of the tasks in between. Delays of windows that do not overlap add up. The bound takes the heaviest choice of
+  such windows (weighted interval scheduling). The queue bound counts in ``a`` the delays before an input exists, and
+  in ``b`` those after the first reader.
 
-The work of a set is the least that any merging of it costs. If prices are concave in bytes (latency +
-bytes / bandwidth is), that is one bucket for each merge key. Otherwise the best price per byte counts.
-Prices must not fall when bytes grow, and a merged collective must not take more of the core than its parts. An
-expected wait is no shorter than one for a collective that ends on time, so bounds do not look at how ends are spread.
+The work of a set is the least that any merging costs. If prices are concave in bytes, as latency + bytes / bandwidth
+is, that is one bucket for each merge key. Otherwise the best price per byte counts.
 
-With a budget, a collective that would not fit beside a task is not yet started before it, and one of which neither the
-input nor what a bucket packs of it would fit is done before it: heads and tails grow, and the bound is *memory-aware*.
+Assumptions: prices do not fall when bytes grow, and a merged collective takes no more of the core than its parts.
+The spread of ends is ignored: an expected wait is no shorter than one for a collective that ends on time.
+
+With a budget the bound is *memory-aware*. A collective that would not fit beside a task has not started before that
+task. If neither its input nor what a bucket packs of it fits, it is done before the task. Heads and tails grow
+accordingly.
 """
 
 from __future__ import annotations
@@ -31,22 +33,22 @@ from dataclasses import dataclass
 
 from .problem import Collective, Problem
 
-#: So many thresholds of the earliest time are tried.
+#: How many thresholds of the soonest time are tried.
 THRESHOLDS = 64
 
-#: Ratio of neighbouring sizes at which a price that is not concave is looked at.
+#: Ratio of neighbouring sizes at which a price that is not concave is sampled.
 _GRID = 1.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Seconds that no schedule can beat, with and without looking at the budget.
+    """Lower bounds in seconds, with and without the budget.
 
     Attributes:
         compute: tasks, casts, layouts and the core's part of collectives.
         queue: the best bound of any process group, memory aside.
         windows: tasks and the delays that add up, memory aside.
-        memory: the best of ``queue`` and ``windows`` with the budget; no better where it does not bind.
+        memory: the best of ``queue`` and ``windows`` with the budget; equal to these where it does not bind.
     """
 
     compute: float
@@ -76,7 +78,7 @@ def lower_bounds(problem: Problem) -> Bounds:
 
 
 def _least_core_seconds(problem: Problem) -> float:
-    """With one bucket for each merge key: merging never takes more of the core."""
+    """The core's part with one bucket for each merge key: merging never takes more of the core."""
     num_bytes: dict[tuple, int] = {}
     first: dict[tuple, Collective] = {}
     for index, one in enumerate(problem.collectives):
@@ -88,12 +90,12 @@ def _least_core_seconds(problem: Problem) -> float:
 
 
 def gap(seconds: float, bounds: Bounds) -> float:
-    """How far ``seconds`` is above the bound, as a share of it."""
+    """How far ``seconds`` is above the bound, as a share of the bound."""
     return seconds / bounds.seconds - 1.0 if bounds.seconds > 0 else 0.0
 
 
 def _windows_in_budget(problem: Problem, budget_bytes: int) -> list[tuple[int, int]]:
-    """Earliest start and latest wait of each collective, as far as tasks' own memory tells."""
+    """Earliest start and latest wait of each collective, as far as the memory of tasks limits them."""
     tight: dict[int, list[int]] = {}
 
     def positions_without_room(num_bytes: int) -> list[int]:
@@ -123,9 +125,9 @@ def _windows_in_budget(problem: Problem, budget_bytes: int) -> list[tuple[int, i
 
 
 def _unread_bytes(one: Collective) -> int:
-    """What it certainly holds between the existence of its input and its wait.
+    """What a collective certainly holds from when its input exists until its wait.
 
-    A bucket frees the input, which may be a small piece of a large tensor, and holds what it has packed.
+    A bucket may free the input, which can be a small piece of a large tensor, but then holds what it has packed.
     """
     packed = one.in_bytes + one.out_bytes + one.copy_bytes
     return one.ready_bytes if one.merge_key is None else min(one.ready_bytes, packed)
@@ -144,7 +146,7 @@ def _delays(problem: Problem, windows: Sequence[tuple[int, int]]) -> list[tuple[
 
 
 def _added_up(delays: Sequence[tuple[int, int, float]], num_positions: int) -> list[float]:
-    """For each gap, and for behind the last, the most that windows which end before it delay, none overlapping."""
+    """For each gap, and for the end: the largest delay of windows that end before it and do not overlap."""
     most = [0.0] * (num_positions + 1)
     position = 0
     for deadline, earliest, delay in sorted((last, first, delay) for first, last, delay in delays):
@@ -167,7 +169,7 @@ def _elapsed(problem: Problem) -> list[float]:
 
 
 def expected_clock(problem: Problem) -> list[float]:
-    """The soonest start of the task behind each gap, and of the end, as far as windows tell."""
+    """For each gap: the soonest start of the task after it, or of the end, as far as windows tell."""
     delays = _added_up(_delays(problem, _windows(problem)), problem.num_positions)
     return [seconds + delays[gap + 1] for gap, seconds in enumerate(_elapsed(problem))]
 
@@ -179,7 +181,7 @@ def _windows(problem: Problem) -> list[tuple[int, int]]:
 def _entered_and_left(
     problem: Problem, windows: Sequence[tuple[int, int]]
 ) -> tuple[list[float], list[float]]:
-    """Of each gap: the soonest that its first step can be, and the least that is to do behind its last one."""
+    """For each gap: the soonest time of its first step, and the least that is left to do after its last one."""
     elapsed, delays, end = _elapsed(problem), _delays(problem, windows), len(problem.tasks)
     before = _added_up(delays, problem.num_positions)
     mirrored = [(end - last, end - first, delay) for first, last, delay in delays]
@@ -212,12 +214,12 @@ def _queue_bound(problem: Problem, windows: Sequence[tuple[int, int]]) -> float:
 
 
 def links_bound(problem: Problem, heads: Sequence[float], tails: Sequence[float]) -> float:
-    """What the collectives of one process group, or shared link, cannot beat.
+    """The queue bound: for the collectives of each process group or shared link.
 
     Args:
         problem: whose collectives these are.
-        heads: the soonest that each can begin.
-        tails: what is left to do at least behind the end of each.
+        heads: the soonest time at which each can begin.
+        tails: the least that is left to do after the end of each.
     """
     ones = problem.collectives
     alone = [problem.prices.collective_seconds(one.kind, one.num_bytes, one.queue) for one in ones]
@@ -227,7 +229,7 @@ def links_bound(problem: Problem, heads: Sequence[float], tails: Sequence[float]
     for link in sorted(set(links)):
         members = [index for index, other in enumerate(links) if other == link]
         longest = max(heads[index] + alone[index] + tails[index] for index in members)
-        # What overlaps of the first collective of a queue passes beside nothing; from then on it does.
+        # The first collective of a queue overlaps with nothing; all later ones may overlap.
         first = min(overlaps[index] for index in members)
         begun = [head + first for head in heads]
         moving = [seconds - overlap for seconds, overlap in zip(alone, overlaps, strict=True)]
@@ -270,7 +272,7 @@ def _heads_and_tails(
 
 
 class LeastWork:
-    """For how long collectives of one merge key keep their queue busy at least, however they are merged."""
+    """The least time for which collectives of one merge key keep their queue busy, however they are merged."""
 
     def __init__(self, problem: Problem, ones: list[Collective]) -> None:
         first = ones[0]
@@ -285,7 +287,7 @@ class LeastWork:
             self._per_byte = self._best_rate(smallest, total)
 
     def least(self, num_bytes: int) -> float:
-        """Of so many bytes."""
+        """The least time for so many bytes."""
         return self._price(num_bytes) if self._per_byte is None else num_bytes * self._per_byte
 
     def _is_concave(self, smallest: int, total: int) -> bool:
@@ -298,7 +300,7 @@ class LeastWork:
         return all(later <= earlier * (1 + 1e-9) + 1e-30 for earlier, later in itertools.pairwise(slopes))
 
     def _best_rate(self, smallest: int, total: int) -> float:
-        """Seconds per byte: between two sizes a price is no lower than at the smaller one."""
+        """Seconds per byte: between two sizes a price is at least that of the smaller one."""
         rate, size = float("inf"), smallest
         while size <= total:
             following = max(size + 1, int(size * _GRID))

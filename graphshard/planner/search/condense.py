@@ -1,12 +1,12 @@
 """Smaller problems that stand for a large one.
 
-``condense`` joins tasks between which nothing needs to happen. A gap matters where a collective's input
-appears or its result is read. Between such gaps tasks are joined, up to a share of the whole time, so that
-collectives may also start within a long stretch. A joined task counts the most that is live in any of its
-tasks, so a schedule that keeps a budget here keeps it in the original problem, and takes the same time.
+``condense`` joins tasks between which nothing needs to happen. A gap is kept if the input of a collective appears
+there or its result is read there. Tasks between such gaps are joined up to a share of the whole time, so that
+collectives may still start within a long stretch. A joined task counts the most that is live in any of its tasks. So
+a schedule that keeps a budget here keeps it in the original problem, and takes the same time.
 
-``both_ends`` leaves out the middle. Models repeat their blocks, so what searches well there searches well
-in the whole; a schedule of it is of no further use.
+``both_ends`` leaves out the middle. Models repeat their blocks, so a search that does well on the ends does well on
+the whole. Its schedules have no further use.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
+from .machine import Step
 from .problem import Collective, Problem, Task
-from .simulate import Step
 
-#: Into how many pieces the whole time is cut, at least, where there are that many tasks.
+#: The least number of pieces into which the whole time is cut, if there are as many tasks.
 PIECES = 400
 
 
@@ -54,15 +54,15 @@ def condense(problem: Problem) -> tuple[Problem, list[int]]:
 
 
 def expand(steps: Sequence[Step], gaps: Sequence[int]) -> list[Step]:
-    """The steps of a condensed problem, in the gaps of the original."""
+    """The steps of a condensed problem in the gaps of the original."""
     return [step._replace(position=gaps[step.position]) for step in steps]
 
 
 def both_ends(problem: Problem, most: int) -> Problem:
     """The first and the last tasks, with about ``most`` of the collectives between them.
 
-    A collective is kept if its input appears, and its result is read, in what is kept (inputs of the
-    graph appear at its beginning, and its results are read at its end), and so is what it comes after.
+    A collective is kept if its input appears, and its result is read, in the tasks that are kept, and if all that it
+    comes after is kept. Inputs of the graph appear at its beginning, and its results are read at its end.
     """
     end = len(problem.tasks)
     half = max(1, int(end * most / max(1, 2 * len(problem.collectives))))

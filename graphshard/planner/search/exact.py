@@ -1,18 +1,18 @@
 """The best schedule of a small problem: every bucket, every order, every gap.
 
-States of a schedule are explored gap by gap. Two states that have done the same (the same
-collectives started, in the same buckets, and waited for) differ only in their clocks; what is still
-to come never gets later when a clock is earlier, because all rules are maxima, sums and expected waits. So a state
-none of whose clocks is earlier than another's is dropped (dominance), and so is one whose lower bound
-reaches a schedule that is known. Three choices are left out since they cannot help:
+The search explores states gap by gap. Two states that have done the same (started the same collectives, in the same
+buckets, and waited for the same) differ only in their clocks. All rules are maxima, sums and expected waits, so an
+earlier clock never makes a later step later. Hence a state is dropped if no clock of it is earlier than that of
+another (dominance), or if its lower bound reaches a known schedule. Three choices are left out since they cannot
+help:
 
-- waiting for what nothing reads yet, where neither a budget, a limit nor another collective asks for
-  it, and no compute comes with it that could fill a pause;
-- leaving open what has ended, where its wait costs nothing;
-- without a budget or a limit, starting on a queue where neither it nor what may start behind it could begin before
-  the next gap.
+- waiting for what nothing reads yet, if neither a budget, a limit nor another collective asks for it, and the wait
+  brings no compute that could fill a pause;
+- leaving a collective open that has ended, if its wait costs nothing;
+- without a budget or a limit: starting on a queue where neither the bucket, nor any that may start after it, could
+  begin before the next gap.
 
-The number of states grows exponentially with the collectives: this is for about ten of them.
+The number of states grows exponentially with the collectives: the search is for about ten of them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from collections import deque
 from collections.abc import Iterator
 
 from .bound import LeastWork
+from .machine import Bucket, Flight, Machine, State, Step
 from .problem import Collective, Problem
-from .simulate import Bucket, Flight, Machine, State, Step
 
-#: Above this many states the search gives up.
+#: The search gives up above this many states.
 MAX_STATES = 400_000
 
 
@@ -42,7 +42,7 @@ def best_schedule(
     Args:
         problem: what is planned.
         below_seconds: only schedules faster than this are wanted.
-        max_states: how many states to look at, at most.
+        max_states: the most states to look at.
 
     Returns:
         None if there is no schedule within the budget, or none below ``below_seconds``.
@@ -55,7 +55,7 @@ def best_schedule(
 
 
 def least_peak(problem: Problem, *, max_states: int = MAX_STATES) -> int | None:
-    """The smallest budget in bytes that any schedule keeps; None if the user's wishes allow none.
+    """The smallest budget in bytes that any schedule keeps; None if the user's constraints allow none.
 
     Raises:
         TooLargeError: there are too many states.
@@ -118,19 +118,21 @@ def _key(state: State) -> tuple:
 
 
 def _clocks(state: State) -> tuple[float, ...]:
-    """When a queue opens is not among them: it never falls along a schedule, so a state is no later in it than one in
-    which what is last in its queue here ends no sooner; and where that is waited for, the clock is past it.
+    """The times of a state that dominance compares.
+
+    ``opens`` is left out. It never falls along a schedule. While the last collective of a queue is in flight, its
+    end is compared; once it is waited for, the clock is past its end.
     """
     flights = sorted(state.flights, key=lambda flight: flight.bucket.mask)
     return (state.seconds, *state.free, *(flight.finish for flight in flights))
 
 
 class _ToCome:
-    """What all that has not started takes at least, as in the bounds: however it is merged; remembered.
+    """The least time that all collectives still to start take, however they are merged, as in the bounds; cached.
 
     Args:
         machine: of the problem.
-        remaining: seconds of the tasks behind each gap.
+        remaining: for each gap, the seconds of the tasks after it.
     """
 
     def __init__(self, machine: Machine, remaining: list[float]) -> None:
@@ -145,7 +147,7 @@ class _ToCome:
         self._known: dict[int, tuple[float, list[tuple[int, float]]]] = {}
 
     def after(self, started: int) -> tuple[float, list[tuple[int, float]]]:
-        """Seconds of the core, and of each queue from the first begin in it to the end of all."""
+        """Seconds of the core, and for each queue the seconds from the first begin in it to the end of all."""
         found = self._known.get(started)
         if found is None:
             queues: dict[int, list[int]] = {}
@@ -165,7 +167,7 @@ class _ToCome:
         return sum(self._prices.core_seconds(one.kind, total, one.queue) for one, total in firsts)
 
     def _queue_seconds(self, members: list[int]) -> float:
-        """The work of those that are read first, and the tasks behind; what overlaps of the smallest counts once."""
+        """The work of those that are read first, and the tasks after them; the smallest overlap counts once."""
         work: dict[tuple, float] = {}
         num_bytes: dict[tuple, int] = {}
         total = most = 0.0
@@ -189,11 +191,11 @@ class _Exploration:
         self._remaining = list(itertools.accumulate(reversed(machine.task_seconds), initial=0.0))[::-1]
         self._alone = [machine.bucket((index,)) for index in range(len(machine.collectives))]
         self._to_come = _ToCome(machine, self._remaining)
-        #: A start may be put off until the next gap: it then takes no memory, nor a place, that another wants.
+        #: Whether a start may be put off to the next gap: it then takes no memory, nor a place, that another wants.
         self._starts_may_wait = not self._waits_may_help and not machine.prefetched
         copy_seconds = machine.problem.prices.copy_seconds
         pairs = list(zip(machine.collectives, self._alone, strict=True))
-        #: The most that each adds to the clock in the gap where it starts, and where it is waited for.
+        #: The most that each adds to the clock, in the gap where it starts and where it is waited for.
         self._start_costs = [
             alone.start_seconds + alone.core_seconds + (copy_seconds(one.in_bytes) if one.merge_key else 0.0)
             for one, alone in pairs
@@ -231,7 +233,7 @@ class _Exploration:
         return None if found is None else found.steps()
 
     def _enter(self, table: dict[tuple, list[tuple[tuple[float, ...], State]]], state: State) -> bool:
-        """Adds a state unless it cannot be better than what is known."""
+        """Adds a state, unless it cannot be better than what is known."""
         if self._least_seconds(state) >= self._below:
             return False
         entries = table.setdefault(_key(state), [])
@@ -243,7 +245,10 @@ class _Exploration:
         return True
 
     def _least_seconds(self, state: State) -> float:
-        """No schedule that goes on from here ends sooner (collectives alone are no slower than merged)."""
+        """A lower bound on the end of every schedule that goes on from here.
+
+        It assumes that collectives alone are no slower than merged.
+        """
         core, to_do = self._to_come.after(state.started)
         least = state.seconds + self._remaining[state.position] + state.owed_seconds + core
         for flight in state.flights:
@@ -283,11 +288,11 @@ class _Exploration:
                 yield following
 
     def _can_be_later(self, state: State, bucket: Bucket) -> bool:
-        """Whether a bucket that starts in the next gap begins no later, and nothing behind it either.
+        """Whether a bucket that starts in the next gap begins no later, and so does all that starts after it.
 
-        Its queue is then busy until the next gap, and longer than all takes that may start in this one: what is behind
-        it in its queue starts there too. What waits for a collective of its own queue that starts here
-        waits for longer than the task takes, which may run before it.
+        Its queue is then busy until the next gap, and for longer than everything takes that may start in this gap,
+        so what follows in its queue starts in the next gap too. What waits for a collective of the same queue that
+        starts here waits for longer than the task takes, which may run before it.
         """
         if not self._starts_may_wait:
             return False
@@ -298,8 +303,9 @@ class _Exploration:
     def _end_of_gap(self, state: State, queue: int) -> float:
         """The latest end of the steps of this gap that do not wait for another step of ``queue``.
 
-        Only what feeds another is waited for here: all other waits are no worse in the next gap. Copies, and what
-        collectives take of the core and of their queues, are taken to be no more in a bucket than one by one.
+        Only collectives that feed another one are waited for here: all other waits are no worse in the next gap. It
+        assumes that copies, and what collectives take of the core and of their queues, are no more in a bucket than
+        one by one.
         """
         machine, end, work = self._machine, state.seconds, 0.0
         ready = [

@@ -1,10 +1,10 @@
-"""Schedules made of a user's constraints alone: for problems of which no search finds any.
+"""Schedules that keep the user's constraints, for problems of which no search finds any.
 
-Each bucket that the user fixed, and each other collective alone, starts in one gap and is waited for in one. What the
-rules and the user say of these gaps is that one is no later than another, that two are the same (a prefetch: the start
-is where the other is waited for), or that one lies between two numbers. Such a system has a solution if the least
-and the greatest values that follow from it do not cross; then either are one (Cormen and others, "Introduction to
-Algorithms", on difference constraints). Within a gap, waits go first. Limits and memory are not looked at.
+Each fixed bucket, and each other collective alone, starts in one gap and is waited for in one. The rules and the
+user constrain these gaps in three ways: one gap is no later than another; two are the same (a prefetch starts where
+the other is waited for); or a gap lies between two numbers. Such a system of difference constraints has a solution
+if the least and the greatest values that follow from it do not cross, and then either values are one (Cormen and
+others, "Introduction to Algorithms"). Within a gap, waits come first. Limits and memory are ignored.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from .machine import Step
 from .problem import Problem
-from .simulate import Step
 
 
 def constrained_schedules(problem: Problem) -> Iterator[list[Step]]:
-    """All as late as possible; gathers late and the rest early; all early. Nothing if the constraints allow none."""
+    """Three schedules: all as late as possible; gathers late and the rest early; all early.
+
+    Yields nothing if the constraints allow no schedule.
+    """
     system = _System(problem)
     if system.is_solvable():
         for is_late in (lambda is_gather: True, lambda is_gather: is_gather, lambda is_gather: False):
@@ -28,7 +31,7 @@ def constrained_schedules(problem: Problem) -> Iterator[list[Step]]:
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """The start, or the wait, of a bucket."""
+    """The start or the wait of a bucket."""
 
     bucket: int
     is_start: bool
@@ -44,14 +47,14 @@ class _System:
         place = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
         numbers = range(len(self._buckets))
         self._events = [_Event(number, is_start) for number in numbers for is_start in (True, False)]
-        #: What comes behind each event: no sooner in the order of steps, nor in an earlier gap.
+        #: For each event, those that come after it: later in the order of steps, and in no earlier gap.
         self._behind: dict[_Event, list[_Event]] = {event: [] for event in self._events}
         for number in numbers:
             self._behind[_Event(number, True)].append(_Event(number, False))
         pairs = [(other, index) for index, one in enumerate(ones) for other in one.after]
         for first, then in (*pairs, *problem.prefetch):
             self._behind[_Event(place[first], False)].append(_Event(place[then], True))
-        #: Prefetches: the second event is in the gap of the first.
+        #: Prefetches: pairs of events in the same gap.
         self._tied = [
             (_Event(place[first], False), _Event(place[then], True)) for first, then in problem.prefetch
         ]
@@ -76,14 +79,14 @@ class _System:
         return self._in_order(gaps)
 
     def _raise(self, gaps: dict[_Event, int]) -> None:
-        """To the least values that keep the constraints."""
+        """Raises the values to the least that keep the constraints."""
         after = {event: list(behind) for event, behind in self._behind.items()}
         for one, other in self._tied:
             after[other].append(one)
         _settle(gaps, after, max)
 
     def _lower(self, gaps: dict[_Event, int]) -> None:
-        """To the greatest values that keep the constraints."""
+        """Lowers the values to the greatest that keep the constraints."""
         before: dict[_Event, list[_Event]] = {event: [] for event in self._events}
         for event, behind in self._behind.items():
             for other in behind:
@@ -113,7 +116,7 @@ class _System:
 def _settle(
     gaps: dict[_Event, int], arrows: dict[_Event, list[_Event]], better: Callable[[int, int], int]
 ) -> None:
-    """Carries values along arrows until nothing changes; values only move towards ``better``."""
+    """Propagates values along arrows until nothing changes; values move only towards ``better``."""
     pending = deque(gaps)
     while pending:
         event = pending.popleft()

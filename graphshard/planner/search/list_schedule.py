@@ -1,16 +1,16 @@
 """A schedule in one pass: whenever a link would run dry, a rule says what it carries next.
 
-Where a link is busy almost all the time, and compute waits for collectives of another group as well (tensor
-parallelism), the estimates of a beam's states tie, and it lets the link rest. This pass does not estimate. It
-walks through the gaps, and in each one
+Where a link is busy almost all the time and compute also waits for collectives of another group (tensor
+parallelism), the estimates of a beam's states tie, and the beam lets the link rest. This pass estimates nothing. It
+walks through the gaps. In each gap,
 
-- what is read before it can end starts at once;
-- a link that would be idle before the next gap takes the reductions that are ready, unless gathers behind
-  them would then be late; else the next gathers, in the order of their readers, as many merged as still arrive
-  in time.
+- a collective that is read before it can end starts at once;
+- a link that would be idle before the next gap takes the reductions that are ready, unless the gathers after them
+  would then be late. Otherwise it takes the next gathers, in the order of their readers, as many merged as still
+  arrive in time.
 
-That is list scheduling (R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM Journal on Applied
-Mathematics 17, 1969), gathers by their due dates.
+This is list scheduling (R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM Journal on Applied
+Mathematics 17, 1969) with due dates for gathers.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .bound import expected_clock
+from .machine import Bucket, Machine, State, Step
 from .problem import Problem
-from .simulate import Bucket, Machine, State, Step
 
-#: Of the gathers that follow, so many are looked at before a reduction goes first.
+#: How many of the gathers that follow are checked before a reduction goes first.
 NUM_FOLLOWING = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """How to choose.
+    """How to choose what a link carries next.
 
     Attributes:
         num_gathers, num_reductions: the most that are merged.
@@ -40,14 +40,14 @@ class Rule:
 
 
 def schedule_in_turn(problem: Problem, rule: Rule, *, machine: Machine | None = None) -> list[Step] | None:
-    """The steps of the schedule that a rule gives; None where the budget or a limit stops it.
+    """The steps of the schedule that a rule gives; None if the budget or a limit stops it.
 
-    Nor does it know of fixed buckets and prefetches.
+    Fixed buckets and prefetches are not supported: the result is None.
 
     Args:
         problem: what is planned.
         rule: what a link carries next.
-        machine: of this problem and its budget, if there is one already: it remembers buckets.
+        machine: a machine of this problem and its budget, if there is one already: it caches buckets.
     """
     if problem.fixed_buckets or problem.prefetch:
         return None
@@ -55,14 +55,14 @@ def schedule_in_turn(problem: Problem, rule: Rule, *, machine: Machine | None = 
 
 
 class _Lane:
-    """Collectives that may be merged, in the order in which they are started."""
+    """Collectives that may be merged, in the order in which they start."""
 
     def __init__(self, machine: Machine, members: list[int]) -> None:
         self._members, self._place = members, 0
         self.queue = machine.queue_of(machine.collectives[members[0]])
 
     def next(self, state: State, most: int = 1) -> list[int]:
-        """The next that have not started."""
+        """The next members that have not started."""
         while self._place < len(self._members) and state.started >> self._members[self._place] & 1:
             self._place += 1
         following = self._members[self._place : self._place + most]
@@ -90,7 +90,7 @@ class _Pass:
         self._reductions = [
             _Lane(machine, sorted(each, key=lambda i: (ones[i].earliest, i))) for each in others
         ]
-        #: Gathers should end so long before they are read.
+        #: How long before it is read a gather should end.
         buckets = [self._bucket([index]) for each in gathers for index in each]
         self._margin = max((one.seconds + one.spread_seconds for one in buckets), default=0.0)
 
@@ -132,14 +132,14 @@ class _Pass:
         return following is not None
 
     def _wait_for_ended(self) -> None:
-        """What has ended and is no gather holds memory, or is what another one waits for."""
+        """Waits for what has ended, except gathers: it holds memory, or another collective waits for it."""
         state = self._state
         ended = [f for f in state.flights if f.latest <= state.seconds and f.bucket.limit != "gather"]
         for flight in ended:
             self._wait(flight.bucket.mask)
 
     def _end_of_task(self) -> float:
-        """The end of the task behind this gap, if what it reads is in flight."""
+        """The end of the task after this gap, if what it reads is in flight."""
         state, machine = self._state, self._machine
         if state.position == machine.end:
             return float("inf")
@@ -166,7 +166,7 @@ class _Pass:
         return any(map(self._start_some, [*choices, reductions]))
 
     def _start_some(self, members: list[int]) -> bool:
-        """Starts a bucket, or the first of it where there is no room for all."""
+        """Starts a bucket, or only the first of it if there is no room for all."""
         return bool(members) and (self._start(members) or self._start(members[:1]))
 
     def _free(self, queue: int) -> float:
@@ -189,7 +189,7 @@ class _Pass:
         return list(itertools.takewhile(is_ready, lane.next(state, self._rule.num_reductions)))
 
     def _is_late(self, lane: _Lane, start: float) -> bool:
-        """Whether gathers come too late if the first starts then."""
+        """Whether gathers of a lane come too late if the first starts then."""
         following, most = lane.next(self._state, NUM_FOLLOWING), self._rule.num_gathers
         for first in range(0, len(following), most):
             start += self._bucket(following[first : first + most]).seconds
@@ -198,7 +198,7 @@ class _Pass:
         return False
 
     def _in_time(self, lane: _Lane) -> list[int]:
-        """The next gather of a lane, and those behind it that do not make it late."""
+        """The next gather of a lane, and those after it that do not make it late."""
         members = lane.next(self._state, self._rule.num_gathers)
         start, needed = self._free(lane.queue), self._needed(members[0])
         count = 1
@@ -207,7 +207,7 @@ class _Pass:
         return members[:count]
 
     def _meet_deadlines(self) -> bool:
-        """Starts what this gap's task reads, and waits for it."""
+        """Starts what the task of this gap reads, and waits for it."""
         while due := self._machine.must_wait(self._state):
             wanted = self._with_what_comes_before(due)
             for index in range(wanted.bit_length()):
@@ -218,7 +218,7 @@ class _Pass:
         return True
 
     def _with_what_comes_before(self, due: int) -> int:
-        """These collectives and those they come after, unless they are waited for."""
+        """These collectives and those they come after, unless these are waited for."""
         for index in reversed(range(due.bit_length())):
             if due >> index & 1:
                 for other in self._machine.collectives[index].after:

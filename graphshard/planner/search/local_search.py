@@ -1,12 +1,12 @@
-"""A schedule made better by small changes, each of which is simulated: local search behind the beams.
+"""Improves a schedule by small changes, each of which is simulated: local search after the beams.
 
-Bucket by bucket, in the order of their starts: a start or a wait moves a few gaps, or past another step of its gap; two
-buckets become one; one member goes over to the bucket next to its own; a bucket falls in two. What makes the
-schedule faster, or as fast with a lower peak, stays. The search ends when no change of any bucket helps, or when it
-has gone through enough.
+It goes bucket by bucket, in the order of their starts, and tries these changes: move a start or a wait by a few
+gaps, or past another step of its gap; merge two buckets; move a member to the neighbouring bucket; split a bucket in
+two. It keeps a change that makes the schedule faster, or as fast with a lower peak. It ends when no change of any
+bucket helps, or when the work limit is reached.
 
-A changed schedule is simulated from its first changed step on, and no further than to where it stands no better in
-anything than the schedule did in front of the same steps: what follows is never sooner for a later clock.
+A changed schedule is simulated from its first changed step on. The simulation stops where the state is no better in
+anything than that of the schedule before, ahead of the same steps: a later clock never makes a later step sooner.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 
+from .machine import Machine, State, Step
 from .problem import Problem
-from .simulate import Machine, State, Step
 
-#: How many gaps a step moves at most at a time.
+#: The most gaps by which a step moves at a time.
 _REACH = 4
 
-#: Steps and tasks of all the schedules that are looked at.
+#: The work limit: steps and tasks of all schedules that are simulated.
 _MOST_WORK = 200_000
 
 Schedule = list[Step]
 
 
 def polished(problem: Problem, steps: Sequence[Step]) -> Schedule:
-    """A schedule that keeps what ``steps`` keep (the budget, what the user insists on), and is no slower."""
+    """An improved schedule, no slower than ``steps``. It keeps what they keep: budget, user's constraints."""
     best = list(steps)
     run = _Run.of(Machine(problem, budget_bytes=problem.budget_bytes), best)
     if run is None:
@@ -49,23 +49,24 @@ def polished(problem: Problem, steps: Sequence[Step]) -> Schedule:
 
 
 class _Run:
-    """A schedule that keeps the budget, with the states in front of its steps."""
+    """A schedule that keeps the budget, with its states."""
 
     def __init__(self, machine: Machine, steps: Schedule, states: list[State], behind: list[State]) -> None:
         self._machine, self._steps = machine, steps
-        #: In front of each step, the tasks before it having run, and at the end; and right behind each, and at first.
+        #: States in front of each step, the tasks before it done, and at the end; and states after each step, and at
+        #: first.
         self._states, self._behind = states, behind
 
     @staticmethod
     def of(machine: Machine, steps: Schedule) -> _Run | None:
-        """None for one that is not possible."""
+        """The run of a schedule; None if it is not possible."""
         begun = machine.begin()
         if machine.budget_bytes is not None and begun.peak_bytes > machine.budget_bytes:
             return None
         return _Run(machine, [], [], [begun])._continued(steps, 0, None)
 
     def improved(self, steps: Schedule) -> _Run | None:
-        """Another schedule that is faster, or as fast with a lower peak; None for one that is not."""
+        """The run of ``steps`` if it is faster, or as fast with a lower peak; else None."""
         first = next(
             (
                 place
@@ -83,7 +84,7 @@ class _Run:
         return float(f"{end.seconds:.7g}"), end.peak_bytes
 
     def _continued(self, steps: Schedule, first: int, other: _Run | None) -> _Run | None:
-        """The run of ``steps``, which are this one's up to ``first``; None where it cannot be or ends no better."""
+        """The run of ``steps``, equal to this one's up to ``first``; None if it is impossible or ends no better."""
         machine = self._machine
         states, behind = self._states[:first], self._behind[: first + 1]
         state: State | None = behind[-1]
@@ -108,7 +109,7 @@ class _Run:
 
 
 def _equal_end(steps: Schedule, others: Schedule, first: int) -> int:
-    """With how many equal steps two schedules end, not counting the ``first`` ones."""
+    """The number of equal steps at the end of two schedules, not counting the ``first`` ones."""
     most = min(len(steps), len(others)) - first
     count = 0
     while count < most and steps[-1 - count] == others[-1 - count]:
@@ -117,7 +118,7 @@ def _equal_end(steps: Schedule, others: Schedule, first: int) -> int:
 
 
 def _run_to(machine: Machine, state: State, position: int) -> State | None:
-    """The state after the tasks in front of a gap; None if one cannot run, or the gap is passed."""
+    """The state after the tasks in front of a gap; None if one cannot run, or the gap has passed."""
     if position < state.position:
         return None
     while state.position < position:
@@ -129,7 +130,7 @@ def _run_to(machine: Machine, state: State, position: int) -> State | None:
 
 
 def _taken(machine: Machine, state: State, step: Step) -> State | None:
-    """The state after a step; None where it cannot be."""
+    """The state after a step; None if the step is impossible."""
     if step.is_start:
         return machine.start(state, machine.bucket(step.members))
     for flight in state.flights:
@@ -139,7 +140,7 @@ def _taken(machine: Machine, state: State, step: Step) -> State | None:
 
 
 def _is_no_better(state: State, other: State) -> bool:
-    """Whether nothing about a state lets it end sooner, or with a lower peak, than another that has done the same."""
+    """Whether a state can end neither sooner nor with a lower peak than another that has done the same."""
     if (
         state.seconds < other.seconds
         or state.peak_bytes < other.peak_bytes
@@ -179,7 +180,10 @@ def _changes(problem: Problem, steps: Schedule, bucket: tuple[int, ...]) -> Iter
 def _cut(
     problem: Problem, steps: Schedule, bucket: tuple[int, ...], parts: tuple[tuple[int, ...], ...]
 ) -> Iterator[Schedule]:
-    """The parts where the bucket stood, one after the other; each waited for at its reader; each started when ready."""
+    """Three ways to place the two parts of a bucket.
+
+    One right after the other where the bucket stood; each waited for at its reader; each started when it is ready.
+    """
     ones = problem.collectives
     read = {part: min(ones[index].deadline for index in part) for part in parts}
     ready = {part: max(ones[index].earliest for index in part) for part in parts}
@@ -211,7 +215,7 @@ def _moved(problem: Problem, steps: Schedule, bucket: tuple[int, ...]) -> Iterat
 
 
 def _next_like(problem: Problem, steps: Schedule, bucket: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The bucket that starts next of those that this one may be merged with."""
+    """The bucket that starts next among those that this one may be merged with."""
     key = problem.collectives[bucket[0]].merge_key
     alike = [
         step.members
@@ -223,7 +227,7 @@ def _next_like(problem: Problem, steps: Schedule, bucket: tuple[int, ...]) -> tu
 
 
 def _merged(steps: Schedule, one: tuple[int, ...], other: tuple[int, ...]) -> Iterator[Schedule]:
-    """Both as one bucket that starts where either does, and is waited for where either is."""
+    """Both as one bucket, which starts where either did, and is waited for where either was."""
     both = tuple(sorted(one + other))
     for started in (one, other):
         for waited in (one, other):

@@ -1,4 +1,4 @@
-"""What the planner decided, and how good that is."""
+"""The result of planning: the schedule, its predicted cost, its bounds, and a reason for each exposed bucket."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 from ...errors import GraphShardError
 from .bound import Bounds, gap, lower_bounds
+from .machine import Machine, Step
 from .problem import Problem
-from .simulate import BucketRun, Machine, Simulation, Step, simulate
+from .simulate import BucketRun, Simulation, simulate
 
 
 class InfeasibleBudgetError(GraphShardError, ValueError):
@@ -51,7 +52,7 @@ class PlannedBucket:
         names: the collectives merged into it.
         kind, group: as in the problem.
         num_bytes: the larger of its input and its output.
-        start, wait: gaps of the problem; ``start_where`` and ``wait_where`` say them in words.
+        start, wait: gaps of the problem; ``start_where`` and ``wait_where`` are the same in words.
         issued_at, began_at, finished_at: seconds from the beginning of the graph.
         exposed_seconds: how long compute is expected to wait for it.
         reason: why it could not end sooner; empty if nothing is exposed.
@@ -79,23 +80,23 @@ class Plan:
     Attributes:
         buckets: in the order of their starts.
         seconds: predicted time of the graph.
-        compute_seconds: of its tasks and of what collectives compute.
+        compute_seconds: the part of its tasks and of what collectives compute.
         exposed_seconds: how long compute waits for collectives.
         unplanned_seconds: predicted time of the graph as it came; None if unknown.
-        bounds: what no schedule can beat.
+        bounds: lower bounds on the time of any schedule.
         gap: ``seconds`` / the best bound - 1.
         peak_bytes: the most that is live.
         budget_bytes: the most that may be; None for no limit.
-        solver: "exact" (nothing is faster under the model), "beam" (the best of searches), "leanest" (the one with the
-            lowest peak, where no other is found that keeps the budget), "followed" (that of another rank), or "none"
-            (the graph as it came).
+        solver: "exact" (nothing is faster under the model), "beam" (the best of the searches), "leanest" (the lowest
+            peak, when no other schedule keeps the budget), "followed" (the plan of another rank), or "none" (the
+            graph as it came).
         steps: the schedule itself.
         notes: what was left as it is, and why.
-        splits: collectives that are split, and into how many parts; bounds and ``steps`` are then those of the
-            graph with the parts.
-        num_moved: pieces of compute that moved beside collectives that compute reads soon; bounds, gap and ``steps``
-            are then those of the graph with its compute in this order.
-        any_order_seconds: what no schedule can beat in whatever order compute runs; None if unknown.
+        splits: collectives that are split, and into how many parts. Bounds and ``steps`` are then those of the graph
+            with the parts.
+        num_moved: pieces of compute that moved beside collectives that compute reads soon. Bounds, gap and ``steps``
+            are then those of the graph in its new order.
+        any_order_seconds: a lower bound on the time in any order of compute; None if unknown.
     """
 
     buckets: tuple[PlannedBucket, ...]
@@ -115,7 +116,7 @@ class Plan:
     any_order_seconds: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON can hold it."""
+        """The plan in types that JSON can hold."""
         return asdict(self)
 
     def with_labels(self, labels: Mapping[str, str]) -> Plan:

@@ -1,13 +1,16 @@
-"""What is to be planned, without any graph: compute tasks in a fixed order, and collectives between them.
+"""What is planned, without any graph: compute tasks in a fixed order, and collectives between them.
 
-*Gap* ``i`` is the place in front of task ``i``; the last gap, ``len(tasks)``, is the end. A collective
-starts in one gap and is waited for in the same or a later one. Collectives of one process group run
-one after the other, in the order in which they start; those of different groups run side by side.
+*Gap* ``i`` is the place in front of task ``i``; the last gap, ``len(tasks)``, is the end. A collective starts in one
+gap and is waited for in the same gap or a later one. Collectives of one process group run one after the other, in
+the order of their starts; those of different groups run side by side.
 
-Memory: a collective that reads what compute made keeps it alive, from where it is made until the
-collective has packed it (in a bucket) or is waited for (alone): ``ready_bytes``. While it runs it
-holds its result, the copies its backend makes, and what packing or casting made for it. After its
-wait it holds ``kept_bytes``; from the first reader on these count as the tasks' own ``live_bytes``.
+Memory of a collective:
+
+- ``ready_bytes``: what compute made for it and nothing else reads. It is held from its making until the bucket has
+  packed it, or, without packing, until the wait.
+- While it runs: its result, the copies that its backend makes, and what packing or casting made for it.
+- ``kept_bytes``: what is held from the wait to the first reader. From there on it counts in ``live_bytes`` of the
+  tasks.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from ...ir import RowPlace
 
 
 class RememberedPrices:
-    """Prices of collectives and copies are asked for once."""
+    """Prices with a cache: each collective, overlap and copy is priced once."""
 
     def __init__(self, prices: Prices) -> None:
         self._prices = prices
@@ -72,7 +75,7 @@ class Task:
     Attributes:
         seconds: how long it runs.
         live_bytes: the most that is live while it runs, without what collectives hold.
-        before_bytes: what of that is live in the gap in front of it.
+        before_bytes: the part of that which is live in the gap in front of it.
     """
 
     seconds: float
@@ -85,24 +88,24 @@ class Collective:
     """One collective, before any are merged. Positions are gaps.
 
     Attributes:
-        name: for people only; no decision depends on it.
-        kind: what :meth:`Prices.collective_seconds` calls it.
+        name: for messages; no decision depends on it.
+        kind: as :meth:`Prices.collective_seconds` names it.
         queue: its process group.
-        in_bytes, out_bytes: sizes of its input and of its result.
+        in_bytes, out_bytes: sizes of its input and its result.
         earliest: the first gap in which it may start: its input exists.
-        ready: the first gap in which its input exists, where the user has it start later; else None.
+        ready: the first gap in which its input exists, if the user has it start later; else None.
         deadline: the gap in front of the first task that reads its result.
-        merge_key: those with equal keys may be merged; None for one that stays alone.
+        merge_key: collectives with equal keys may be merged; None for one that stays alone.
         after: collectives, by index, that must be waited for before it starts.
-        ready_bytes: what compute or ``after`` made that dies with it.
-        staged_bytes: what casts and pads in front of it allocate when it starts.
-        copy_bytes: what its backend copies while it runs.
-        kept_bytes: what is left of it after its wait, until its first reader.
-        fresh_bytes: what of that is not the result itself, but made of it at its wait.
+        ready_bytes: bytes that compute or ``after`` made and that are freed with it.
+        staged_bytes: bytes that casts and pads in front of it allocate when it starts.
+        copy_bytes: bytes that its backend copies while it runs.
+        kept_bytes: bytes held after its wait, until its first reader.
+        fresh_bytes: the part of ``kept_bytes`` that is not the result itself but computed from it at the wait.
         before_seconds, after_seconds: compute right before its start, and right after its wait.
-        views_result: pieces of a merged result are views, and need no copy out (a reduction's).
-        limit: which limit it counts for: "gather", "reduction" or "".
-        place: where what it sends lies in memory; neighbours are merged without a copy. None for anywhere.
+        views_result: pieces of a merged result are views and need no copy out (reductions).
+        limit: the limit it counts for: "gather", "reduction" or "".
+        place: where its input lies in memory; neighbours are merged without a copy. None if unknown.
     """
 
     name: str
@@ -128,13 +131,13 @@ class Collective:
 
     @property
     def num_bytes(self) -> int:
-        """The size that is priced."""
+        """The size that is priced: the larger of input and output."""
         return max(self.in_bytes, self.out_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Tasks, collectives, prices, and what the user insists on.
+    """Tasks, collectives, prices, and the user's constraints.
 
     Attributes:
         tasks: in their order.
@@ -143,10 +146,10 @@ class Problem:
         end_bytes: what is live at the end, without what collectives hold.
         budget_bytes: the most that may be live at any point; None for no limit.
         fixed_buckets: collectives, by index, that must form one bucket each.
-        prefetch: pairs (a, b): b starts in the gap in which the bucket of a is waited for, after it.
+        prefetch: pairs (a, b): b starts in the gap in which the bucket of a is waited for, after the wait.
         max_gathers, max_reductions: how many buckets of one ``limit`` may be in flight; 0 for any number.
-        shared_links: names of process groups that share a link: their collectives run one after the
-            other, in the order of their starts, as if they were of one group.
+        shared_links: names of process groups that share a link. Their collectives run one after the other, in the
+            order of their starts, as if they were of one group.
 
     Raises:
         ProblemError: lists everything that is wrong.
@@ -174,11 +177,11 @@ class Problem:
         return len(self.tasks) + 1
 
     def link_of(self, queue: str) -> str:
-        """A name for what the collectives of a process group wait for: the group, or the link it shares."""
+        """The name of the queue of a process group: the group's own, or that of the link it shares."""
         return next((" and ".join(sorted(groups)) for groups in self.shared_links if queue in groups), queue)
 
     def without_wishes(self) -> Problem:
-        """The same problem without what the user insists on, beside the budget."""
+        """The same problem with the budget as its only constraint."""
         ones = [
             one if one.ready is None else replace(one, earliest=one.ready, ready=None)
             for one in self.collectives
@@ -186,7 +189,7 @@ class Problem:
         return replace(self, collectives=ones, fixed_buckets=(), prefetch=(), max_gathers=0, max_reductions=0)
 
     def where(self, position: int) -> str:
-        """A gap, for people."""
+        """A gap in words, for messages."""
         if position >= len(self.tasks):
             return "the end"
         named = self.position_names[position] if self.position_names else f"task {position}"

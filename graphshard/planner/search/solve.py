@@ -1,4 +1,4 @@
-"""Plans a problem: exactly if it is small, else with the best of a few beam searches and list schedules."""
+"""Solves a problem: exactly if it is small, else with the best of a few beam searches and list schedules."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from .exact import TooLargeError, best_schedule, least_peak
 from .feasible import constrained_schedules
 from .list_schedule import Rule, schedule_in_turn
 from .local_search import polished
+from .machine import Machine, Step
 from .plan import InfeasibleBudgetError, Plan, make_plan
 from .problem import Problem, ProblemError, RememberedPrices
-from .simulate import Machine, PlanError, Step, simulate
+from .simulate import PlanError, simulate
 
-#: Up to so many collectives, and tasks after condensing, a problem is solved exactly.
+#: A problem of at most so many collectives, and tasks after condensing, is solved exactly.
 EXACT_COLLECTIVES, EXACT_TASKS = 10, 40
 
-#: States that the exact search looks at, and that it does where small changes have been tried on what the beams
-#: found, for seconds. It leaves the problem to these if there are more.
+#: States that the exact search looks at before the local search, and (for seconds) after it. If there are more
+#: states, the result of the other searches stays.
 EXACT_STATES, MOST_EXACT_STATES = 30_000, 400_000
 
 #: Searches for every problem, in the order in which they are tried.
@@ -37,8 +38,8 @@ BEAMS = (
     Beam(width=NARROW, shared_by=1, splits_small=True),
 )
 
-#: Searches that take longer, for problems of at most ``MANY`` collectives; one whose narrow twin has found what takes
-#: this much longer than the best so far is left out.
+#: Searches that take longer, for problems of at most ``MANY`` collectives. One is left out if its narrow twin was
+#: slower by ``FAR_BEHIND`` than the best so far.
 FAR_BEHIND = 1.1
 WIDE_BEAMS = (
     Beam(width=8, shared_by=9),
@@ -47,7 +48,7 @@ WIDE_BEAMS = (
 )
 MANY = 150
 
-#: List schedules, tried where no beam came close to the bound.
+#: List schedules, tried if no beam came close to the bound.
 RULES = tuple(
     Rule(num_gathers=gathers, num_reductions=reductions)
     for gathers, reductions in itertools.product((1, 8, 32, 64), repeat=2)
@@ -58,23 +59,23 @@ _TOO_MANY_WISHES = (
     "budget; ask for fewer of them"
 )
 
-#: Of the searches with buckets of any length, larger problems run this many: the best on a sample
-#: of about ``SAMPLE`` collectives.
+#: A larger problem runs so many of the searches with buckets of any length: the best on a sample of about ``SAMPLE``
+#: collectives.
 SAMPLE, NUM_DEAR = 120, 2
 
 #: A schedule this close to the bound ends the search.
 CLOSE_ENOUGH = 2e-3
 
-#: Where none is, so many of the best searches run with these shares of the budget too, if a problem has at most
-#: ``MANY`` collectives (what a beam drops for want of memory depends on chance), and so many of all schedules found are
-#: made better by small changes.
+#: If no schedule is that close, and the problem has at most ``MANY`` collectives: ``NUM_AGAIN`` of the best searches
+#: run again with these shares of the budget (what a beam drops for lack of memory depends on chance), and
+#: ``NUM_POLISHED`` of the best schedules go through the local search.
 SHARES, NUM_AGAIN, NUM_POLISHED = (0.98, 0.96), 6, 3
 
-#: Without a budget, of schedules that are slower by at most this than the fastest found the one with the lowest peak is
-#: taken: less than any model of a machine can tell apart.
+#: Without a budget, the schedule with the lowest peak is taken among those slower by at most this than the fastest:
+#: a difference that no model of a machine can tell.
 HARDLY_SLOWER = 1e-3
 
-#: A schedule that came along stays if no faster one is found, and it takes at most this much of the memory of the best.
+#: A schedule that was given stays if none faster is found and its memory is at most this much of the best one's.
 HARDLY_LEANER = 1.02
 
 
@@ -89,14 +90,13 @@ def plan(
 
     Args:
         problem: what is planned.
-        unplanned: a schedule that is known; the plan is no slower, if that one keeps the budget and
-            what the user insists on.
-        notes: for people, kept in the plan.
-        exact_states: states that the exact search may look at.
+        unplanned: a known schedule. The plan is no slower, if this one keeps the budget and the user's constraints.
+        notes: sentences to keep in the plan.
+        exact_states: the most states that the exact search may look at.
 
     Raises:
         InfeasibleBudgetError: no schedule is found within the budget.
-        ProblemError: no schedule is found that keeps what the user insists on.
+        ProblemError: no schedule is found that keeps the user's constraints.
     """
     problem = replace(problem, prices=RememberedPrices(problem.prices))
     known = [list(unplanned)] if unplanned is not None else []
@@ -120,7 +120,7 @@ def plan(
 
 
 def in_place(problem: Problem) -> list[Step]:
-    """Each collective, or fixed bucket, alone where it must be: gathers at their deadline, reductions at once."""
+    """Each collective, or fixed bucket, where its position is forced: gathers at their deadline, the rest at once."""
     buckets = {tuple(sorted(bucket)) for bucket in problem.fixed_buckets}
     fixed = {index for bucket in buckets for index in bucket}
     buckets |= {(index,) for index in range(len(problem.collectives)) if index not in fixed}
@@ -140,7 +140,7 @@ def _leanest_in_budget(problem: Problem) -> list[Step]:
 
     Raises:
         InfeasibleBudgetError: it does not keep the budget.
-        ProblemError: none is found that keeps what the user insists on.
+        ProblemError: none is found that keeps the user's constraints.
     """
     steps, is_leanest = leanest_schedule(problem)
     peak = simulate(replace(problem, budget_bytes=None), steps).peak_bytes
@@ -150,7 +150,7 @@ def _leanest_in_budget(problem: Problem) -> list[Step]:
 
 
 def is_possible(problem: Problem, steps: Sequence[Step]) -> bool:
-    """Whether a schedule keeps the rules, what the user insists on, and the budget."""
+    """Whether a schedule keeps the rules, the user's constraints and the budget."""
     try:
         peak = simulate(problem, steps).peak_bytes
     except PlanError:
@@ -159,7 +159,7 @@ def is_possible(problem: Problem, steps: Sequence[Step]) -> bool:
 
 
 def _best(problem: Problem, schedules: Sequence[list[Step]], bearable: float) -> list[Step]:
-    """The fastest; without a budget the leanest of those that are hardly slower and take no more than ``bearable``."""
+    """The fastest; without a budget, the leanest of those hardly slower and within ``bearable`` seconds."""
     machine = Machine(problem, budget_bytes=None)
     costs = [_cost(problem, steps, machine) for steps in schedules]
     fastest = most = min(costs)[0]
@@ -177,7 +177,7 @@ def _cost(problem: Problem, steps: Sequence[Step], machine: Machine) -> tuple[fl
 def _searched(
     problem: Problem, searches: Iterable[Beam | Rule] | None = None
 ) -> Iterator[tuple[Beam | Rule, list[Step]]]:
-    """Searches, all or these, and the schedules they find; stops at one that is close enough to the bound."""
+    """Runs all searches, or these, and yields the schedules found; stops at one that is close enough to the bound."""
     small, gaps = condense(problem)
     bounds = lower_bounds(problem)
     machine = Machine(small, budget_bytes=small.budget_bytes)
@@ -200,7 +200,7 @@ def _searched(
 
 
 def _is_hopeless(search: Beam | Rule, found: Mapping[Beam | Rule, float]) -> bool:
-    """Whether the narrow search of a wide one has found what is far behind the best so far."""
+    """Whether the narrow twin of a wide search found a schedule far slower than the best so far."""
     if search not in WIDE_BEAMS:
         return False
     assert isinstance(search, Beam)
@@ -209,9 +209,9 @@ def _is_hopeless(search: Beam | Rule, found: Mapping[Beam | Rule, float]) -> boo
 
 
 def _promising(problem: Problem) -> Iterator[Beam]:
-    """The searches worth their time, best first, after the one without merging, which is the quickest.
+    """The searches worth their time: first the one without merging, which is the quickest, then best first.
 
-    Of a large problem these are the quick ones, and those others that do best on its two ends.
+    For a large problem these are the quick ones, and of the others those that do best on its two ends.
     """
     yield BEAMS[0]
     if len(problem.collectives) <= MANY:
@@ -231,7 +231,7 @@ def _promising(problem: Problem) -> Iterator[Beam]:
 
 
 def _known_unless_better(problem: Problem, known: list[list[Step]], best: list[Step]) -> list[Step]:
-    """A schedule that is known, where the best one is no faster and hardly leaner: planning again changes nothing."""
+    """A known schedule if the best is no faster and hardly leaner (replanning changes nothing), else the best."""
     machine = Machine(problem, budget_bytes=None)
     seconds, peak = _cost(problem, best, machine)
     for steps in known:
@@ -242,7 +242,7 @@ def _known_unless_better(problem: Problem, known: list[list[Step]], best: list[S
 
 
 def _is_worth_more(problem: Problem, best: Sequence[Step]) -> bool:
-    """Whether a schedule is to be improved: it may be far from the best, and that does not take long."""
+    """Whether to improve a schedule: it may be far from the best, and improving it does not take long."""
     is_small = len(problem.collectives) <= EXACT_COLLECTIVES
     if len(problem.collectives) > MANY or (
         is_small and len(_searched_exactly(problem)[0].tasks) > EXACT_TASKS
@@ -257,7 +257,7 @@ def _improved(
     searched: Sequence[tuple[Beam | Rule, list[Step]]],
     best: list[Step],
 ) -> list[list[Step]]:
-    """Schedules that the best searches, with less memory, and small changes lead to."""
+    """Schedules found by the best searches with less memory, and by small changes."""
     machine = Machine(problem, budget_bytes=None)
     costs = {_cost(problem, steps, machine): steps for steps in [*found, best]}
     budget, peak = problem.budget_bytes, _cost(problem, best, machine)[1]
@@ -272,7 +272,7 @@ def _improved(
 
 
 def _exactly(problem: Problem, best: list[Step], max_states: int) -> list[Step] | None:
-    """The steps of a faster schedule, none if ``best`` is the fastest; None if that cannot be shown."""
+    """The steps of a faster schedule, or [] if ``best`` is the fastest; None if neither can be shown."""
     small, gaps = _searched_exactly(problem)
     if len(problem.collectives) > EXACT_COLLECTIVES or len(small.tasks) > EXACT_TASKS:
         return None
@@ -284,15 +284,15 @@ def _exactly(problem: Problem, best: list[Step], max_states: int) -> list[Step] 
 
 
 def _searched_exactly(problem: Problem) -> tuple[Problem, Sequence[int]]:
-    """What the exact search is given, and the original gap of each of its gaps."""
+    """The problem given to the exact search, and the original gap of each of its gaps."""
     return condense(problem) if problem.budget_bytes is None else (problem, range(len(problem.tasks) + 1))
 
 
 def smallest_budget(problem: Problem) -> tuple[int, bool]:
-    """A budget that a schedule keeps, and whether none smaller is kept by any.
+    """A budget that some schedule keeps, and whether it is the smallest that any keeps.
 
     Raises:
-        ProblemError: no schedule is found that keeps what the user insists on.
+        ProblemError: no schedule is found that keeps the user's constraints.
     """
     steps, is_leanest = leanest_schedule(problem)
     return simulate(replace(problem, budget_bytes=None), steps).peak_bytes, is_leanest
@@ -302,7 +302,7 @@ def leanest_schedule(problem: Problem) -> tuple[list[Step], bool]:
     """The schedule with the lowest peak that is found, and whether none has a lower one.
 
     Raises:
-        ProblemError: no schedule is found that keeps what the user insists on.
+        ProblemError: no schedule is found that keeps the user's constraints.
     """
     free = replace(problem, budget_bytes=None)
     if len(problem.collectives) <= EXACT_COLLECTIVES and len(problem.tasks) <= EXACT_TASKS:

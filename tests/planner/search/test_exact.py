@@ -12,9 +12,10 @@ from graphshard.planner.from_graph import problem_of_graph
 from graphshard.planner.search.bound import lower_bounds
 from graphshard.planner.search.condense import condense
 from graphshard.planner.search.exact import TooLargeError, best_schedule, least_peak
+from graphshard.planner.search.machine import Step
 from graphshard.planner.search.plan import InfeasibleBudgetError, make_plan
 from graphshard.planner.search.problem import Collective, Problem, Task
-from graphshard.planner.search.simulate import Step, simulate
+from graphshard.planner.search.simulate import simulate
 from graphshard.planner.search.solve import plan
 
 FREE = [random_problem(seed, most=3, num_tasks=3) for seed in range(80)]

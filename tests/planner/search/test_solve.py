@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.problems import LinePrices, random_problem
 
-from graphshard.planner import solve
+from graphshard.planner.search import solve
 from graphshard.planner.search.beam import Beam, block_length, good_schedule
 from graphshard.planner.search.bound import lower_bounds
 from graphshard.planner.search.condense import condense, expand
+from graphshard.planner.search.machine import Step
 from graphshard.planner.search.plan import InfeasibleBudgetError
 from graphshard.planner.search.problem import Collective, Problem, ProblemError, Task
-from graphshard.planner.search.simulate import PlanError, Step, simulate
+from graphshard.planner.search.simulate import PlanError, simulate
 from graphshard.planner.search.solve import in_place, leanest_schedule, plan, smallest_budget
 
 SEEDS = st.integers(0, 10**6)
@@ -320,17 +321,43 @@ def test_a_problem_that_contradicts_itself_is_refused(collectives, changes, mess
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ([], "before task 1: a is read but not waited for"),
-        ([Step(0, False, (0,))], "a is waited for but not in flight"),
-        ([Step(0, True, (0,)), Step(0, True, (0,))], "a cannot start: it has started already"),
-        ([Step(1, True, (0,)), Step(0, False, (0,))], "a: its step comes after a later one"),
-        ([Step(0, True, (1,))], "b cannot start: its data is not ready"),
-        ([Step(0, True, (0,)), Step(1, False, (0,))], "b is never waited for"),
+        ([], "before task 1: a is read but not waited for .rule 8."),
+        ([Step(0, False, (0,))], "a is waited for but not in flight .rule 2."),
+        ([Step(0, True, (0,)), Step(0, True, (0,))], "a cannot start: it has started already .rule 2."),
+        ([Step(1, True, (0,)), Step(0, False, (0,))], "a: its step comes after a later one .rule 1."),
+        ([Step(0, True, (1,))], "b cannot start: its data is not ready .rule 3."),
+        ([Step(0, True, (0,)), Step(1, False, (0,))], "b is never waited for .rule 2."),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(steps, message):
     collectives = [_one(), _one(name="b", earliest=1, deadline=2)]
     problem = Problem(tasks=[Task(seconds=1.0)] * 2, collectives=collectives, prices=FAST)
+    with pytest.raises(PlanError, match=message):
+        simulate(problem, steps)
+
+
+@pytest.mark.parametrize(
+    ("steps", "changes", "message"),
+    [
+        ([Step(0, True, (1,))], {}, "b cannot start: what it comes after is not waited for .rule 4."),
+        ([Step(0, True, (0,))], {"fixed_buckets": [(0, 1)]}, "a cannot start: the user fixed another bucket .rule 5."),
+        (
+            [Step(0, True, (0,)), Step(0, True, (1,))],
+            {"max_gathers": 1},
+            "b cannot start: 1 are in flight, which is the limit .rule 6.",
+        ),
+        ([Step(0, True, (1,))], {"prefetch": [(0, 1)]}, "b cannot start: the user starts it after another .rule 7."),
+        (
+            [Step(0, True, (0,)), Step(0, False, (0,))],
+            {"prefetch": [(0, 1)]},
+            "before task 0: a prefetch that the user asked for has not started .rule 7.",
+        ),
+    ],
+)
+def test_the_error_names_the_rule_that_a_schedule_breaks(steps, changes, message):
+    alike = {"merge_key": ("m",), "limit": "gather"}
+    collectives = [_one(**alike), _one(name="b", after=() if changes else (0,), **alike)]
+    problem = Problem(tasks=[Task(seconds=1.0)] * 2, collectives=collectives, prices=FAST, **changes)
     with pytest.raises(PlanError, match=message):
         simulate(problem, steps)
 

@@ -13,14 +13,15 @@ from torch import fx
 from graphshard.ir.bucket_ops import JOIN, JOIN_PARTS, PACK
 from graphshard.ir.collectives import ALL_REDUCE, WAIT, is_collective
 from graphshard.ir.shard_rows import RowPlace
-from graphshard.planner import splits
-from graphshard.planner.choose_splits import seconds_in_a_row, splits_to_try
 from graphshard.planner.plan_graph import measured_peak, plan_graph
+from graphshard.planner.search import choose_splits as splits
 from graphshard.planner.search.bound import lower_bounds
+from graphshard.planner.search.choose_splits import seconds_in_a_row, splits_to_try
 from graphshard.planner.search.exact import best_schedule
+from graphshard.planner.search.machine import Step
 from graphshard.planner.search.plan import InfeasibleBudgetError
 from graphshard.planner.search.problem import Collective, Problem, Task
-from graphshard.planner.search.simulate import PlanError, Step, simulate
+from graphshard.planner.search.simulate import PlanError, simulate
 from graphshard.planner.user_constraints import Wishes
 from graphshard.testing import run_on_all_ranks
 

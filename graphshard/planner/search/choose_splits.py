@@ -1,44 +1,47 @@
-"""Which over-large collectives are worth a trial in parts.
+"""Which large collectives are worth a trial in parts.
 
-Splitting can only hide what a plan leaves exposed: a part of a gather fits under a budget where the whole does not,
-what is urgent need not wait for all of a long one, and on some backends parts overlap by more than the whole does.
+Splitting can only hide what a plan leaves exposed. A part of a gather may fit in a budget where the whole does not.
+An urgent collective need not wait for all of a long one. On some backends parts overlap by more than the whole does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .search import Collective, Problem, Step, simulate
+from .machine import Step
+from .problem import Collective, Problem
+from .simulate import simulate
 
-#: Smaller collectives stay whole, in bytes.
+#: The smallest collective that is split, in bytes.
 OVER_LARGE = 8 * 2**20
 
-#: Numbers of parts, of which prices choose; where no number is faster than the whole, the second.
+#: Numbers of parts to try. The fastest is taken; if none is faster than the whole, the second.
 NUM_PARTS = (2, 4, 8)
 
-#: So many collectives a problem may have with the parts. In one that has more without, whose plans take long, one is
-#: split, and only where the plan takes this much more than the bound.
+#: A problem may have at most ``MANY`` collectives with the parts. If it has more without any, which makes planning
+#: slow, one collective is split, and only if the plan is slower than the bound by the share ``FAR``.
 MANY, FAR = 150, 0.05
 
 #: A plan with parts is taken if it takes at most this share of the time without.
-WORTH = 0.99
+SPLIT_WORTH = 0.99
 
 
 def splits_to_try(
     problem: Problem, steps: Sequence[Step], most_parts: Callable[[int], int], *, least_seconds: float
 ) -> list[list[tuple[int, int]]]:
-    """What to split in one trial after the other, until one is worth it: collectives by index, and numbers of parts.
+    """The trials, in their order: in each, the collectives to split by index, with their numbers of parts.
 
-    First all that compute waits for, those with the longest waits if these are too many; then the first of them alone.
+    The first trial splits all that compute waits for; if these are too many, those with the longest waits. The
+    second splits the first of them alone. The caller stops at the first trial that is worth it.
 
     Args:
         problem: what was planned.
         steps: the plan.
-        most_parts: of a collective, by index; less than 2 for one that must stay whole.
+        most_parts: the most parts of a collective, by index; less than 2 for one that must stay whole.
         least_seconds: a bound on the time of any plan, without a budget.
     """
     simulation = simulate(problem, steps)
-    least_gain = (1 - WORTH) * simulation.seconds
+    least_gain = (1 - SPLIT_WORTH) * simulation.seconds
     is_large = len(problem.collectives) > MANY
     if simulation.exposed_seconds <= least_gain or (
         is_large and simulation.seconds <= (1 + FAR) * least_seconds
@@ -71,7 +74,7 @@ def splits_to_try(
 
 
 def seconds_in_a_row(problem: Problem, one: Collective, number: int) -> float:
-    """How long so many equal parts of a collective take, one right behind the other."""
+    """How long so many equal parts of a collective take, one right after the other."""
     num_bytes = -(-one.num_bytes // number)
     each = problem.prices.collective_seconds(one.kind, num_bytes, one.queue)
     return number * each - (number - 1) * problem.prices.overlapped_seconds(one.kind, num_bytes, one.queue)

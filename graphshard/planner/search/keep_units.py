@@ -1,10 +1,10 @@
 """Which units keep their gathered parameters between forward and backward, within one memory budget.
 
-Keeping a unit's parameters saves its gather in the backward and holds them in between. What a choice
-costs is measured by planning both halves with it. A unit whose last parameters are read later in the
-forward is needed sooner in the backward, so it holds them for less time: the choices are the runs of last
-units, from none (every unit reshards) to all of them, and the default. Since those three are always
-among them, what is chosen is no slower than any of the three that keeps the budget.
+A unit that keeps its parameters saves its gather in the backward, and holds the parameters in between. The cost of a
+choice is measured: both halves are planned with it. A unit that is read last in the forward is needed first in the
+backward, so it holds its parameters for the shortest time. The choices are therefore the runs of last units, from
+none (every unit reshards) to all of them, and the default. None, all and the default are always tried, so the result
+is no slower than any of the three that keeps the budget.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .search import InfeasibleBudgetError
+from .plan import InfeasibleBudgetError
 
-#: Up to so many units every run of last units is tried; of more, those on the way to the longest that fits.
+#: Up to so many units, every run of last units is tried. Of more, bisection tries those on the way to the longest
+#: that fits.
 _TRY_ALL = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepingCost:
-    """Forward and backward with some units kept.
+    """The cost of forward and backward with some units kept.
 
     Attributes:
         seconds: of both.
@@ -32,7 +33,7 @@ class KeepingCost:
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Lower is better: time, and then memory."""
+        """Sort key, lower is better: time, then memory."""
         return float(f"{self.seconds:.9g}"), self.peak_bytes
 
 
@@ -56,15 +57,15 @@ def choose_kept(
     default: Sequence[str],
     evaluate: Callable[[tuple[str, ...]], KeepingCost],
 ) -> KeepingChoice:
-    """The fastest choice that keeps the budget; among equally fast ones that with the lowest peak.
+    """The fastest choice that keeps the budget; among equally fast ones, the one with the lowest peak.
 
     Args:
         units: labels of the units that may be kept, in the order of their last use.
-        default: those that are kept if nothing is chosen.
-        evaluate: cost of a choice; raises ``InfeasibleBudgetError`` where no plan keeps the budget.
+        default: the units that are kept if nothing is chosen.
+        evaluate: the cost of a choice; raises ``InfeasibleBudgetError`` where no plan keeps the budget.
 
     Raises:
-        InfeasibleBudgetError: no choice keeps the budget; names the smallest one found.
+        InfeasibleBudgetError: no choice keeps the budget; names the smallest budget found that is kept.
     """
     tried: dict[tuple[str, ...], KeepingCost | None] = {}
     refused: list[InfeasibleBudgetError] = []
@@ -103,9 +104,9 @@ def extend_kept(
     default: Sequence[str],
     evaluate: Callable[[tuple[str, ...]], KeepingCost],
 ) -> KeepingChoice:
-    """The default choice and further last units, one after the other, as long as each makes the step faster.
+    """The default choice plus further last units, one after the other, as long as each makes the step faster.
 
-    For a budget that is not the user's but that of the default choice: few choices are tried.
+    For a budget that comes from the default choice and not from the user: few choices are tried.
 
     Args:
         units, default, evaluate: as for :func:`choose_kept`.

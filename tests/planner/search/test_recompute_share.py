@@ -2,9 +2,9 @@
 
 import pytest
 
-from graphshard.planner.keep_units import KeepingCost
-from graphshard.planner.recompute_share import SHARES, choose_saved
+from graphshard.planner.search.keep_units import KeepingCost
 from graphshard.planner.search.plan import InfeasibleBudgetError
+from graphshard.planner.search.recompute_share import SHARES, choose_saved
 
 UNITS = ["a", "b", "root"]
 DEFAULT = ["root"]

@@ -1,8 +1,8 @@
-"""How many activations are saved for the backward, chosen with the units that keep parameters, in one memory budget.
+"""How many activations are saved for the backward, chosen together with the units that keep parameters.
 
-What is not saved is computed again in the backward. Which activations these are is for torch's partitioner to say, from
-the share that may be saved of what it would save by itself. What a share costs is measured as that of
-kept units: both halves are planned with it.
+Activations that are not saved are computed again in the backward. Torch's partitioner says which, given the share
+that may be saved of what it would save by itself. The cost of a share is measured as that of kept units: both halves
+are planned with it.
 """
 
 from __future__ import annotations
@@ -11,34 +11,35 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from .keep_units import KeepingChoice, KeepingCost, choose_kept
-from .search import InfeasibleBudgetError
+from .plan import InfeasibleBudgetError
 
-#: Shares that are tried where the budget binds.
+#: Shares that are tried if the budget binds.
 SHARES = (0.75, 0.5, 0.25, 0.1)
 
-#: The cost of units that keep their parameters and a share of activations that is saved, None for torch's default.
+#: The cost of the units that keep their parameters and the share of activations that is saved; None for torch's
+#: default.
 Evaluate = Callable[[tuple[str, ...], float | None], KeepingCost]
 
 
 def choose_saved(
     units: Sequence[str], default: Sequence[str], evaluate: Evaluate, shares: Sequence[float] = SHARES
 ) -> tuple[float | None, tuple[str, ...]]:
-    """The fastest choice that keeps the budget: the share of activations that is saved, and the units that are kept.
+    """The fastest choice that keeps the budget: a share of activations to save, and the units to keep.
 
-    Shares are tried only where all units cannot be kept without: computing again takes time, and what it frees lets
-    units be kept. Each is tried with the units that are kept without it, and with all if there is room; the best is
-    then tried with other choices of units.
+    Shares are tried only if the budget has no room for all units: recomputation takes time, and frees memory for
+    units to be kept. Each share is tried with the units that are kept without it, and with all of them if there is
+    room. The best share is then tried with other choices of units.
 
     Args:
-        units, default: as for :func:`graphshard.planner.keep_units.choose_kept`.
+        units, default: as for :func:`graphshard.planner.search.keep_units.choose_kept`.
         evaluate: raises ``InfeasibleBudgetError`` where no plan keeps the budget.
-        shares: largest first, in (0, 1); a smaller one computes more again.
+        shares: in (0, 1), largest first; a smaller one recomputes more.
 
     Returns:
         The share, None for torch's default, and the units.
 
     Raises:
-        InfeasibleBudgetError: no choice keeps the budget; names the smallest one found.
+        InfeasibleBudgetError: no choice keeps the budget; names the smallest budget found that is kept.
     """
     known: dict[tuple[tuple[str, ...], float | None], KeepingCost | InfeasibleBudgetError] = {}
 
