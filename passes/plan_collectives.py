@@ -38,12 +38,12 @@ from typing import ClassVar
 
 from torch import fx
 
-from graphshard.errors import OptionError, PassError
+from graphshard.errors import InfeasibleBudgetError, OptionError, PassError
 from graphshard.ir import group_name, is_collective
 from graphshard.memory import parse_bytes, resident_bytes, waiting_bytes
 from graphshard.pipeline import Fact, PassContext, PassReport, reduced_parameters, row_places, shards_behind
 from graphshard.planner import Movable, PlannedGraph, Wishes, default_peak, held_beside, plan_graph
-from graphshard.planner.search import MOST_EXACT_STATES, InfeasibleBudgetError
+from graphshard.planner.search import MOST_EXACT_STATES
 
 #: A memory budget: what units gathered one ahead take.
 DEFAULT = "default"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from torch import fx
 
+from ..errors import InfeasibleBudgetError
 from ..ir import apply_order, copy_graph
 from ..memory import parse_bytes, step_bytes
 from ..pipeline import PassContext, bucket_keys, row_places
 from .merge_collectives import merge_by_unit
 from .plan_graph import measured_peak
 from .rule_order import Decisions, Movable, Placement, at_once
-from .search import InfeasibleBudgetError
 
 
 def held_beside(gm: fx.GraphModule, ctx: PassContext) -> int:

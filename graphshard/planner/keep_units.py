@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .search import InfeasibleBudgetError
+from ..errors import InfeasibleBudgetError
 
 #: Up to so many units every run of last units is tried; of more, those on the way to the longest that fits.
 _TRY_ALL = 6

@@ -19,7 +19,7 @@ from support.small_graphs import (
     text_of,
 )
 
-from graphshard.errors import OptionError, OptionTypeError, PassError
+from graphshard.errors import InfeasibleBudgetError, OptionError, OptionTypeError, PassError, PlanError
 from graphshard.ir.bucket_ops import JOIN_PARTS
 from graphshard.ir.collectives import ALL_GATHER, REDUCE_SCATTER, is_collective, is_wait
 from graphshard.ir.rewrite import copy_graph
@@ -32,8 +32,6 @@ from graphshard.pipeline.pipeline import Pipeline
 from graphshard.pipeline.provenance import reduced_parameters, shards_behind
 from graphshard.planner import solve, splits
 from graphshard.planner.from_graph import problem_of_graph
-from graphshard.planner.search.plan import InfeasibleBudgetError
-from graphshard.planner.search.simulate import PlanError
 
 plan_collectives = sys.modules[PlanCollectives.__module__]
 

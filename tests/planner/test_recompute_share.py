@@ -2,9 +2,9 @@
 
 import pytest
 
+from graphshard.errors import InfeasibleBudgetError
 from graphshard.planner.keep_units import KeepingCost
 from graphshard.planner.recompute_share import SHARES, choose_saved
-from graphshard.planner.search.plan import InfeasibleBudgetError
 
 UNITS = ["a", "b", "root"]
 DEFAULT = ["root"]

@@ -8,9 +8,9 @@ Read first: ``problem`` (what is planned), ``simulate`` (what a schedule costs),
 """
 
 from .bound import Bounds, links_bound, lower_bounds
-from .plan import InfeasibleBudgetError, Plan, make_plan
-from .problem import Collective, Problem, ProblemError, Task
-from .simulate import BucketRun, PlanError, Step, simulate
+from .plan import Plan, make_plan
+from .problem import Collective, Problem, Task
+from .simulate import BucketRun, Step, simulate
 from .solve import EXACT_STATES, MOST_EXACT_STATES, is_possible, leanest_schedule, plan
 
 __all__ = [
@@ -19,11 +19,8 @@ __all__ = [
     "Bounds",
     "BucketRun",
     "Collective",
-    "InfeasibleBudgetError",
     "Plan",
-    "PlanError",
     "Problem",
-    "ProblemError",
     "Step",
     "Task",
     "is_possible",

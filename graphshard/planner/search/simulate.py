@@ -17,13 +17,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...cost import behind_wait
-from ...errors import GraphShardError
+from ...errors import PlanError
 from ...ir import are_neighbours
 from .problem import Collective, Problem
-
-
-class PlanError(GraphShardError, RuntimeError):
-    """A schedule that cannot be carried out."""
 
 
 class Step(NamedTuple):

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from ...errors import InfeasibleBudgetError, PlanError, ProblemError
 from .beam import Beam, good_schedule
 from .bound import gap, lower_bounds
 from .condense import both_ends, condense, expand
@@ -14,9 +15,9 @@ from .exact import TooLargeError, best_schedule, least_peak
 from .feasible import constrained_schedules
 from .list_schedule import Rule, schedule_in_turn
 from .local_search import polished
-from .plan import InfeasibleBudgetError, Plan, make_plan
-from .problem import Problem, ProblemError, RememberedPrices
-from .simulate import Machine, PlanError, Step, simulate
+from .plan import Plan, make_plan
+from .problem import Problem, RememberedPrices
+from .simulate import Machine, Step, simulate
 
 #: Up to so many collectives, and tasks after condensing, a problem is solved exactly.
 EXACT_COLLECTIVES, EXACT_TASKS = 10, 40

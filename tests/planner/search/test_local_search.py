@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 from support.problems import LinePrices, random_problem
 
+from graphshard.errors import PlanError
 from graphshard.planner import polish, solve
 from graphshard.planner.search.exact import best_schedule, least_peak
 from graphshard.planner.search.local_search import polished
 from graphshard.planner.search.problem import Collective, Problem, Task
-from graphshard.planner.search.simulate import PlanError, Step, simulate
+from graphshard.planner.search.simulate import Step, simulate
 from graphshard.planner.search.solve import in_place, is_possible, plan
 
 RANDOM = [random_problem(seed, most=6, num_tasks=6, with_memory=True) for seed in range(900, 930)]
