@@ -23,7 +23,7 @@ from graphshard.capture.change_mesh import can_reshard, reshard_step
 from graphshard.cli.main import main
 from graphshard.cli.sweep_command import parse_meshes, parse_numbers
 from graphshard.errors import CaptureError, OptionError, ShardingError, UsageError
-from graphshard.inspection.processes import process_context, start_early
+from graphshard.processes import process_context, start_early
 from graphshard.inspection.sweep import resized
 from graphshard.ir.graph_text import graph_text
 from graphshard.ir.rewrite import spared_by_garbage_collection
