@@ -13,11 +13,10 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..errors import CardError, OptionTypeError
+from ..errors import CardError
 from .curves import Curve
 
 #: What has an efficiency. The first four are fractions of ``peak_flops`` by FLOPs of the kernel,
@@ -42,7 +41,7 @@ _MAY_BE_ZERO = (
     "collective_spread_seconds",
     "comm_compute_seconds_per_byte",
 )
-_RANK_NUMBERS = (
+RANK_NUMBERS = (
     "vector_flops",
     "memory_bandwidth",
     "memory_bytes",
@@ -54,11 +53,9 @@ _RANK_NUMBERS = (
     "collective_spread_seconds",
     "comm_compute_seconds_per_byte",
 )
-_LINKS = ("intra_node", "inter_node")
-_LINK_NUMBERS = ("latency_seconds", "bandwidth", "efficiency")
-_PROTOCOL_NUMBERS = ("latency_seconds", "bandwidth_fraction")
-_ROW = ("op", "num_ranks", "num_bytes", "seconds", "overlapped_seconds")
-_CARDS = resources.files("graphshard.cost") / "cards"
+LINKS = ("intra_node", "inter_node")
+LINK_NUMBERS = ("latency_seconds", "bandwidth", "efficiency")
+ROW_ENTRIES = ("op", "num_ranks", "num_bytes", "seconds", "overlapped_seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +167,7 @@ class HardwareCard:
     def __post_init__(self) -> None:
         problems = list(_value_problems(self))
         if problems:
-            raise CardError(_complaint(f"card {self.name!r}", problems))
+            raise CardError(complaint(f"card {self.name!r}", problems))
 
     def peak(self, dtype_name: str) -> float:
         """FLOP/s of the matrix units.
@@ -193,8 +190,8 @@ class HardwareCard:
             "device_type": self.device_type,
             "peak_flops": dict(self.peak_flops),
             "efficiency": {kind: _curve_data(curve) for kind, curve in self.efficiency.items()},
-            **{name: getattr(self, name) for name in _RANK_NUMBERS},
-            **{name: _link_data(getattr(self, name)) for name in _LINKS},
+            **{name: getattr(self, name) for name in RANK_NUMBERS},
+            **{name: _link_data(getattr(self, name)) for name in LINKS},
             "sources": dict(self.sources),
         }
 
@@ -203,182 +200,16 @@ class HardwareCard:
         path.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
 
 
-def known_cards() -> tuple[str, ...]:
-    """Names of the cards that ship with the package."""
-    return tuple(sorted(file.name.removesuffix(".json") for file in _CARDS.iterdir()))
-
-
-def load_card(name_or_path: str | Path) -> HardwareCard:
-    """A shipped card by name, or one from a file.
-
-    Args:
-        name_or_path: one of :func:`known_cards`, or the path of a JSON file.
-
-    Raises:
-        CardError: no such card or file, no JSON, or entries that are missing, unknown or not positive.
-        OptionTypeError: neither a name nor a path.
-    """
-    if not isinstance(name_or_path, (str, Path)):
-        raise OptionTypeError(
-            f"hardware={name_or_path!r} must be a card, its name or the path of its file; "
-            f"known names: {', '.join(known_cards())}"
-        )
-    if str(name_or_path) in known_cards():
-        file = f"{name_or_path}.json"
-        return parse_card((_CARDS / file).read_text(), where=file)
-    path = Path(name_or_path)
-    try:
-        text = path.read_text()
-    except (OSError, ValueError) as error:  # a ValueError: no text, or a name that no file can have
-        reason = getattr(error, "strerror", None) or error
-        raise CardError(
-            f"no hardware card {str(name_or_path)!r}: it is none of {', '.join(known_cards())}, "
-            f"and as a file it cannot be read ({reason})"
-        ) from error
-    return parse_card(text, where=str(path))
-
-
-def card_of(hardware: str | Path | HardwareCard) -> HardwareCard:
-    """The card that a user gave, or named as :func:`load_card` takes it.
-
-    Raises:
-        CardError, OptionTypeError: see :func:`load_card`.
-    """
-    return hardware if isinstance(hardware, HardwareCard) else load_card(hardware)
-
-
-def parse_card(text: str, *, where: str) -> HardwareCard:
-    """Reads a card from JSON.
-
-    Args:
-        text: the JSON.
-        where: the file's name, for errors.
-
-    Raises:
-        CardError: see :func:`load_card`.
-    """
-    try:
-        data = json.loads(text)
-    except ValueError as error:  # wrong JSON, or a number of thousands of digits
-        raise CardError(f"{where}: no JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise CardError(f"{where}: a card is a JSON object, not {type(data).__name__}")
-    reader = _Reader(data)
-    fields: dict[str, Any] = {
-        "name": data.pop("name", where),
-        "summary": data.pop("summary", ""),
-        "device_type": data.pop("device_type", "cuda"),
-        "sources": data.pop("sources", {}),
-        "peak_flops": reader.numbers("peak_flops"),
-        "efficiency": reader.curves("efficiency", KERNEL_CLASSES),
-        **{name: reader.number(name) for name in _RANK_NUMBERS},
-        **{name: reader.link(name) for name in _LINKS},
-    }
-    reader.problems += [f"{name} is not an entry of a card" for name in data]
-    card = None
-    if not reader.problems:
-        try:
-            card = HardwareCard(**fields)
-        except CardError as error:
-            raise CardError(str(error).replace(f"card {fields['name']!r}", where, 1)) from error
-    if card is None:
-        raise CardError(_complaint(where, reader.problems))
-    return card
-
-
-def _complaint(where: str, problems: list[str]) -> str:
+def complaint(where: str, problems: list[str]) -> str:
     return f"{where}: " + "; ".join(problems)
 
 
-class _Reader:
-    """Takes entries out of the JSON; what is missing or of the wrong type is remembered."""
-
-    def __init__(self, data: dict[str, Any]) -> None:
-        self._data = data
-        self.problems: list[str] = []
-
-    def number(self, name: str) -> float:
-        return self._number(self._data, name, name)
-
-    def numbers(self, name: str) -> dict[str, float]:
-        entries = self._object(self._data, name, name)
-        return {key: self._number(entries, key, f"{name}.{key}") for key in list(entries)}
-
-    def curves(self, name: str, keys: tuple[str, ...]) -> dict[str, Curve]:
-        entries = self._object(self._data, name, name)
-        found = {key: self._curve(entries, key, f"{name}.{key}") for key in keys}
-        self.problems += [f"{name}.{key} is none of {', '.join(keys)}" for key in entries]
-        return found
-
-    def link(self, name: str) -> LinkClass:
-        entries = self._object(self._data, name, name)
-        numbers = {key: self._number(entries, key, f"{name}.{key}") for key in _LINK_NUMBERS}
-        protocols = self._object(entries, "protocols", f"{name}.protocols") if "protocols" in entries else {}
-        rows = entries.pop("measured", [])
-        if not isinstance(rows, list):
-            self.problems.append(f"{name}.measured is not a list")
-            rows = []
-        self.problems += [f"{name}.{key} is not an entry of a link" for key in entries]
-        return LinkClass(
-            **numbers,
-            protocols=tuple(
-                self._protocol(protocols, key, f"{name}.protocols.{key}") for key in list(protocols)
-            ),
-            measured=tuple(self._measured(row, f"{name}.measured[{i}]") for i, row in enumerate(rows)),
-        )
-
-    def _protocol(self, entries: dict[str, Any], key: str, path: str) -> Protocol:
-        values = self._object(entries, key, path)
-        numbers = {name: self._number(values, name, f"{path}.{name}") for name in _PROTOCOL_NUMBERS}
-        self.problems += [f"{path}.{name} is not an entry of a protocol" for name in values]
-        return Protocol(name=key, **numbers)
-
-    def _measured(self, row: Any, path: str) -> MeasuredCollective:
-        is_row = isinstance(row, list) and len(row) in (4, 5) and all(map(_is_number, row[1:]))
-        if not is_row or row[0] not in COLLECTIVE_KINDS:
-            entries = "op, ranks, bytes, seconds"
-            self.problems.append(
-                f"{path} is not [{entries}] or [{entries}, overlapped seconds] with an op of "
-                f"{', '.join(COLLECTIVE_KINDS)}"
-            )
-            return MeasuredCollective(op="", num_ranks=1, num_bytes=1, seconds=1.0)
-        return MeasuredCollective(**dict(zip(_ROW, row, strict=False)))
-
-    def _curve(self, entries: dict[str, Any], key: str, path: str) -> Curve:
-        if isinstance(entries.get(key), list):
-            rows = entries.pop(key)
-            if all(isinstance(row, list) and len(row) == 2 and all(map(_is_number, row)) for row in rows):
-                return Curve(tuple((float(size), float(value)) for size, value in rows))
-            self.problems.append(f"{path} is neither a number nor a list of [size, value]")
-            return Curve.constant(1.0)
-        return Curve.constant(self._number(entries, key, path))
-
-    def _object(self, entries: dict[str, Any], key: str, path: str) -> dict[str, Any]:
-        value = entries.pop(key, None)
-        if not isinstance(value, dict):
-            self.problems.append(f"{path} is missing" if value is None else f"{path} is not an object")
-            return {}
-        return value
-
-    def _number(self, entries: dict[str, Any], key: str, path: str) -> float:
-        value = entries.pop(key, None)
-        if _is_number(value):
-            return value
-        if _is_too_large(value):
-            self.problems.append(f"{path} is too large a number")
-        else:
-            self.problems.append(
-                f"{path} is missing" if value is None else f"{path} is not a number: {value!r}"
-            )
-        return 1.0
-
-
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and not _is_too_large(value)
+    return is_number and not is_too_large(value)
 
 
-def _is_too_large(value: Any) -> bool:
+def is_too_large(value: Any) -> bool:
     """True for a whole number that no float reaches."""
     return isinstance(value, int) and abs(value) > sys.float_info.max
 
@@ -395,11 +226,11 @@ def _value_problems(card: HardwareCard) -> Iterator[str]:
         yield f"device_type must be one of {', '.join(DEVICE_TYPES)}, not {card.device_type!r}"
     counts = ["memory_bytes", "ranks_per_node"]
     numbers = {f"peak_flops.{name}": value for name, value in card.peak_flops.items()}
-    numbers |= {name: getattr(card, name) for name in _RANK_NUMBERS}
+    numbers |= {name: getattr(card, name) for name in RANK_NUMBERS}
     fractions = {}
-    for name in _LINKS:
+    for name in LINKS:
         link = getattr(card, name)
-        numbers |= {f"{name}.{key}": getattr(link, key) for key in _LINK_NUMBERS}
+        numbers |= {f"{name}.{key}": getattr(link, key) for key in LINK_NUMBERS}
         fractions[f"{name}.efficiency"] = link.efficiency
         for way in link.protocols:
             path = f"{name}.protocols.{way.name}"
@@ -421,9 +252,9 @@ def _value_problems(card: HardwareCard) -> Iterator[str]:
         yield from (f"efficiency.{kind} {problem}" for problem in curve.problems())
         for size, value in curve.rows:
             numbers[f"efficiency.{kind} at {size:g}"] = fractions[f"efficiency.{kind} at {size:g}"] = value
-    too_large = [name for name, value in numbers.items() if _is_too_large(value)]
+    too_large = [name for name, value in numbers.items() if is_too_large(value)]
     yield from (f"{name} is too large a number" for name in too_large)
-    others = [name for name, value in numbers.items() if name not in too_large and not _is_number(value)]
+    others = [name for name, value in numbers.items() if name not in too_large and not is_number(value)]
     yield from (f"{name} must be a number, not {numbers[name]!r}" for name in others)
     for name in (*too_large, *others):
         del numbers[name]
@@ -448,7 +279,7 @@ def _form_problems(card: HardwareCard) -> Iterator[str]:
     curves = card.efficiency
     if not isinstance(curves, Mapping) or not all(isinstance(curve, Curve) for curve in curves.values()):
         yield f"efficiency must be curves by class of kernels, not {curves!r}"
-    for name in _LINKS:
+    for name in LINKS:
         if not isinstance(getattr(card, name), LinkClass):
             yield f"{name} must be a LinkClass, not {getattr(card, name)!r}"
 
@@ -472,13 +303,13 @@ def _curve_data(curve: Curve) -> float | list[list[float]]:
 
 
 def _link_data(link: LinkClass) -> dict[str, Any]:
-    data: dict[str, Any] = {name: getattr(link, name) for name in _LINK_NUMBERS}
+    data: dict[str, Any] = {name: getattr(link, name) for name in LINK_NUMBERS}
     if link.protocols:
         data["protocols"] = {
             way.name: {"latency_seconds": way.latency_seconds, "bandwidth_fraction": way.bandwidth_fraction}
             for way in link.protocols
         }
     if link.measured:
-        rows = [[getattr(row, name) for name in _ROW] for row in link.measured]
+        rows = [[getattr(row, name) for name in ROW_ENTRIES] for row in link.measured]
         data["measured"] = [row if row[-1] is not None else row[:-1] for row in rows]
     return data

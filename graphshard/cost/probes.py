@@ -21,6 +21,9 @@ from .curves import Curve
 from .flops import causal_share
 from .kernels import STEPS_OF
 
+#: Takes lines of progress.
+Report = Callable[[str], None]
+
 #: Dtypes whose products are measured.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -94,7 +97,7 @@ def probe_compute(
     device: torch.device,
     sizes: ProbeSizes,
     *,
-    report: Callable[[str], None] = say_nothing,
+    report: Report = say_nothing,
     together: Callable[[], None] = lambda: None,
     slowest: Callable[[float], float] = lambda seconds: seconds,
 ) -> ComputeProbe:

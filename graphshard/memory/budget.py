@@ -9,7 +9,7 @@ from torch import fx
 
 from ..errors import OptionError, OptionTypeError
 from ..ir import WAITING_INPUTS, stored_bytes, tensor_bytes
-from .model import kept_bytes, kept_inputs
+from .kept_inputs import kept_bytes, kept_inputs
 
 _UNITS = {"": 1, "b": 1, **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}} | {
     f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)

@@ -19,17 +19,15 @@ themselves is in :mod:`graphshard.memory.scratch`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
 from .._compat import gradients_are_boxed
 from ..ir import (
     ALL_GATHER,
-    GATHERED_INPUT,
     REDUCE_SCATTER,
     TANGENT_INPUT,
     aliased_inputs,
@@ -54,7 +52,9 @@ from ..ir import (
     waits_of,
     writes_over,
 )
+from .kept_inputs import kept_bytes
 from .scratch import scratch_bytes
+from .timeline import LiveValue, MemoryTimeline
 
 #: Copies a collective holds while it runs, per device type: multiples of its input and of its output.
 #: Gloo (cpu) gathers into a flat buffer of its own and reduces a clone of the input; an exchange, which
@@ -79,71 +79,6 @@ DONATED = "donated"
 _DEAR = {aten.exp.default, aten.sigmoid.default}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveValue:
-    """One value in memory.
-
-    Attributes:
-        node: what made it.
-        part: which item of a tuple it is (``[1]``), or that it is a collective's copy or a kernel's scratch; else "".
-        num_bytes: its size.
-    """
-
-    node: fx.Node
-    part: str
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryTimeline:
-    """Live bytes over one order of a graph's nodes.
-
-    Attributes:
-        nodes: the order.
-        live_bytes: for each node the bytes live while it runs, inputs and results included, without
-            ``kept_bytes``.
-        kept_bytes: bytes of the inputs that the caller keeps alive throughout, and of the module's own tensors.
-        live_at_peak: what is live at the first node of the peak, largest first.
-    """
-
-    nodes: tuple[fx.Node, ...]
-    live_bytes: tuple[int, ...]
-    kept_bytes: int
-    live_at_peak: tuple[LiveValue, ...]
-
-    @property
-    def peak_bytes(self) -> int:
-        """The largest of ``live_bytes``; 0 for a graph without nodes."""
-        return max(self.live_bytes, default=0)
-
-    @property
-    def peak_node(self) -> fx.Node:
-        """The first node at which the peak is reached."""
-        return self.nodes[self.live_bytes.index(self.peak_bytes)]
-
-    def text(self, names: Mapping[fx.Node, str]) -> str:
-        """For people: the peak, what is live there, and the bytes at each node.
-
-        Args:
-            names: what to call the nodes (``graph_text.node_names``); others keep their own name.
-        """
-
-        def name(node: fx.Node) -> str:
-            return names.get(node, node.name)
-
-        lines = [f"peak {self.peak_bytes} bytes at {name(self.peak_node)}, where these are live:"]
-        lines += [f"{value.num_bytes:>14}  {name(value.node)}{value.part}" for value in self.live_at_peak]
-        lines += [
-            f"beside {self.kept_bytes} bytes of inputs that the caller keeps",
-            "live while each node runs:",
-        ]
-        lines += [
-            f"{num_bytes:>14}  {name(node)}"
-            for node, num_bytes in zip(self.nodes, self.live_bytes, strict=True)
-        ]
-        return "\n".join(lines) + "\n"
-
-
 def memory_timeline(
     gm: fx.GraphModule,
     *,
@@ -162,32 +97,6 @@ def memory_timeline(
     return MemoryModel(gm, kept=kept, device_type=device_type).timeline(
         list(gm.graph.nodes) if order is None else order
     )
-
-
-def kept_inputs(gm: fx.GraphModule) -> list[fx.Node]:
-    """The placeholders of a half whose memory the caller keeps.
-
-    In a forward or inference graph all of them. In a backward (told by its tangents) those it shares
-    with the forward's inputs, ``primals_*``, and parameters that its units may keep gathered; saved activations
-    die after their last use, and tangents are counted as the graph's own.
-    """
-    inputs = list(gm.graph.find_nodes(op="placeholder"))
-    if any(node.name.startswith(TANGENT_INPUT) for node in inputs):
-        return [node for node in inputs if node.name.startswith(("primals_", GATHERED_INPUT))]
-    return inputs
-
-
-def kept_bytes(gm: fx.GraphModule, kept: Iterable[fx.Node]) -> int:
-    """Bytes of inputs that the caller keeps, and of the tensors that the module itself holds (:func:`held_tensors`)."""
-    inputs = sum(stored_bytes(node.meta.get("val")) for node in kept)
-    return inputs + sum(map(stored_bytes, held_tensors(gm).values()))
-
-
-def held_tensors(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
-    """The tensors that a graph reads of its module, by name: parameters in a graph of ``make_fx``, constants."""
-    names = dict.fromkeys(node.target for node in gm.graph.find_nodes(op="get_attr"))
-    found = {name: operator.attrgetter(name)(gm) for name in names}
-    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
 def copied_bytes(collective: fx.Node, device_type: str | None = None) -> int:

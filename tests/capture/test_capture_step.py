@@ -11,7 +11,8 @@ from support.small_models import MODELS, example_batch, shard_units
 from torch import Tensor, fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from graphshard.capture.capture_step import CapturedStep, ShardingRules, capture_step
+from graphshard.capture.capture_step import CapturedStep, capture_step
+from graphshard.capture.rules import ShardingRules
 from graphshard.errors import CaptureError, OptionTypeError, ShardingError
 from graphshard.ir.collectives import ALL_GATHER, ALL_REDUCE
 from graphshard.ir.graph_text import graph_text

@@ -29,7 +29,8 @@ from graphshard.errors import (
 )
 from graphshard.inspection.exposure import CAUSES
 from graphshard.ir.collectives import is_collective
-from graphshard.memory.model import kept_inputs, memory_timeline
+from graphshard.memory.kept_inputs import kept_inputs
+from graphshard.memory.model import memory_timeline
 from graphshard.report import CATEGORIES, SCHEMA_VERSION, Report, report_schema
 from graphshard.report.text import pass_diffs, report_text
 from graphshard.report.trace import trace_events

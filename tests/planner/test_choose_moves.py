@@ -12,7 +12,7 @@ from support.small_graphs import GraphBuilder, aten, products_and_sums, tensor_p
 import graphshard
 from graphshard.errors import PlanError
 from graphshard.ir.collectives import ALL_REDUCE, REDUCE_SCATTER, WAIT, is_collective
-from graphshard.pipeline.context import KnownPlan
+from graphshard.pipeline.known_plan import KnownPlan
 from graphshard.planner import moves
 from graphshard.planner.choose_moves import moved_compute
 from graphshard.planner.from_graph import problem_of_graph

@@ -33,7 +33,8 @@ from graphshard.ir.collectives import (
 from graphshard.ir.custom_collectives import ALL_REDUCE_HOOK
 from graphshard.ir.rewrite import copy_graph
 from graphshard.memory.budget import parse_bytes
-from graphshard.memory.model import kept_inputs, memory_timeline
+from graphshard.memory.kept_inputs import kept_inputs
+from graphshard.memory.model import memory_timeline
 from graphshard.pipeline.context import PassContext
 from graphshard.pipeline.facts import check_typed, check_waited
 from graphshard.planner import solve

@@ -12,7 +12,7 @@ from support.toy_models import WORKLOADS, build_mlp
 from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
 
-from graphshard.cost.calibrate import probe_collectives
+from graphshard.cost.collective_probes import probe_collectives
 from graphshard.cost.probes import ProbeSizes
 from graphshard.errors import InfeasibleBudgetError
 
