@@ -53,6 +53,9 @@ from .rules import ShardingRules, as_regex, refuse_patterns_without_modules
 #: The joint passes of training, behind the one that a plain graph needs.
 PLAIN_PIPELINE = Pipeline(InsertShards(), MergeWaits(), MergeUnshards(), SpreadParameters(), TagRecompute())
 
+#: Chooses for a step, from its joint graph at level 1, what is known of it, and the joint passes that follow.
+Choose = Callable[[fx.GraphModule, PassContext, Pipeline], StepChoice | None]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedStep:
@@ -91,7 +94,7 @@ def capture_step(
     needs_loss: bool = False,
     device_type: str | None = None,
     is_brief: bool = False,
-    choose: Callable[[fx.GraphModule, PassContext, Pipeline], StepChoice | None] | None = None,
+    choose: Choose | None = None,
 ) -> CapturedStep:
     """Forward and backward of ``model`` as they would run on each rank of the mesh of ``rules``.
 
@@ -144,58 +147,111 @@ def capture_step(
         num_results = len(output_values(joint.graph)) - len(primals)
         if needs_loss:
             _refuse_other_results(output_values(joint.graph)[: 1 if has_others else num_results], loss)
-        plain = []
-        for node in primals:
-            param = parameter_of_input(node, traced)
-            if param is not None:
-                path = paths[id(param)]
-                dtype = model.get_parameter(path).dtype
-                call = rules.call_of(path, node.meta["val"].shape, dtype.is_floating_point)
-                plain.append(PlainParameter(placeholder=node.name, call=call, dtype=dtype))
+        plain = _plain_parameters(primals, traced, model, rules, paths)
         order = tuple(path for path, _ in fake.named_parameters())
-        context = PassContext(plain=_with_places(plain, order))
-        found: list[tuple[fx.GraphModule, PassContext, str, list[PassRecord], StepChoice | None]] = []
-
-        def run_joint_passes(gm: fx.GraphModule) -> None:
-            text = "" if is_brief else graph_text(gm)
-            records: list[PassRecord] = []
-
-            def run(pipeline: Pipeline, ctx: PassContext) -> None:
-                if is_brief:
-                    pipeline.run_unchecked(gm, ctx)
-                else:
-                    records.extend(pipeline.run(gm, ctx, before=records[-1].text if records else text))
-
-            first, tag = PLAIN_PIPELINE.split(-1)
-            run(first, context)
-            known = replace(context_from_shard_ops(gm), device_type=device_type)
-            choice = choose(gm, known, tag) if choose is not None else None
-            if choice is not None:
-                run(Pipeline(KeepGathered(units=choice.kept), given=tag.given), context)
-                tag = choice.extended(tag)
-            run(tag, context)
-            known = replace(
-                context_from_shard_ops(gm),
-                pieces=pieces_of(gm),
-                device_type=device_type,
-                default_peak_bytes=choice.peak_bytes if choice is not None else None,
-            )
-            found.append((copy_graph(gm), known, text, records, choice))
-
-        forward, backward = partition_as_inductor(joint, num_results, range(len(plain)), run_joint_passes)
+        passes = _JointPasses(
+            context=PassContext(plain=_with_places(plain, order)),
+            device_type=device_type,
+            is_brief=is_brief,
+            choose=choose,
+        )
+        forward, backward = partition_as_inductor(joint, num_results, range(len(plain)), passes.run)
         drop_rng_states(forward, backward)
-    ((sharded, sharded_context, text, records, choice),) = found
+    done = passes.result()
     return CapturedStep(
-        joint=sharded,
+        joint=done.joint,
         forward=forward,
         backward=backward,
-        context=sharded_context,
-        text=text,
-        records=tuple(records),
+        context=done.context,
+        text=done.text,
+        records=done.records,
         num_results=num_results,
         order=order,
-        choice=choice,
+        choice=done.choice,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ShardedJoint:
+    """What the joint passes leave; the fields are those of :class:`CapturedStep`."""
+
+    joint: fx.GraphModule
+    context: PassContext
+    text: str
+    records: tuple[PassRecord, ...]
+    choice: StepChoice | None
+
+
+class _JointPasses:
+    """The joint passes of one capture. The partitioner runs them, once, just before it cuts the graph in halves.
+
+    Args:
+        context: what is known of the plain graph.
+        device_type, is_brief, choose: as in :func:`capture_step`.
+    """
+
+    def __init__(
+        self, *, context: PassContext, device_type: str | None, is_brief: bool, choose: Choose | None
+    ) -> None:
+        self._plain_context = context
+        self._device_type = device_type
+        self._is_brief = is_brief
+        self._choose = choose
+        self._result: _ShardedJoint | None = None
+
+    def result(self) -> _ShardedJoint:
+        """Of the one run."""
+        assert self._result is not None, "the partitioner ran no joint passes"
+        return self._result
+
+    def run(self, gm: fx.GraphModule) -> None:
+        """Edits the plain joint graph in place."""
+        text = "" if self._is_brief else graph_text(gm)
+        records: list[PassRecord] = []
+        first, tag = PLAIN_PIPELINE.split(-1)
+        self._apply(first, gm, text, records)
+        known = replace(context_from_shard_ops(gm), device_type=self._device_type)
+        choice = self._choose(gm, known, tag) if self._choose is not None else None
+        if choice is not None:
+            keep = Pipeline(KeepGathered(units=choice.kept), given=tag.given)
+            self._apply(keep, gm, text, records)
+            tag = choice.extended(tag)
+        self._apply(tag, gm, text, records)
+        context = replace(
+            context_from_shard_ops(gm),
+            pieces=pieces_of(gm),
+            device_type=self._device_type,
+            default_peak_bytes=choice.peak_bytes if choice is not None else None,
+        )
+        self._result = _ShardedJoint(
+            joint=copy_graph(gm), context=context, text=text, records=tuple(records), choice=choice
+        )
+
+    def _apply(self, pipeline: Pipeline, gm: fx.GraphModule, text: str, records: list[PassRecord]) -> None:
+        if self._is_brief:
+            pipeline.run_unchecked(gm, self._plain_context)
+        else:
+            before = records[-1].text if records else text
+            records.extend(pipeline.run(gm, self._plain_context, before=before))
+
+
+def _plain_parameters(
+    primals: Sequence[fx.Node],
+    traced: fx.GraphModule,
+    model: nn.Module,
+    rules: ShardingRules,
+    paths: Mapping[int, str],
+) -> list[PlainParameter]:
+    """The inputs that are parameters; ``paths`` are their names in the model, by the id of the traced ones."""
+    plain = []
+    for node in primals:
+        param = parameter_of_input(node, traced)
+        if param is not None:
+            path = paths[id(param)]
+            dtype = model.get_parameter(path).dtype
+            call = rules.call_of(path, node.meta["val"].shape, dtype.is_floating_point)
+            plain.append(PlainParameter(placeholder=node.name, call=call, dtype=dtype))
+    return plain
 
 
 def _with_places(plain: Sequence[PlainParameter], order: Sequence[str]) -> tuple[PlainParameter, ...]:
