@@ -1,7 +1,7 @@
-"""Measures this machine and its process group, and writes what it found as a hardware card.
+"""Measures this machine and its process group, and writes the result as a hardware card.
 
-Under torchrun the ranks it started are measured, each at work at the same time as the others;
-otherwise ranks of gloo are spawned on this machine.
+Under torchrun it measures the ranks that torchrun started, all at work at the same time. Otherwise it spawns ranks of
+gloo on this machine.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationJob:
-    """What every rank is told to do.
+    """What every rank measures.
 
     Attributes:
         out: file of the card; rank 0 writes it.
         device_type: "cpu" or "cuda".
         sizes: what to measure.
         num_threads: threads of each rank; 0 leaves torch's choice.
-        like: a card that gives the links which were not measured; "" copies the measured ones.
+        like: a card whose links replace those that were not measured; "" copies the measured links.
     """
 
     out: Path
@@ -113,7 +113,7 @@ def measure_group(job: CalibrationJob, local_ranks: int, report: Report = say_no
 
     Args:
         job: what to measure, and where the card goes.
-        local_ranks: how many of the ranks are on one node: all, or one.
+        local_ranks: number of ranks on a node: all ranks, or one.
         report: takes lines of progress, on rank 0.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Cards from files: those that ship beside this module, and the JSON of others, with every mistake in it at once."""
+"""Reads cards: those that ship beside this module by name, and JSON files. An error lists every mistake in a file."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def load_card(name_or_path: str | Path) -> HardwareCard:
     path = Path(name_or_path)
     try:
         text = path.read_text()
-    except (OSError, ValueError) as error:  # a ValueError: no text, or a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: not text, or an impossible file name
         reason = getattr(error, "strerror", None) or error
         raise CardError(
             f"no hardware card {str(name_or_path)!r}: it is none of {', '.join(known_cards())}, "
@@ -66,7 +66,7 @@ def load_card(name_or_path: str | Path) -> HardwareCard:
 
 
 def card_of(hardware: str | Path | HardwareCard) -> HardwareCard:
-    """The card that a user gave, or named as :func:`load_card` takes it.
+    """A card as it is, or the card of a name or file.
 
     Raises:
         CardError, OptionTypeError: see :func:`load_card`.
@@ -86,7 +86,7 @@ def parse_card(text: str, *, where: str) -> HardwareCard:
     """
     try:
         data = json.loads(text)
-    except ValueError as error:  # wrong JSON, or a number of thousands of digits
+    except ValueError as error:  # not JSON, or a number with thousands of digits
         raise CardError(f"{where}: no JSON: {error}") from error
     if not isinstance(data, dict):
         raise CardError(f"{where}: a card is a JSON object, not {type(data).__name__}")
@@ -114,7 +114,7 @@ def parse_card(text: str, *, where: str) -> HardwareCard:
 
 
 class _Reader:
-    """Takes entries out of the JSON; what is missing or of the wrong type is remembered."""
+    """Takes entries out of the JSON, and collects in ``problems`` what is missing or of the wrong type."""
 
     def __init__(self, data: dict[str, Any]) -> None:
         self._data = data

@@ -19,9 +19,9 @@ from typing import Any
 from ..errors import CardError
 from .curves import Curve
 
-#: What has an efficiency. The first four are fractions of ``peak_flops`` by FLOPs of the kernel,
-#: "vector" one of ``vector_flops`` by FLOPs, and the last two of ``memory_bandwidth`` by bytes moved:
-#: kernels that stream, and kernels that read scattered rows.
+#: Classes of kernels; a card has an efficiency for each. The first four are fractions of ``peak_flops``, by FLOPs of
+#: the kernel. "vector" is a fraction of ``vector_flops``, by FLOPs. "memory" (kernels that stream) and "gather"
+#: (kernels that read scattered rows) are fractions of ``memory_bandwidth``, by bytes moved.
 KERNEL_CLASSES = (
     "matmul", "attention", "attention_backward", "convolution", "vector", "memory", "gather",
 )  # fmt: skip
@@ -32,7 +32,7 @@ COLLECTIVE_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", 
 #: What ``device_type`` may be.
 DEVICE_TYPES = ("cuda", "cpu")
 
-#: Smaller than any figure of hardware in its unit; to divide by less is no number.
+#: Smaller than any figure of hardware in its unit. A division by less could overflow.
 _LEAST = 1e-30
 
 #: Entries that may be 0.
@@ -64,8 +64,8 @@ class Protocol:
 
     Attributes:
         name: equal names in both link classes belong together.
-        latency_seconds: of one hop.
-        bandwidth_fraction: of what the link reaches otherwise, in (0, 1].
+        latency_seconds: latency of one hop.
+        bandwidth_fraction: fraction of the bandwidth that the link reaches without the protocol, in (0, 1].
     """
 
     name: str
@@ -79,11 +79,11 @@ class MeasuredCollective:
 
     Attributes:
         op: one of :data:`COLLECTIVE_KINDS`.
-        num_ranks: of the group.
-        num_bytes: of the larger of input and output.
+        num_ranks: ranks of the group.
+        num_bytes: bytes of the larger of input and output.
         seconds: from start to end.
-        overlapped_seconds: what of them passes while one in front of it in its group still moves; None where that was
-            not measured.
+        overlapped_seconds: the part of ``seconds`` that passes while the previous collective of the group still moves;
+            None if it was not measured.
     """
 
     op: str
@@ -98,12 +98,12 @@ class LinkClass:
     """Links of one kind.
 
     Attributes:
-        latency_seconds: of one hop, for large messages.
+        latency_seconds: latency of one hop, for large messages.
         bandwidth: bytes per second and rank, in one direction.
-        efficiency: the fraction of it that collectives reach.
+        efficiency: the fraction of ``bandwidth`` that collectives reach.
         protocols: further ways to use the link.
-        measured: measured collectives of groups whose ranks are all joined by this link class;
-            they take the place of formulas for their op and number of ranks.
+        measured: measured collectives of groups whose ranks are all joined by this link class. They replace the
+            formulas for their op and number of ranks.
     """
 
     latency_seconds: float
@@ -132,17 +132,17 @@ class HardwareCard:
             and so what it copies (:data:`graphshard.memory.model.BACKEND_COPIES`).
         intra_node, inter_node: the links inside a node and between nodes.
         collective_start_seconds: what each collective costs before its first byte moves.
-        overlapped_latency_seconds: how much of a collective's latency passes while the one in front of it in its
-            process group still moves: gloo has several under way, NCCL one (0). Measured collectives may have
-            their own.
-        collective_spread_seconds: by how much a collective may end sooner or later than its time, each moment as
-            likely as the other: ranks are not in step, and gloo's threads wait for a core. 0 if it was not measured.
-        comm_compute_seconds_per_byte: seconds of the core that computes which a collective takes
-            per byte of the larger of input and output (gloo copies and adds on a core).
+        overlapped_latency_seconds: the part of a collective's latency that passes while the previous collective of its
+            process group still moves. Gloo runs several at a time; NCCL runs one (0). A measured collective may have
+            a value of its own.
+        collective_spread_seconds: a collective ends within this many seconds of its time, with equal probability,
+            because ranks are not in step and gloo's threads wait for a core. 0 if it was not measured.
+        comm_compute_seconds_per_byte: seconds that a collective takes from the core that computes, per byte of the
+            larger of input and output (gloo copies and adds on a core).
         sources: where each entry comes from, by entry ("peak_flops", "efficiency.matmul").
 
     Raises:
-        CardError: an entry that is not positive, a fraction above 1, or a text that is none; all of them are named.
+        CardError: entries that are not positive, fractions above 1, or names that are no text; lists all of them.
     """
 
     name: str
@@ -210,12 +210,12 @@ def is_number(value: Any) -> bool:
 
 
 def is_too_large(value: Any) -> bool:
-    """True for a whole number that no float reaches."""
+    """True for a whole number above the largest float."""
     return isinstance(value, int) and abs(value) > sys.float_info.max
 
 
 def _value_problems(card: HardwareCard) -> Iterator[str]:
-    """Entries whose values make no sense."""
+    """A sentence for each entry whose value is impossible."""
     yield from _text_problems(card)
     if wrong := list(_form_problems(card)):
         yield from wrong
@@ -273,7 +273,7 @@ def _value_problems(card: HardwareCard) -> Iterator[str]:
 
 
 def _form_problems(card: HardwareCard) -> Iterator[str]:
-    """Entries that are not of the class that they are declared of."""
+    """A sentence for each entry of the wrong type."""
     if not isinstance(card.peak_flops, Mapping):
         yield f"peak_flops must be numbers by dtype, not {card.peak_flops!r}"
     curves = card.efficiency
@@ -285,7 +285,7 @@ def _form_problems(card: HardwareCard) -> Iterator[str]:
 
 
 def _text_problems(card: HardwareCard) -> Iterator[str]:
-    """What is to be read by people and cannot be."""
+    """A sentence for each name, summary or source that is no text."""
     if not isinstance(card.name, str) or not card.name:
         yield f"name must be a text, not {card.name!r}"
     if not isinstance(card.summary, str):

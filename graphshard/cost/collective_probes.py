@@ -1,4 +1,4 @@
-"""Measures the collectives of a process group: alone, behind others of their kind, and what compute loses to them."""
+"""Measures the collectives of a process group: alone, queued behind others, and the compute time they take."""
 
 from __future__ import annotations
 
@@ -17,33 +17,34 @@ from .probes import ProbeSizes, Report, cold_product, say_nothing, typical
 
 _EMIT = EagerEmitter()
 
-#: So many collectives are under way when it is measured how they share their latency.
+#: Collectives in flight at once when shared latency is measured.
 _AT_ONCE = 6
 
-#: So many sizes of gathers tell that, and how far their times are spread.
+#: Sizes of gathers from which shared latency and spread are measured.
 _NUM_USUAL = 3
 
-#: So many of a kind tell what one takes behind others, at so many sizes: the largest of those and the next two.
+#: Collectives of one kind in flight at once when queueing is measured, and at how many sizes: the largest usual size
+#: and the next two.
 _QUEUED = 3
 
 _NUM_QUEUED_SIZES = 3
 
-#: So many calls in a row. The first is not timed: ranks have just met, and are in step as they never are in training.
+#: Calls in a row after a barrier. The first is not timed: right after a barrier ranks are in step, unlike in training.
 _IN_A_ROW = 4
 
-#: A collective whose timings add up to so much needs no more of them.
+#: A collective is timed until its timings add up to this.
 _ENOUGH_SECONDS = 1.5
 
-#: Ranks compute for about so long before each collective, as in training.
+#: Ranks compute for about this long before each collective, as in training.
 _APART_SECONDS = 0.01
 
-#: Then, and beside collectives, they multiply matrices of this side.
+#: Side of the matrices that ranks multiply before and during collectives.
 _BLOCK_SIDE = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommProbe:
-    """What was measured of a process group; names as in the card."""
+    """Measured entries of a card that describe a process group; the names are those of the card."""
 
     link: LinkClass
     collective_start_seconds: float
@@ -59,17 +60,18 @@ def slowest(device: torch.device, seconds: float) -> float:
 
 
 def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report = say_nothing) -> CommProbe:
-    """Measures the default process group; every rank calls it and gets the same numbers.
+    """Measures the default process group. Every rank calls it and gets the same numbers.
 
-    A time is the :func:`typical` of calls in rows and of ranks; on a CPU each rank computes before and meanwhile, as it
-    does in training. Where one adds more behind others of its kind and size than it takes alone, that counts. Latency
-    and bandwidth of the link come from the gathers: the smallest is all latency, and the two largest differ by
-    bandwidth. So does what one takes of the core that computes: in all, and for each byte more. Several at a time tell
-    how much of their latency passes side by side.
+    - A time is the :func:`typical` one over calls and ranks. On a CPU each rank computes before and during the
+      collective, as in training.
+    - Where a collective takes longer queued behind others of its kind and size than alone, the longer time counts.
+    - Link latency is the time of the smallest gather; bandwidth is the difference of the two largest.
+    - The compute time that a collective takes, fixed and per byte, comes from a small and a large gather.
+    - Several gathers at once give the part of latency that overlaps.
     """
     num_ranks, is_cpu = dist.get_world_size(), device.type == "cpu"
     asked = [_Asked(op, size) for op in COLLECTIVE_KINDS for size in map(_whole, sizes.collective_bytes)]
-    # The stream of a device runs the collectives of a group one after the other.
+    # A device runs the collectives of a group one after the other, on one stream.
     several = [_Asked("all_gather", size, _AT_ONCE) for size in _usual(asked)] if is_cpu else []
     queued = _queued(asked) if is_cpu else []
     found = _timings([*asked, *several, *queued], device, sizes.num_samples)
@@ -115,13 +117,13 @@ def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report
 
 
 def _usual(asked: Sequence[_Asked]) -> Sequence[int]:
-    """Three sizes that buckets have: without the smallest and the largest, where there are others."""
+    """Up to three sizes that buckets have: all but the smallest and the largest, if there are others."""
     some = [each.num_bytes for each in asked if each.op == "all_gather"]
     return (some[1:-1] or some)[:_NUM_USUAL]
 
 
 def _queued(asked: Sequence[_Asked]) -> list[_Asked]:
-    """Several of each kind at once, of the largest usual size and the next two."""
+    """For each kind, several collectives at once, at the largest usual size and the next two."""
     sizes = sorted({each.num_bytes for each in asked})
     first = sizes.index(_usual(asked)[-1])
     chosen = sizes[first : first + _NUM_QUEUED_SIZES]
@@ -129,7 +131,7 @@ def _queued(asked: Sequence[_Asked]) -> list[_Asked]:
 
 
 def _behind_others(asked: _Asked, found: Mapping[_Asked, _Timing], shared: float | None) -> _Timing:
-    """The timing of one alone; where each of several is seen to add more, that and what is ``shared`` with them.
+    """The timing of a collective alone, or, if each of several adds more time, that time plus the ``shared`` latency.
 
     A link that lets some bytes through at once after a pause (a token bucket) is faster alone than in a step.
     """
@@ -140,20 +142,20 @@ def _behind_others(asked: _Asked, found: Mapping[_Asked, _Timing], shared: float
 
 
 def _added(one: _Timing, several: _Timing, num: int) -> float:
-    """How much later ``num`` at once end for each beside the first."""
+    """Seconds that each of ``num`` collectives at once adds, without the first."""
     return (several.seconds - one.seconds) / (num - 1)
 
 
 def _overlapped(
     asked: _Asked, seconds: float, found: Mapping[_Asked, _Timing], shared: float | None
 ) -> float | None:
-    """How much sooner each of several ends than one after the other; None where that was not measured.
+    """Seconds of a collective that overlap with the previous one; None if not measured.
 
     Args:
-        asked: one, with its size.
-        seconds: what it takes alone.
+        asked: the collective and its size.
+        seconds: its time alone.
         found: all timings.
-        shared: what is known of usual sizes, whose single times say less than their mean; None of others.
+        shared: for usual sizes the mean over sizes, which is less noisy than one size; None for other sizes.
     """
     several = found.get(replace(asked, at_once=_QUEUED))
     if shared is None and several is not None:
@@ -162,37 +164,37 @@ def _overlapped(
 
 
 def _spread(gathers: Sequence[_Timing]) -> float:
-    """Within how many seconds of their time usual gathers end, if evenly spread; the mean over sizes.
+    """Half-width, in seconds, of the uniform distribution of end times of usual gathers; the mean over sizes.
 
-    Beside compute it is a lottery which thread the system lets run first, and ranks are not in step. Evenly spread
-    times are half of that away from their mean, on average.
+    End times vary because ranks are not in step and the system decides which thread runs first. The mean deviation of
+    a uniform distribution is half of its half-width.
     """
     return 2 * _mean([timing.deviation_seconds for timing in gathers])
 
 
 def _overlapped_latency(gathers: Sequence[tuple[_Timing, _Timing]]) -> float:
-    """How much sooner each of several usual gathers ends than one after the other, the mean over sizes.
+    """Seconds of a usual gather that overlap with the previous one; the mean over sizes.
 
-    Given are one, and several at once, for each size.
+    ``gathers`` holds the timings of one alone and of several at once, for each size.
     """
     found = [one.seconds - _added(one, several, _AT_ONCE) for one, several in gathers]
     return max(_mean(found), 0.0)
 
 
 def _mean(values: Sequence[float]) -> float:
-    """0 of none."""
+    """The mean; 0 of an empty sequence."""
     return sum(values) / max(len(values), 1)
 
 
 def _whole(num_bytes: int) -> int:
-    """Bytes of floats that every rank has as many of."""
+    """``num_bytes`` rounded down to float32 values that divide evenly over the ranks."""
     each = 4 * dist.get_world_size()
     return max(num_bytes // each, 1) * each
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What is to be timed: so many collectives at once, each with so many bytes in its larger tensor."""
+    """A measurement to make: ``at_once`` collectives in flight, each with ``num_bytes`` in its larger tensor."""
 
     op: str
     num_bytes: int
@@ -205,7 +207,7 @@ class _Collective:
 
     Attributes:
         start: issues it.
-        finish: computes what follows its end at once.
+        finish: computes what always follows its end.
     """
 
     start: Callable[[], dist.Work]
@@ -213,14 +215,14 @@ class _Collective:
 
 
 def _collective(op: str, num_bytes: int, device: torch.device) -> _Collective:
-    """One whose larger tensor has ``num_bytes``."""
+    """A collective whose larger tensor has ``num_bytes``."""
     num_ranks = dist.get_world_size()
     whole = torch.ones(num_bytes // 4, device=device)
     part = torch.ones(whole.numel() // num_ranks, device=device)
     received, reduced = torch.empty_like(whole), torch.empty_like(part)  # memory is new in a step, too
     exchange = partial(dist.all_to_all_single, received, whole, async_op=True)
     if op == "reduce_scatter" and device.type == "cpu" and uses_gloo(dist.group.WORLD):
-        # What the pass exchange_reductions makes of it.
+        # As the pass exchange_reductions lowers it.
         return _Collective(exchange, partial(emit_sum_of_exchange, _EMIT, received, "sum", num_ranks))
     starts = {
         "all_gather": partial(gather_single, received, part, async_op=True),
@@ -233,18 +235,18 @@ def _collective(op: str, num_bytes: int, device: torch.device) -> _Collective:
 
 
 class _Beside:
-    """Compute to run beside a collective of gloo, whose threads and packets share the core with it."""
+    """Times collectives; beside those of gloo it computes, since gloo's threads share the core with compute."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_beside = device.type == "cpu" and uses_gloo(dist.group.WORLD)
         self._synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-        # Short ones: a collective that ends within a block seems to take until its end.
+        # Short blocks: a collective that ends within a block is seen to end with the block.
         self._block = cold_product(device, torch.float32, _BLOCK_SIDE) if self._is_beside else lambda: None
 
     def seconds(self, collectives: Sequence[_Collective]) -> tuple[float, float]:
-        """From the start of the first collective to the end of all, and what compute lost in between.
+        """Seconds from the start of the first collective to the end of all, and the compute seconds lost in between.
 
-        Never less than starting them took: work elsewhere on the machine that ends meanwhile is no gain.
+        The loss is at least the time to start them: other work on the machine that ends meanwhile is no gain.
         """
         alone = self._block_seconds() if self._is_beside else 0.0
         self._synchronize()
@@ -273,12 +275,12 @@ class _Beside:
 
 @dataclass(frozen=True, slots=True)
 class _Timing:
-    """Calls of collectives, of all ranks.
+    """Times of one measurement, over all its calls and ranks.
 
     Attributes:
-        seconds: from start to end, of a :func:`typical` one.
-        deviation_seconds: by how much the others are sooner or later, the mean.
-        lost_seconds: what compute beside it loses, of a :func:`typical` one.
+        seconds: the :func:`typical` time from start to end.
+        deviation_seconds: the mean deviation from it.
+        lost_seconds: the :func:`typical` compute time lost.
     """
 
     seconds: float
@@ -287,11 +289,11 @@ class _Timing:
 
 
 def _timings(asked: Sequence[_Asked], device: torch.device, num_samples: int) -> dict[_Asked, _Timing]:
-    """What :meth:`_Beside.seconds` measures of each, in turns, so that a slow spell of the machine falls on all.
+    """Measures each with :meth:`_Beside.seconds`, in turns, so that a slow spell of the machine falls on all of them.
 
-    Each turn is a row of calls without a barrier in between, until there are ``num_samples``, or enough seconds of
-    them. Over one connection gloo sends both ways at once only while ranks are in step: a rank that starts later
-    sends at once, and asks for its part behind that.
+    A turn is a row of calls without a barrier in between. Turns end with ``num_samples`` calls, or with enough seconds
+    of them. Calls in a row matter because gloo sends both ways over one connection at once only while ranks are in
+    step: a rank that starts later first sends, and only then asks for its part.
     """
     beside = _Beside(device)
     times: dict[_Asked, list[tuple[float, float]]] = {each: [] for each in asked}
