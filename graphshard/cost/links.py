@@ -211,8 +211,8 @@ Way = tuple[tuple[float, float], ...]
 def formula_ways(kind: str, num_bytes: int, group: GroupTopology, card: HardwareCard) -> tuple[Way, ...]:
     """The ways among which :func:`formula_seconds` takes the quickest, with latency and transfer apart.
 
-    :func:`formula_seconds` is ``card.collective_start_seconds`` plus the least over the ways of the longest leg (latency
-    + transfer). Ways that are never the quickest are left out.
+    :func:`formula_seconds` is ``card.collective_start_seconds`` plus the least, over the ways, of the longest leg
+    (latency + transfer). Ways that are never the quickest are left out.
     """
     if group.num_ranks == 1:
         return (((0.0, 0.0),),)

@@ -13,8 +13,8 @@ class LiveValue:
     """One value in memory.
 
     Attributes:
-        node: what made it.
-        part: which item of a tuple it is (``[1]``), or that it is a collective's copy or a kernel's scratch; else "".
+        node: the node that made it.
+        part: the item of a tuple (``[1]``), " (copy)" of a collective or " (scratch)" of a kernel; else "".
         num_bytes: its size.
     """
 
@@ -29,10 +29,9 @@ class MemoryTimeline:
 
     Attributes:
         nodes: the order.
-        live_bytes: for each node the bytes live while it runs, inputs and results included, without
-            ``kept_bytes``.
-        kept_bytes: bytes of the inputs that the caller keeps alive throughout, and of the module's own tensors.
-        live_at_peak: what is live at the first node of the peak, largest first.
+        live_bytes: for each node the bytes live while it runs, inputs and results included, without ``kept_bytes``.
+        kept_bytes: bytes of the inputs that the caller keeps throughout, and of the module's own tensors.
+        live_at_peak: the values live at the first node of the peak, largest first.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -51,10 +50,10 @@ class MemoryTimeline:
         return self.nodes[self.live_bytes.index(self.peak_bytes)]
 
     def text(self, names: Mapping[fx.Node, str]) -> str:
-        """For people: the peak, what is live there, and the bytes at each node.
+        """A text with the peak, the values live there, and the bytes at each node.
 
         Args:
-            names: what to call the nodes (``graph_text.node_names``); others keep their own name.
+            names: names of nodes (``graph_text.node_names``); other nodes keep their own.
         """
 
         def name(node: fx.Node) -> str:
