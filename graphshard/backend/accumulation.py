@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from ..errors import InfeasibleBudgetError
 from ..ir import UNSHARD, tensor_bytes
 from ..pipeline import PassContext
 from ..planner import KeepingCost, choose_kept, held_beside
-from ..planner.search import InfeasibleBudgetError
 from .half import Selection, shard_ops, specialised
 from .step_trials import JointTrials, StepChoice
 

@@ -17,13 +17,14 @@ import graphshard.backend.step_planner as planning
 import graphshard.backend.step_trials as joint_trials
 from graphshard.backend.entry import JOINT_PIPELINE
 from graphshard.backend.step_trials import JointTrials, StepChoice, draws_random_numbers
-from graphshard.capture.capture_step import ShardingRules, capture_step
+from graphshard.capture.capture_step import capture_step
+from graphshard.capture.rules import ShardingRules
+from graphshard.errors import InfeasibleBudgetError
 from graphshard.ir.rewrite import copy_graph
 from graphshard.passes import LowerShards, PlanCollectives
 from graphshard.passes.plan_collectives import default_peak, resident_bytes, step_bytes
 from graphshard.pipeline.context import PassContext
 from graphshard.pipeline.pipeline import Pipeline
-from graphshard.planner.search.plan import InfeasibleBudgetError
 from graphshard.planner.search.solve import EXACT_STATES
 
 

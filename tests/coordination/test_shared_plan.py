@@ -11,7 +11,7 @@ from graphshard.coordination import shared_plan
 from graphshard.coordination.refusals import Refusals
 from graphshard.coordination.shared_plan import PlanStore, decide_together, label_models
 from graphshard.errors import AgreementError, OptionError, RefusedError
-from graphshard.pipeline.context import KnownPlan
+from graphshard.pipeline.known_plan import KnownPlan
 
 PLAN, OTHER = {"steps": [1, 2]}, {"steps": [3]}
 
