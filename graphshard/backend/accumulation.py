@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from ..errors import InfeasibleBudgetError
 from ..ir import UNSHARD, tensor_bytes
 from ..pipeline import PassContext
 from ..planner import KeepingCost, choose_kept, held_beside
-from ..planner.search import InfeasibleBudgetError
 from .half_variants import Selection, shard_ops, specialise_graph
 from .step_choice import StepChoice
 from .step_trials import JointTrials

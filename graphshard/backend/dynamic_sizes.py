@@ -15,32 +15,13 @@ import sympy
 import torch
 from torch import fx
 
+from ..errors import OutgrownBudgetError
 from ..ir import copy_graph, is_collective, stored_bytes, tensors_of
 from ..pipeline import PassContext
 from ..planner import held_beside, measured_peak
-from ..planner.search import InfeasibleBudgetError
 
 #: Values of symbols.
 Sizes = Mapping[sympy.Symbol, sympy.Integer]
-
-
-class OutgrownBudgetError(InfeasibleBudgetError):
-    """A graph with symbolic sizes does not keep the memory budget at the sizes that it is to run with."""
-
-    def __init__(
-        self, what: str, budget_bytes: int, needed_bytes: int, sizes: Sequence[int], planned: Sequence[int]
-    ) -> None:
-        super().__init__(budget_bytes, needed_bytes, is_smallest=False)
-        grown = ", ".join(
-            f"{size} where {before} was planned for"
-            for size, before in zip(sizes, planned, strict=True)
-            if size > before
-        )
-        self.args = (
-            f"{what} is compiled for any size and was planned for one; at size {grown}, its plan needs {needed_bytes} "
-            f"bytes of a memory budget of {budget_bytes} bytes. torch.compile(dynamic=False) plans each size by "
-            f"itself; or take a smaller batch, or allow {needed_bytes} bytes",
-        )
 
 
 class _Source(NamedTuple):

@@ -16,12 +16,13 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ..cost import GraphPrices
+from ..errors import InfeasibleBudgetError
 from ..ir import UNSHARD, UnshardCall, argument, copy_graph, output_values, tensor_bytes
 from ..memory import resident_bytes
 from ..passes import KeepGathered, PlanCollectives
 from ..pipeline import PassContext, Pipeline, context_from_shard_ops, pieces_of
 from ..planner import SHARES, KeepingCost, PlannedGraph, choose_saved, default_peak, extend_kept
-from ..planner.search import EXACT_STATES, InfeasibleBudgetError, Plan
+from ..planner.search import EXACT_STATES, Plan
 from .inductor import partition_as_inductor, saved_share, type_rng_states
 from .step_choice import StepChoice
 

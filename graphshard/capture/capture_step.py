@@ -7,44 +7,35 @@ same passes run as in training. Axes of the mesh are sizes with names, so 4,096 
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .._compat import (
-    DATA_DEPENDENT,
     FakeTensorMode,
-    TorchDynamoException,
-    capture_with_dynamo,
     lazy_graph_modules,
     parameter_of_input,
     returns_tuple_of,
-    tree_leaves,
     tree_map,
 )
 from ..backend import (
     StepChoice,
     drop_rng_states,
     functorch_patch,
-    inductor_decompositions,
     partition_as_inductor,
 )
-from ..errors import CaptureError, OptionTypeError, ShardingError
+from ..errors import CaptureError, OptionTypeError
 from ..ir import (
     PlainParameter,
     ShardedShape,
-    UnshardCall,
     aten,
     copy_graph,
     graph_text,
@@ -54,107 +45,16 @@ from ..ir import (
 )
 from ..passes import InsertShards, KeepGathered, MergeUnshards, MergeWaits, SpreadParameters, TagRecompute
 from ..pipeline import PassContext, PassRecord, Pipeline, context_from_shard_ops, pieces_of
-from .export_blocks import export_joint_of_blocks
+from .fake_step import LossAndOthers, StepModule, export_step, fake_copy, fake_inputs, trace_step
 from .gc_pauses import no_garbage_collection
 from .gpu_attention import use_gpu_attention
-
-#: A frame of a traceback, and the folders whose frames are not the user's.
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+?)(?:, code: |\n)\s*([^\n]*)')
-_NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-
-#: What fake tensors say of a real one.
-_REAL_TENSOR = re.compile(r"convert all Tensors to FakeTensors first.*(size=\([^)]*\))", re.DOTALL)
+from .rules import ShardingRules, as_regex, refuse_patterns_without_modules
 
 #: The joint passes of training, behind the one that a plain graph needs.
 PLAIN_PIPELINE = Pipeline(InsertShards(), MergeWaits(), MergeUnshards(), SpreadParameters(), TagRecompute())
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardingRules:
-    """How a plain model is to be sharded: what the calls of ``fully_shard`` would say.
-
-    Attributes:
-        mesh: sizes of the axes by name, outermost first: {"shard": 64} or {"replicate": 4, "shard": 16}.
-        units: patterns of module paths, "layers.*" for instance, where "*" stands for one part of a
-            path; each module that matches is a unit, and what is left is the root's.
-        reshard_after_forward: as in ``fully_shard``: None frees all but the root.
-        mp_policy: dtypes of compute and gathers, and of reductions.
-
-    Raises:
-        ShardingError: axes of other names, or sizes that are no numbers of ranks.
-    """
-
-    mesh: Mapping[str, int]
-    units: Sequence[str] = ()
-    reshard_after_forward: bool | None = None
-    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.mesh, Mapping):
-            raise OptionTypeError(
-                f"mesh={self.mesh!r} must be sizes of axes by name, {{'shard': 64}} for instance"
-            )
-        if isinstance(self.units, str) or not all(isinstance(pattern, str) for pattern in self.units):
-            raise OptionTypeError(
-                f"units={self.units!r} must be a list of patterns of module paths, ['layers.*']"
-            )
-        if not isinstance(self.mp_policy, MixedPrecisionPolicy):
-            raise OptionTypeError(f"mp_policy={self.mp_policy!r} must be a MixedPrecisionPolicy")
-        names = tuple(self.mesh)
-        if names not in (("shard",), ("replicate", "shard")):
-            raise ShardingError(
-                f"mesh axes {', '.join(map(str, names)) or '(none)'}: write shard=N, or replicate=M and then shard=N"
-            )
-        sizes = self.mesh.items()
-        wrong = [f"{name}={size!r}" for name, size in sizes if type(size) is not int or size < 1]
-        if wrong:
-            raise ShardingError(f"mesh: {', '.join(wrong)} must be a whole number of ranks, at least 1")
-        if self.reshard_after_forward is not None and type(self.reshard_after_forward) is not bool:
-            raise ShardingError(
-                f"reshard_after_forward={self.reshard_after_forward!r} must be True, False or None here: "
-                "parameters spread over a number of ranks are not captured"
-            )
-
-    def unit_of(self, path: str) -> str:
-        """The unit of a parameter: the innermost matching module around it, else "root"."""
-        parts = path.split(".")[:-1]
-        for end in range(len(parts), 0, -1):
-            if self.is_unit(module := ".".join(parts[:end])):
-                return module
-        return "root"
-
-    def is_unit(self, path: str) -> bool:
-        """Whether the module of this path is a unit."""
-        return any(re.fullmatch(_as_regex(pattern), path) for pattern in self.units)
-
-    def call_of(self, path: str, shape: torch.Size, is_float: bool) -> UnshardCall:
-        """How the parameter of this path is gathered, without its tensors."""
-        unit = self.unit_of(path)
-        reshard = self.reshard_after_forward
-        is_freed = unit != "root" if reshard is None else reshard
-        num_shards, num_replicas = self.mesh["shard"], self.mesh.get("replicate", 1)
-        replicate = "replicate" if num_replicas > 1 else ""
-        return UnshardCall(
-            shard=None,
-            handle=None,
-            name=path,
-            unit=unit,
-            shape=list(shape),
-            dim=0,
-            dtype=self.mp_policy.param_dtype if is_float else None,
-            reshard=num_shards if is_freed else 1,
-            reshard_group="",
-            axis="shard",
-            group_size=num_shards,
-            group_name="shard",
-            replicate_axis=replicate,
-            replicate_size=num_replicas,
-            replicate_group=replicate,
-            reduce_dtype=self.mp_policy.reduce_dtype,
-            divide_factor=None,
-            force_sum=False,
-            reshard_fixed=reshard is not None,
-        )
+#: Chooses for a step, from its joint graph at level 1, what is known of it, and the joint passes that follow.
+Choose = Callable[[fx.GraphModule, PassContext, Pipeline], StepChoice | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,7 +94,7 @@ def capture_step(
     needs_loss: bool = False,
     device_type: str | None = None,
     is_brief: bool = False,
-    choose: Callable[[fx.GraphModule, PassContext, Pipeline], StepChoice | None] | None = None,
+    choose: Choose | None = None,
 ) -> CapturedStep:
     """Forward and backward of ``model`` as they would run on each rank of the mesh of ``rules``.
 
@@ -218,14 +118,14 @@ def capture_step(
         ShardingError: patterns of ``rules.units`` or ``checkpoint`` match no module (all are listed).
     """
     if type(rules) is ShardingRules:
-        _refuse_patterns_without_modules(model, "units", rules.units)
-    _refuse_patterns_without_modules(model, "checkpoint", checkpoint)
+        refuse_patterns_without_modules(model, "units", rules.units)
+    refuse_patterns_without_modules(model, "checkpoint", checkpoint)
     _refuse_other_inputs(model, args, kwargs or {})
     _refuse_parameters_of_loss(loss)
     mode = FakeTensorMode()
-    fake = _fake_copy(model, mode, rules.mp_policy.param_dtype)
+    fake = fake_copy(model, mode, rules.mp_policy.param_dtype)
     _checkpoint(fake, checkpoint)
-    fake_args, fake_kwargs = _fake_inputs((tuple(args), dict(kwargs or {})), mode, rules.mp_policy)
+    fake_args, fake_kwargs = fake_inputs((tuple(args), dict(kwargs or {})), mode, rules.mp_policy)
     paths = {id(param): path for path, param in reversed(list(fake.named_parameters()))}
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())  # a step is trained, whoever asks
@@ -233,11 +133,11 @@ def capture_step(
         stack.enter_context(lazy_graph_modules())
         stack.enter_context(no_garbage_collection())
         stack.enter_context(mode)
-        traced = _trace(_Step(fake, loss), fake_args, fake_kwargs)
-        has_others = returns_tuple_of(traced, _LossAndOthers)
+        traced = trace_step(StepModule(fake, loss), fake_args, fake_kwargs)
+        has_others = returns_tuple_of(traced, LossAndOthers)
         if device_type == "cuda":
             use_gpu_attention(traced)
-        joint = _export(stack, traced, fake_args, fake_kwargs)
+        joint = export_step(stack, traced, fake_args, fake_kwargs)
         placeholders = joint.graph.find_nodes(op="placeholder")
         primals = [node for node in placeholders if not node.name.startswith("tangents_")]
         if len(primals) == len(placeholders):
@@ -247,14 +147,7 @@ def capture_step(
         num_results = len(output_values(joint.graph)) - len(primals)
         if needs_loss:
             _refuse_other_results(output_values(joint.graph)[: 1 if has_others else num_results], loss)
-        plain = []
-        for node in primals:
-            param = parameter_of_input(node, traced)
-            if param is not None:
-                path = paths[id(param)]
-                dtype = model.get_parameter(path).dtype
-                call = rules.call_of(path, node.meta["val"].shape, dtype.is_floating_point)
-                plain.append(PlainParameter(placeholder=node.name, call=call, dtype=dtype))
+        plain = _plain_parameters(primals, traced, model, rules, paths)
         order = tuple(path for path, _ in fake.named_parameters())
         context = PassContext(plain=_with_places(plain, order))
 
@@ -312,6 +205,25 @@ class _JointStep:
     choice: StepChoice | None
 
 
+def _plain_parameters(
+    primals: Sequence[fx.Node],
+    traced: fx.GraphModule,
+    model: nn.Module,
+    rules: ShardingRules,
+    paths: Mapping[int, str],
+) -> list[PlainParameter]:
+    """The inputs that are parameters; ``paths`` are their names in the model, by the id of the traced ones."""
+    plain = []
+    for node in primals:
+        param = parameter_of_input(node, traced)
+        if param is not None:
+            path = paths[id(param)]
+            dtype = model.get_parameter(path).dtype
+            call = rules.call_of(path, node.meta["val"].shape, dtype.is_floating_point)
+            plain.append(PlainParameter(placeholder=node.name, call=call, dtype=dtype))
+    return plain
+
+
 def _with_places(plain: Sequence[PlainParameter], order: Sequence[str]) -> tuple[PlainParameter, ...]:
     """The parameters with the places that ``fully_shard`` would give their shards."""
     calls = {given.call.name: (given.call, given.dtype) for given in plain}
@@ -349,56 +261,6 @@ def _on_cpu(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
-class _LossAndOthers(NamedTuple):
-    """Results of a model that returns its loss among others that have gradients."""
-
-    loss: Tensor
-    others: list[Tensor]
-
-
-class _Step(nn.Module):
-    """The model with its loss.
-
-    A compiled model that returns its loss returns the rest as well, and autograd hands its backward zeros for the
-    gradients of what the loss does not read. So they are results here too.
-    """
-
-    def __init__(self, model: nn.Module, loss: Callable[[Any], Tensor] | None) -> None:
-        super().__init__()
-        self.model = model
-        self._loss = loss
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.model(*args, **kwargs)
-        if self._loss is None:
-            return output
-        loss = self._loss(output)
-        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        if all(result is not loss for result in results):
-            return loss
-        found = [loss]
-        for result in results:
-            if result.requires_grad and all(result is not known for known in found):
-                found.append(result)
-        return loss if len(found) == 1 else _LossAndOthers(loss, found[1:])
-
-
-def _as_regex(pattern: str) -> str:
-    return re.escape(pattern).replace(r"\*", r"[^.]+")
-
-
-def _refuse_patterns_without_modules(model: nn.Module, option: str, patterns: Sequence[str]) -> None:
-    paths = [path for path, _ in model.named_modules() if path]
-    idle = [
-        repr(pattern)
-        for pattern in patterns
-        if not any(re.fullmatch(_as_regex(pattern), path) for path in paths)
-    ]
-    if idle:
-        some = ", ".join(paths[:8])
-        raise ShardingError(f"{option}: no module matches {', '.join(idle)}; modules are {some}, ...")
-
-
 def _refuse_other_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     if isinstance(model, fx.GraphModule):
         return  # its forward takes anything, and checks later
@@ -427,62 +289,8 @@ def _refuse_other_results(results: Sequence[Any], loss: Callable[[Any], Tensor] 
 def _checkpoint(model: nn.Module, patterns: Sequence[str]) -> None:
     """Modules whose path matches keep no activations."""
     for path, module in model.named_modules():
-        if any(re.fullmatch(_as_regex(pattern), path) for pattern in patterns):
+        if any(re.fullmatch(as_regex(pattern), path) for pattern in patterns):
             module.forward = partial(torch.utils.checkpoint.checkpoint, module.forward, use_reentrant=False)
-
-
-def _export(
-    stack: ExitStack, traced: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> fx.GraphModule:
-    if not any(param.requires_grad for param in traced.parameters()):
-        raise CaptureError("nothing is trained: no parameter that the model reads requires a gradient")
-    try:
-        joint = export_joint_of_blocks(stack, traced, args, kwargs, inductor_decompositions())
-    except (RuntimeError, *DATA_DEPENDENT) as error:  # AOTAutograd has no type of its own
-        raise CaptureError(_complaint(error)) from error
-    for node in joint.graph.find_nodes(op="placeholder"):
-        node.meta.setdefault("val", None)  # a number among the inputs, which the graph holds as a constant
-    return joint
-
-
-def _fake_copy(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
-    """A copy with fake parameters and buffers on the CPU; floating parameters in ``dtype``."""
-    memo: dict[int, Any] = {}
-    for param in model.parameters():
-        fake = _fake(param, mode, dtype if param.dtype.is_floating_point else None)
-        memo[id(param)] = nn.Parameter(fake, requires_grad=param.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = _fake(buffer, mode, None)
-    return copy.deepcopy(model, memo)
-
-
-def _fake_inputs(values: Any, mode: FakeTensorMode, policy: MixedPrecisionPolicy) -> Any:
-    def convert(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        is_cast = policy.cast_forward_inputs and value.dtype.is_floating_point
-        return _fake(value, mode, policy.param_dtype if is_cast else None).requires_grad_(value.requires_grad)
-
-    return tree_map(convert, values)
-
-
-def _fake(value: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Tensor:
-    with mode:
-        return torch.empty_strided(value.shape, value.stride(), dtype=dtype or value.dtype, device="cpu")
-
-
-def _trace(step: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
-    try:
-        return capture_with_dynamo(step, args, kwargs)
-    except (TorchDynamoException, *DATA_DEPENDENT) as error:
-        raise CaptureError(_complaint(error)) from error
-    except AssertionError as error:  # fake tensors refuse real ones with no type of their own
-        if (found := _REAL_TENSOR.search(str(error))) is None:
-            raise
-        raise CaptureError(
-            "the model or its loss reads a tensor that is no parameter, no buffer and no input: "
-            f"{found[1]}; register it as a buffer, or give it as an input"
-        ) from error
 
 
 def _refuse_parameters_of_loss(loss: Callable[[Any], Tensor] | None) -> None:
@@ -494,24 +302,3 @@ def _refuse_parameters_of_loss(loss: Callable[[Any], Tensor] | None) -> None:
             f"the loss has parameters of its own ({', '.join(names[:5])}), which nothing would shard or count: make "
             "it a part of the model"
         )
-
-
-def _complaint(error: Exception) -> str:
-    """One line: what broke the graph, and the line of the user's that did."""
-    text = str(error).strip()
-    what = text.splitlines()[0].strip()[:300] if text else type(error).__name__
-    if isinstance(error, DATA_DEPENDENT):
-        what = f"a shape or a number depends on data ({what})"
-    places = [
-        (file, number, function, code.strip())
-        for file, number, function, code in _FRAME.findall(text)
-        if not file.startswith(_NOT_USERS)
-    ]
-    where = ""
-    if places:
-        file, number, function, code = places[-1]
-        where = f" at {file}:{number}, in {function}: `{code}`"
-    return (
-        f"the model cannot be captured as one graph: {what}{where}; replace what breaks the graph, or mark it "
-        "as an operator (torch.library.custom_op)"
-    )

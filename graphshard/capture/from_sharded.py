@@ -18,7 +18,7 @@ from torch import nn
 from ..errors import UnsupportedShardingError
 from ..fsdp import SLOTS, ParameterSlot, TreeUnit, slots_of
 from ..ir import UNIT, UnshardCall
-from .capture_step import ShardingRules
+from .rules import ShardingRules
 
 #: Entries of a module that ``fully_shard`` makes, or that only loading and saving use.
 _LEFT_OUT = (UNIT, SLOTS, "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")

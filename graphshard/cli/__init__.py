@@ -1,6 +1,8 @@
-"""The command line: ``graphshard inspect``, ``sweep``, ``diff``, ``calibrate``, ``cards``.
+"""The command line: ``graphshard inspect``, ``sweep``, ``diff``, ``cards`` and ``calibrate``.
 
-Read first: ``main``; each command has its file.
+Imports: all rooms below.
+
+Read first: ``main``, which lists the subcommands; each has a file of its own.
 """
 
 from .main import entry

@@ -1,14 +1,15 @@
-"""What a graph costs on a machine: compute, collectives and copies. See docs for the cost model.
+"""What a graph costs on a machine: seconds of compute, collectives and copies. docs/cost-model.md explains the model.
 
 Imports: ``ir``.
 
-Read first: ``cards`` (a machine as data) and ``model``; then ``compute``, ``kernels``, ``flops``, ``products``
-(compute), ``links``, ``tables``, ``overlaps``, ``curves`` (collectives), ``prices`` (what the planner asks) and
-``calibrate``, ``probes`` (measuring a card).
+Read first: ``cards`` (a machine as data), ``card_files`` (reads it) and ``model`` (prices of a graph). Compute:
+``compute``, ``kernels``, ``flops``, ``products``. Collectives: ``links``, ``tables``, ``overlaps``, ``curves``. What
+the planner asks: ``prices``. Measuring a card: ``calibrate``, ``probes``, ``collective_probes``.
 """
 
 from .calibrate import CalibrationJob, calibrate, is_launched
-from .cards import HardwareCard, LinkClass, card_of, known_cards, load_card
+from .card_files import card_of, known_cards, load_card
+from .cards import HardwareCard, LinkClass
 from .compute import compute_seconds, kernel_seconds, memory_seconds
 from .flops import executed_flops, kernel_class, model_flops, total_flops
 from .kernels import Kernel, kernels_of

@@ -13,16 +13,15 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..errors import CardError, OptionTypeError
+from ..errors import CardError
 from .curves import Curve
 
-#: What has an efficiency. The first four are fractions of ``peak_flops`` by FLOPs of the kernel,
-#: "vector" one of ``vector_flops`` by FLOPs, and the last two of ``memory_bandwidth`` by bytes moved:
-#: kernels that stream, and kernels that read scattered rows.
+#: Classes of kernels; a card has an efficiency for each. The first four are fractions of ``peak_flops``, by FLOPs of
+#: the kernel. "vector" is a fraction of ``vector_flops``, by FLOPs. "memory" (kernels that stream) and "gather"
+#: (kernels that read scattered rows) are fractions of ``memory_bandwidth``, by bytes moved.
 KERNEL_CLASSES = (
     "matmul", "attention", "attention_backward", "convolution", "vector", "memory", "gather",
 )  # fmt: skip
@@ -33,7 +32,7 @@ COLLECTIVE_KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", 
 #: What ``device_type`` may be.
 DEVICE_TYPES = ("cuda", "cpu")
 
-#: Smaller than any figure of hardware in its unit; to divide by less is no number.
+#: Smaller than any figure of hardware in its unit. A division by less could overflow.
 _LEAST = 1e-30
 
 #: Entries that may be 0.
@@ -42,7 +41,7 @@ _MAY_BE_ZERO = (
     "collective_spread_seconds",
     "comm_compute_seconds_per_byte",
 )
-_RANK_NUMBERS = (
+RANK_NUMBERS = (
     "vector_flops",
     "memory_bandwidth",
     "memory_bytes",
@@ -54,11 +53,9 @@ _RANK_NUMBERS = (
     "collective_spread_seconds",
     "comm_compute_seconds_per_byte",
 )
-_LINKS = ("intra_node", "inter_node")
-_LINK_NUMBERS = ("latency_seconds", "bandwidth", "efficiency")
-_PROTOCOL_NUMBERS = ("latency_seconds", "bandwidth_fraction")
-_ROW = ("op", "num_ranks", "num_bytes", "seconds", "overlapped_seconds")
-_CARDS = resources.files("graphshard.cost") / "cards"
+LINKS = ("intra_node", "inter_node")
+LINK_NUMBERS = ("latency_seconds", "bandwidth", "efficiency")
+ROW_ENTRIES = ("op", "num_ranks", "num_bytes", "seconds", "overlapped_seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +64,8 @@ class Protocol:
 
     Attributes:
         name: equal names in both link classes belong together.
-        latency_seconds: of one hop.
-        bandwidth_fraction: of what the link reaches otherwise, in (0, 1].
+        latency_seconds: latency of one hop.
+        bandwidth_fraction: fraction of the bandwidth that the link reaches without the protocol, in (0, 1].
     """
 
     name: str
@@ -82,11 +79,11 @@ class MeasuredCollective:
 
     Attributes:
         op: one of :data:`COLLECTIVE_KINDS`.
-        num_ranks: of the group.
-        num_bytes: of the larger of input and output.
+        num_ranks: ranks of the group.
+        num_bytes: bytes of the larger of input and output.
         seconds: from start to end.
-        overlapped_seconds: what of them passes while one in front of it in its group still moves; None where that was
-            not measured.
+        overlapped_seconds: the part of ``seconds`` that passes while the previous collective of the group still moves;
+            None if it was not measured.
     """
 
     op: str
@@ -101,12 +98,12 @@ class LinkClass:
     """Links of one kind.
 
     Attributes:
-        latency_seconds: of one hop, for large messages.
+        latency_seconds: latency of one hop, for large messages.
         bandwidth: bytes per second and rank, in one direction.
-        efficiency: the fraction of it that collectives reach.
+        efficiency: the fraction of ``bandwidth`` that collectives reach.
         protocols: further ways to use the link.
-        measured: measured collectives of groups whose ranks are all joined by this link class;
-            they take the place of formulas for their op and number of ranks.
+        measured: measured collectives of groups whose ranks are all joined by this link class. They replace the
+            formulas for their op and number of ranks.
     """
 
     latency_seconds: float
@@ -135,17 +132,17 @@ class HardwareCard:
             and so what it copies (:data:`graphshard.memory.model.BACKEND_COPIES`).
         intra_node, inter_node: the links inside a node and between nodes.
         collective_start_seconds: what each collective costs before its first byte moves.
-        overlapped_latency_seconds: how much of a collective's latency passes while the one in front of it in its
-            process group still moves: gloo has several under way, NCCL one (0). Measured collectives may have
-            their own.
-        collective_spread_seconds: by how much a collective may end sooner or later than its time, each moment as
-            likely as the other: ranks are not in step, and gloo's threads wait for a core. 0 if it was not measured.
-        comm_compute_seconds_per_byte: seconds of the core that computes which a collective takes
-            per byte of the larger of input and output (gloo copies and adds on a core).
+        overlapped_latency_seconds: the part of a collective's latency that passes while the previous collective of its
+            process group still moves. Gloo runs several at a time; NCCL runs one (0). A measured collective may have
+            a value of its own.
+        collective_spread_seconds: a collective ends within this many seconds of its time, with equal probability,
+            because ranks are not in step and gloo's threads wait for a core. 0 if it was not measured.
+        comm_compute_seconds_per_byte: seconds that a collective takes from the core that computes, per byte of the
+            larger of input and output (gloo copies and adds on a core).
         sources: where each entry comes from, by entry ("peak_flops", "efficiency.matmul").
 
     Raises:
-        CardError: an entry that is not positive, a fraction above 1, or a text that is none; all of them are named.
+        CardError: entries that are not positive, fractions above 1, or names that are no text; lists all of them.
     """
 
     name: str
@@ -170,7 +167,7 @@ class HardwareCard:
     def __post_init__(self) -> None:
         problems = list(_value_problems(self))
         if problems:
-            raise CardError(_complaint(f"card {self.name!r}", problems))
+            raise CardError(complaint(f"card {self.name!r}", problems))
 
     def peak(self, dtype_name: str) -> float:
         """FLOP/s of the matrix units.
@@ -193,8 +190,8 @@ class HardwareCard:
             "device_type": self.device_type,
             "peak_flops": dict(self.peak_flops),
             "efficiency": {kind: _curve_data(curve) for kind, curve in self.efficiency.items()},
-            **{name: getattr(self, name) for name in _RANK_NUMBERS},
-            **{name: _link_data(getattr(self, name)) for name in _LINKS},
+            **{name: getattr(self, name) for name in RANK_NUMBERS},
+            **{name: _link_data(getattr(self, name)) for name in LINKS},
             "sources": dict(self.sources),
         }
 
@@ -203,188 +200,22 @@ class HardwareCard:
         path.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
 
 
-def known_cards() -> tuple[str, ...]:
-    """Names of the cards that ship with the package."""
-    return tuple(sorted(file.name.removesuffix(".json") for file in _CARDS.iterdir()))
-
-
-def load_card(name_or_path: str | Path) -> HardwareCard:
-    """A shipped card by name, or one from a file.
-
-    Args:
-        name_or_path: one of :func:`known_cards`, or the path of a JSON file.
-
-    Raises:
-        CardError: no such card or file, no JSON, or entries that are missing, unknown or not positive.
-        OptionTypeError: neither a name nor a path.
-    """
-    if not isinstance(name_or_path, (str, Path)):
-        raise OptionTypeError(
-            f"hardware={name_or_path!r} must be a card, its name or the path of its file; "
-            f"known names: {', '.join(known_cards())}"
-        )
-    if str(name_or_path) in known_cards():
-        file = f"{name_or_path}.json"
-        return parse_card((_CARDS / file).read_text(), where=file)
-    path = Path(name_or_path)
-    try:
-        text = path.read_text()
-    except (OSError, ValueError) as error:  # a ValueError: no text, or a name that no file can have
-        reason = getattr(error, "strerror", None) or error
-        raise CardError(
-            f"no hardware card {str(name_or_path)!r}: it is none of {', '.join(known_cards())}, "
-            f"and as a file it cannot be read ({reason})"
-        ) from error
-    return parse_card(text, where=str(path))
-
-
-def card_of(hardware: str | Path | HardwareCard) -> HardwareCard:
-    """The card that a user gave, or named as :func:`load_card` takes it.
-
-    Raises:
-        CardError, OptionTypeError: see :func:`load_card`.
-    """
-    return hardware if isinstance(hardware, HardwareCard) else load_card(hardware)
-
-
-def parse_card(text: str, *, where: str) -> HardwareCard:
-    """Reads a card from JSON.
-
-    Args:
-        text: the JSON.
-        where: the file's name, for errors.
-
-    Raises:
-        CardError: see :func:`load_card`.
-    """
-    try:
-        data = json.loads(text)
-    except ValueError as error:  # wrong JSON, or a number of thousands of digits
-        raise CardError(f"{where}: no JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise CardError(f"{where}: a card is a JSON object, not {type(data).__name__}")
-    reader = _Reader(data)
-    fields: dict[str, Any] = {
-        "name": data.pop("name", where),
-        "summary": data.pop("summary", ""),
-        "device_type": data.pop("device_type", "cuda"),
-        "sources": data.pop("sources", {}),
-        "peak_flops": reader.numbers("peak_flops"),
-        "efficiency": reader.curves("efficiency", KERNEL_CLASSES),
-        **{name: reader.number(name) for name in _RANK_NUMBERS},
-        **{name: reader.link(name) for name in _LINKS},
-    }
-    reader.problems += [f"{name} is not an entry of a card" for name in data]
-    card = None
-    if not reader.problems:
-        try:
-            card = HardwareCard(**fields)
-        except CardError as error:
-            raise CardError(str(error).replace(f"card {fields['name']!r}", where, 1)) from error
-    if card is None:
-        raise CardError(_complaint(where, reader.problems))
-    return card
-
-
-def _complaint(where: str, problems: list[str]) -> str:
+def complaint(where: str, problems: list[str]) -> str:
     return f"{where}: " + "; ".join(problems)
 
 
-class _Reader:
-    """Takes entries out of the JSON; what is missing or of the wrong type is remembered."""
-
-    def __init__(self, data: dict[str, Any]) -> None:
-        self._data = data
-        self.problems: list[str] = []
-
-    def number(self, name: str) -> float:
-        return self._number(self._data, name, name)
-
-    def numbers(self, name: str) -> dict[str, float]:
-        entries = self._object(self._data, name, name)
-        return {key: self._number(entries, key, f"{name}.{key}") for key in list(entries)}
-
-    def curves(self, name: str, keys: tuple[str, ...]) -> dict[str, Curve]:
-        entries = self._object(self._data, name, name)
-        found = {key: self._curve(entries, key, f"{name}.{key}") for key in keys}
-        self.problems += [f"{name}.{key} is none of {', '.join(keys)}" for key in entries]
-        return found
-
-    def link(self, name: str) -> LinkClass:
-        entries = self._object(self._data, name, name)
-        numbers = {key: self._number(entries, key, f"{name}.{key}") for key in _LINK_NUMBERS}
-        protocols = self._object(entries, "protocols", f"{name}.protocols") if "protocols" in entries else {}
-        rows = entries.pop("measured", [])
-        if not isinstance(rows, list):
-            self.problems.append(f"{name}.measured is not a list")
-            rows = []
-        self.problems += [f"{name}.{key} is not an entry of a link" for key in entries]
-        return LinkClass(
-            **numbers,
-            protocols=tuple(
-                self._protocol(protocols, key, f"{name}.protocols.{key}") for key in list(protocols)
-            ),
-            measured=tuple(self._measured(row, f"{name}.measured[{i}]") for i, row in enumerate(rows)),
-        )
-
-    def _protocol(self, entries: dict[str, Any], key: str, path: str) -> Protocol:
-        values = self._object(entries, key, path)
-        numbers = {name: self._number(values, name, f"{path}.{name}") for name in _PROTOCOL_NUMBERS}
-        self.problems += [f"{path}.{name} is not an entry of a protocol" for name in values]
-        return Protocol(name=key, **numbers)
-
-    def _measured(self, row: Any, path: str) -> MeasuredCollective:
-        is_row = isinstance(row, list) and len(row) in (4, 5) and all(map(_is_number, row[1:]))
-        if not is_row or row[0] not in COLLECTIVE_KINDS:
-            entries = "op, ranks, bytes, seconds"
-            self.problems.append(
-                f"{path} is not [{entries}] or [{entries}, overlapped seconds] with an op of "
-                f"{', '.join(COLLECTIVE_KINDS)}"
-            )
-            return MeasuredCollective(op="", num_ranks=1, num_bytes=1, seconds=1.0)
-        return MeasuredCollective(**dict(zip(_ROW, row, strict=False)))
-
-    def _curve(self, entries: dict[str, Any], key: str, path: str) -> Curve:
-        if isinstance(entries.get(key), list):
-            rows = entries.pop(key)
-            if all(isinstance(row, list) and len(row) == 2 and all(map(_is_number, row)) for row in rows):
-                return Curve(tuple((float(size), float(value)) for size, value in rows))
-            self.problems.append(f"{path} is neither a number nor a list of [size, value]")
-            return Curve.constant(1.0)
-        return Curve.constant(self._number(entries, key, path))
-
-    def _object(self, entries: dict[str, Any], key: str, path: str) -> dict[str, Any]:
-        value = entries.pop(key, None)
-        if not isinstance(value, dict):
-            self.problems.append(f"{path} is missing" if value is None else f"{path} is not an object")
-            return {}
-        return value
-
-    def _number(self, entries: dict[str, Any], key: str, path: str) -> float:
-        value = entries.pop(key, None)
-        if _is_number(value):
-            return value
-        if _is_too_large(value):
-            self.problems.append(f"{path} is too large a number")
-        else:
-            self.problems.append(
-                f"{path} is missing" if value is None else f"{path} is not a number: {value!r}"
-            )
-        return 1.0
-
-
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and not _is_too_large(value)
+    return is_number and not is_too_large(value)
 
 
-def _is_too_large(value: Any) -> bool:
-    """True for a whole number that no float reaches."""
+def is_too_large(value: Any) -> bool:
+    """True for a whole number above the largest float."""
     return isinstance(value, int) and abs(value) > sys.float_info.max
 
 
 def _value_problems(card: HardwareCard) -> Iterator[str]:
-    """Entries whose values make no sense."""
+    """A sentence for each entry whose value is impossible."""
     yield from _text_problems(card)
     if wrong := list(_form_problems(card)):
         yield from wrong
@@ -395,11 +226,11 @@ def _value_problems(card: HardwareCard) -> Iterator[str]:
         yield f"device_type must be one of {', '.join(DEVICE_TYPES)}, not {card.device_type!r}"
     counts = ["memory_bytes", "ranks_per_node"]
     numbers = {f"peak_flops.{name}": value for name, value in card.peak_flops.items()}
-    numbers |= {name: getattr(card, name) for name in _RANK_NUMBERS}
+    numbers |= {name: getattr(card, name) for name in RANK_NUMBERS}
     fractions = {}
-    for name in _LINKS:
+    for name in LINKS:
         link = getattr(card, name)
-        numbers |= {f"{name}.{key}": getattr(link, key) for key in _LINK_NUMBERS}
+        numbers |= {f"{name}.{key}": getattr(link, key) for key in LINK_NUMBERS}
         fractions[f"{name}.efficiency"] = link.efficiency
         for way in link.protocols:
             path = f"{name}.protocols.{way.name}"
@@ -421,9 +252,9 @@ def _value_problems(card: HardwareCard) -> Iterator[str]:
         yield from (f"efficiency.{kind} {problem}" for problem in curve.problems())
         for size, value in curve.rows:
             numbers[f"efficiency.{kind} at {size:g}"] = fractions[f"efficiency.{kind} at {size:g}"] = value
-    too_large = [name for name, value in numbers.items() if _is_too_large(value)]
+    too_large = [name for name, value in numbers.items() if is_too_large(value)]
     yield from (f"{name} is too large a number" for name in too_large)
-    others = [name for name, value in numbers.items() if name not in too_large and not _is_number(value)]
+    others = [name for name, value in numbers.items() if name not in too_large and not is_number(value)]
     yield from (f"{name} must be a number, not {numbers[name]!r}" for name in others)
     for name in (*too_large, *others):
         del numbers[name]
@@ -442,19 +273,19 @@ def _value_problems(card: HardwareCard) -> Iterator[str]:
 
 
 def _form_problems(card: HardwareCard) -> Iterator[str]:
-    """Entries that are not of the class that they are declared of."""
+    """A sentence for each entry of the wrong type."""
     if not isinstance(card.peak_flops, Mapping):
         yield f"peak_flops must be numbers by dtype, not {card.peak_flops!r}"
     curves = card.efficiency
     if not isinstance(curves, Mapping) or not all(isinstance(curve, Curve) for curve in curves.values()):
         yield f"efficiency must be curves by class of kernels, not {curves!r}"
-    for name in _LINKS:
+    for name in LINKS:
         if not isinstance(getattr(card, name), LinkClass):
             yield f"{name} must be a LinkClass, not {getattr(card, name)!r}"
 
 
 def _text_problems(card: HardwareCard) -> Iterator[str]:
-    """What is to be read by people and cannot be."""
+    """A sentence for each name, summary or source that is no text."""
     if not isinstance(card.name, str) or not card.name:
         yield f"name must be a text, not {card.name!r}"
     if not isinstance(card.summary, str):
@@ -472,13 +303,13 @@ def _curve_data(curve: Curve) -> float | list[list[float]]:
 
 
 def _link_data(link: LinkClass) -> dict[str, Any]:
-    data: dict[str, Any] = {name: getattr(link, name) for name in _LINK_NUMBERS}
+    data: dict[str, Any] = {name: getattr(link, name) for name in LINK_NUMBERS}
     if link.protocols:
         data["protocols"] = {
             way.name: {"latency_seconds": way.latency_seconds, "bandwidth_fraction": way.bandwidth_fraction}
             for way in link.protocols
         }
     if link.measured:
-        rows = [[getattr(row, name) for name in _ROW] for row in link.measured]
+        rows = [[getattr(row, name) for name in ROW_ENTRIES] for row in link.measured]
         data["measured"] = [row if row[-1] is not None else row[:-1] for row in rows]
     return data

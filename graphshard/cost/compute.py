@@ -1,8 +1,8 @@
 """Seconds of compute at each node of a graph: a roofline for each kernel.
 
-A kernel takes the longer of its arithmetic at the peak times the efficiency of its class, and its
-bytes at the memory bandwidth times that of streaming; plus the fixed overhead of a kernel (Williams,
-Waterman and Patterson, "Roofline", CACM 52(4), 2009). Only ``meta["val"]`` is read.
+A kernel takes the longer of two times, plus a fixed overhead: its FLOPs at the peak times the efficiency of its class,
+and its bytes at the memory bandwidth times the efficiency of streaming (Williams, Waterman and Patterson, "Roofline",
+CACM 52(4), 2009). Only ``meta["val"]`` is read.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from .cards import HardwareCard
 from .flops import executed_flops, kernel_class
 from .kernels import Kernel, kernels_of
 
-#: Ops that may move between host and device; the casts among them need not.
+#: Ops that may move a tensor between host and device.
 _MOVING = (torch.ops.aten._to_copy, torch.ops.aten.to, torch.ops.prims.device_put)
 
-#: What schemas call the first operand of a product that is added to something else.
+#: Names in schemas of the first operand of a product that is added to another value.
 _OPERANDS = ("mat1", "batch1", "mat")
 
 
@@ -30,9 +30,8 @@ def compute_seconds(gm: fx.GraphModule, card: HardwareCard) -> dict[fx.Node, flo
         card: the hardware.
 
     Returns:
-        For each node, in graph order, its seconds: 0 for views, waits, inputs, the output and
-        collectives, and for the nodes of a fused kernel that kernel's seconds in shares (equal ones:
-        which of its nodes takes how long is not known). Their sum is the compute time of the graph.
+        The seconds of each node, in graph order. Views, waits, inputs, the output and collectives have 0. The nodes of
+        a fused kernel have equal shares of its seconds. The sum is the compute time of the graph.
 
     Raises:
         CardError: the card has no peak for the dtype of a product; see :meth:`HardwareCard.peak`.
@@ -46,7 +45,7 @@ def compute_seconds(gm: fx.GraphModule, card: HardwareCard) -> dict[fx.Node, flo
 
 
 def kernel_seconds(kernel: Kernel, card: HardwareCard) -> float:
-    """Seconds of one kernel; see the module."""
+    """Seconds of one kernel by its roofline."""
     node = kernel.nodes[0]
     kind = None if kernel.is_fused else kernel_class(node)
     memory = memory_seconds(kernel.moved_bytes, card, scattered=kernel.is_scattered)
@@ -71,7 +70,7 @@ def copy_seconds(num_bytes: int, card: HardwareCard) -> float:
 
 
 def _transfer_seconds(kernel: Kernel, card: HardwareCard) -> float:
-    """Seconds on the way between host and device, for ops that also move."""
+    """Seconds of the transfer between host and device, for ops that make one."""
     moved = 0
     for node in kernel.nodes:
         value = node.meta.get("val")
@@ -82,7 +81,7 @@ def _transfer_seconds(kernel: Kernel, card: HardwareCard) -> float:
 
 
 def _dtype_name(node: fx.Node) -> str:
-    """Dtype of the operands of a product: of the first that the schema calls one, or of the first tensor."""
+    """Dtype of a product: of the first operand by its name in the schema, else of the first tensor."""
     named = (argument(node, name) for name in _OPERANDS)
     for source in (*named, *schema_call(node)[1]):
         value = source.meta.get("val") if isinstance(source, fx.Node) else None

@@ -1,6 +1,6 @@
-"""A number that depends on a size: rows of (size, value), read with the logarithm of the size.
+"""A number that depends on a size, such as an efficiency: a small matrix product reaches less of the peak.
 
-Efficiencies are such numbers: a small matrix product reaches less of the peak than a large one.
+A curve is rows of (size, value), interpolated over the logarithm of the size.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Curve:
 
     @staticmethod
     def constant(value: float) -> Curve:
-        """The curve that has one value everywhere."""
+        """A curve with one value at every size."""
         return Curve(((1.0, value),))
 
     def at(self, size: float) -> float:
-        """The value at a size; sizes of 0 count as the first row's."""
+        """The value at a size; a size of 0 has the value of the first row."""
         index = bisect.bisect_right(self.rows, size, key=lambda row: row[0])
         if index == 0:
             return self.rows[0][1]
@@ -37,7 +37,7 @@ class Curve:
         return y0 + (y1 - y0) * math.log(size / x0) / math.log(x1 / x0)
 
     def problems(self) -> list[str]:
-        """What is wrong with the rows, as sentences without a subject; empty if nothing."""
+        """Mistakes in the rows, as sentences without a subject; empty if there are none."""
         if not self.rows:
             return ["has no rows"]
         sizes = [size for size, _ in self.rows]

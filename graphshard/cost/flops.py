@@ -1,8 +1,8 @@
 """Floating-point operations of a node, from shapes alone.
 
-The formulas of :mod:`graphshard.cost.products` serve, then torch's own registry (``torch.utils.flop_counter``), so a
-formula that a user registers there for an op of their own is found too. An op that torch composes of others
-("linear", "conv2d", "einsum", as torch.export keeps them) has the operations of what it is composed of.
+Formulas come from :mod:`graphshard.cost.products`, then from torch's registry (``torch.utils.flop_counter``), where
+users can register formulas for their own ops. An op that torch composes of others ("linear", "conv2d", "einsum", as
+torch.export keeps them) has the operations of its parts.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from .products import FORMULAS, TOKENS_FIRST
 
 
 def kernel_class(node: fx.Node) -> str | None:
-    """The class of :data:`graphshard.cost.cards.KERNEL_CLASSES` whose peak bounds the node.
+    """The class of kernels whose peak bounds the node: that of its largest product.
 
-    That of its largest product; None for a node without any: its time is that of the bytes it moves.
+    One of :data:`graphshard.cost.cards.KERNEL_CLASSES`, or None for a node without a product, whose time is that of the
+    bytes it moves.
     """
     products = _products(node)
     return max(products, key=lambda kind: products[kind]) if products else None
 
 
 def model_flops(node: fx.Node) -> int:
-    """Operations as they are usually counted for model FLOP utilisation; 0 without a product.
+    """Operations of a node as model FLOP utilisation counts them; 0 without a product.
 
-    A multiplication and an addition are two; causal attention counts in full. Symbolic sizes count
-    with their hints.
+    A multiplication and an addition are two operations. Causal attention counts in full. Symbolic sizes count with
+    their hints.
     """
     return sum(_products(node).values())
 
 
 def executed_flops(node: fx.Node) -> int:
-    """Operations that the hardware executes: kernels skip the masked half of causal attention."""
+    """Operations that the hardware executes: :func:`model_flops` without the masked half of causal attention."""
     flops = model_flops(node)
     if flops == 0 or not _is_causal(node):
         return flops
@@ -52,7 +53,7 @@ def executed_flops(node: fx.Node) -> int:
 def causal_share(queries: int, keys: int) -> Fraction:
     """The fraction of score entries on or below the diagonal that starts in the upper left corner.
 
-    Exact, so that operations of a long sequence are whole numbers as those of a short one are.
+    An exact fraction, so that operations are whole numbers at every length.
     """
     square = min(queries, keys)
     kept = Fraction(square * (square + 1), 2) + (queries - square) * keys
@@ -65,7 +66,7 @@ def total_flops(gm: fx.GraphModule) -> int:
 
 
 def hinted_shape(value: Tensor) -> tuple[int, ...]:
-    """The shape, symbolic sizes by the sizes seen while tracing; 0 for one that depends on data."""
+    """The shape with hints for symbolic sizes: the sizes seen while tracing, 0 for sizes that depend on data."""
     return tuple(size if isinstance(size, int) else int(size.node.hint or 0) for size in value.shape)
 
 
@@ -105,14 +106,14 @@ def _formula(target: Any) -> Callable[..., Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """Stands for a tensor."""
+    """A hashable stand-in for a tensor."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
 
 
 def _described(value: Any) -> Any:
-    """Nodes become what they stand for, tensors their hinted shapes, symbols their hints, lists tuples."""
+    """An argument in hashable form: tensors by hinted shape, symbols by hint, lists as tuples."""
     if isinstance(value, fx.Node):
         value = value.meta.get("val")
     if isinstance(value, torch.Tensor):
@@ -123,10 +124,10 @@ def _described(value: Any) -> Any:
 
 
 def _remembered(count: Any, *args: Any) -> Any:
-    """What a cached function says."""
+    """Calls a cached function, without its cache if an argument is not hashable."""
     try:
         return count(*args)
-    except TypeError:  # an argument that is not hashable, or what a user's formula raises again
+    except TypeError:  # an argument is not hashable; an error of a user's formula is raised again
         return count.__wrapped__(*args)
 
 
@@ -138,7 +139,7 @@ def _count(
     values: tuple[Any, ...],
     out: Any,
 ) -> int:
-    """What a formula says of such arguments: the blocks of a model are alike."""
+    """Operations by a formula. Cached, since the blocks of a model are alike."""
     kwargs = dict(zip(names, map(_without_data, values), strict=True))
     return int(formula(*map(_without_data, args), **kwargs, out_val=_without_data(out)))
 
@@ -147,12 +148,12 @@ def _count(
 def _count_parts(
     target: Any, args: tuple[Any, ...], names: tuple[str, ...], values: tuple[Any, ...]
 ) -> dict[str, int]:
-    """The products that a composite op runs on such arguments; none where only data says what it runs."""
+    """The products that a composite op runs; none if that depends on data."""
     kwargs = dict(zip(names, map(_without_data, values), strict=True))
     with _ProductCounter() as counter:
         try:
             counter.run(target, tuple(map(_without_data, args)), kwargs)
-        except RuntimeError:  # an op below has no implementation without data: "one_hot", "item"
+        except RuntimeError:  # one of its ops needs data: "one_hot", "item"
             return {}
     return counter.flops
 
@@ -189,12 +190,12 @@ def _without_data(value: Any) -> Any:
 
 
 def _is_causal(node: fx.Node) -> bool:
-    """True for a kernel of attention with the causal mask; what is composed of products computes masked scores too."""
+    """True for a fused kernel of causal attention. Attention made of products computes the masked scores too."""
     return _formula(schema_call(node)[0]) is not None and bool(argument(node, "is_causal"))
 
 
 def _scored(node: fx.Node) -> tuple[int, int]:
-    """Queries and keys of causal attention. Where tokens come first and the two differ, nothing is skipped."""
+    """Numbers of queries and keys of causal attention. Kernels with tokens first skip nothing if the two differ."""
     query, key = (hinted_shape(argument(node, name).meta["val"]) for name in ("query", "key"))
     if getattr(schema_call(node)[0], "overloadpacket", None) not in TOKENS_FIRST:
         return query[-2], key[-2]

@@ -1,13 +1,13 @@
 """Seconds of a collective from its bytes and the topology of its group.
 
-Every formula is latency + bytes / bandwidth of an algorithm; the cheapest algorithm and protocol is
-taken, as NCCL's tuner does. In the formulas ``S`` is the bytes of the larger of input and output,
-``n`` the ranks, ``g`` the ranks of the group in one node (where nodes differ: the most for latencies, the fewest for
-what leaves a node), ``m`` its nodes, ``a`` the latency of a hop and ``B`` the bandwidth of a rank:
+A formula is latency + bytes / bandwidth of one algorithm. The cheapest algorithm and protocol counts, as in NCCL's
+tuner. In the formulas ``S`` is the bytes of the larger of input and output, ``n`` the ranks, ``g`` the ranks of the
+group in one node (where nodes differ: the most for latencies, the fewest for traffic between nodes), ``m`` its nodes,
+``a`` the latency of a hop and ``B`` the bandwidth of a rank:
 
 - ring: a gather or a reduce-scatter takes ``n - 1`` hops and moves ``(n - 1) / n * S`` (Thakur,
   Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", IJHPCA 19(1),
-  2005, section 4); an all-reduce is one after the other. A ring through several nodes enters and leaves
+  2005, section 4); an all-reduce is a reduce-scatter and then a gather. A ring through several nodes enters and leaves
   a node once per channel, each channel through another network card, so it moves at
   ``min(B_intra, g * B_inter)``; ``m - 1`` of its hops cross nodes (NCCL, src/graph/tuning.cc).
 - tree: an all-reduce over two binary trees moves ``2 S`` (Sanders, Speck and Traeff, "Two-tree
@@ -15,8 +15,8 @@ what leaves a node), ``m`` its nodes, ``a`` the latency of a hop and ``B`` the b
   ``2 (g - 1 + log2(m))`` hops, since NCCL's trees are chains inside a node (tuning.cc again).
   With one rank a node, recursive doubling and halving move ``(n - 1) / n * S`` in ``log2(n)`` hops
   (Thakur et al.; NCCL's PAT).
-- hierarchical, with equally many ranks on each node: across the nodes on ``1 / g`` of the data each, then inside a
-  node on all of it.
+- hierarchical, with equally many ranks on each node: across nodes each rank moves ``1 / g`` of the data, then all of it
+  moves inside a node.
 - all-to-all: ``n - 1`` messages of ``S / n``; those that leave the node share its cards.
 - broadcast: a pipelined ring, ``S`` in ``n - 1`` hops, or a binomial tree, ``log2(n)`` times ``S``.
 """
@@ -62,16 +62,16 @@ KIND_OF = _FUNCTIONAL_KINDS | {op: _FUNCTIONAL_KINDS[form] for op, form in FUNCT
 class GroupTopology:
     """How the ranks of a process group lie on nodes.
 
-    Left out, ``num_nodes`` and ``fewest_per_node`` are those of ranks that lie side by side from the start of a node.
+    The defaults of ``num_nodes`` and ``fewest_per_node`` hold for consecutive ranks from the start of a node.
 
     Attributes:
-        num_ranks: of the group.
-        ranks_per_node: the most of them that share a node.
-        num_nodes: that the group spans.
-        fewest_per_node: the fewest of them on one of its nodes.
+        num_ranks: ranks of the group.
+        ranks_per_node: the most of its ranks on one node.
+        num_nodes: nodes that the group spans.
+        fewest_per_node: the fewest of its ranks on one of these nodes.
 
     Raises:
-        ShardingError: no ranks, more in a node than there are, or nodes that cannot hold so many.
+        ShardingError: no ranks, more ranks in a node than in the group, or an impossible number of nodes.
     """
 
     num_ranks: int
@@ -99,7 +99,7 @@ class GroupTopology:
 
     @staticmethod
     def of_ranks(ranks: Iterable[int], ranks_per_node: int) -> GroupTopology:
-        """Of ranks by their number in the job, of which so many consecutive ones share a node."""
+        """The topology of ranks given by their number in the job; ``ranks_per_node`` consecutive ones share a node."""
         counts = Counter(rank // ranks_per_node for rank in ranks)
         return GroupTopology(
             num_ranks=counts.total(),
@@ -117,7 +117,7 @@ def mesh_topologies(mesh: Mapping[str, int], ranks_per_node: int) -> dict[str, G
         ranks_per_node: consecutive ranks that share a node.
 
     Raises:
-        ShardingError: sizes that are no positive whole numbers, each with its axis.
+        ShardingError: sizes that are not positive whole numbers; lists them with their axes.
     """
     sizes = {f"axis {name!r}": size for name, size in mesh.items()} | {"ranks_per_node": ranks_per_node}
     if bad := [f"{what} is {size!r}" for what, size in sizes.items() if not _is_count(size)]:
@@ -133,10 +133,10 @@ def _is_count(size: object) -> bool:
 
 
 def layout_topologies(layout: MeshLayout, ranks_per_node: int) -> dict[str, GroupTopology]:
-    """Topology of the groups of each axis, by the axis's label and by its group's name.
+    """Topology of the groups of each axis, by the label of the axis and by the name of its group.
 
-    Groups of one axis can lie differently where a node's ranks are no multiple of the axis's: then one over the most
-    nodes counts, and of those one with the fewest ranks on a node.
+    Where the groups of one axis lie differently on nodes, the group over the most nodes counts, and among those the one
+    with the fewest ranks on a node.
     """
     whole = [axis for axis in layout.axes if not axis.part_of]
     strides = {
@@ -163,7 +163,7 @@ def collective_kind(node: fx.Node) -> str:
     """One of :data:`graphshard.cost.cards.COLLECTIVE_KINDS` for the start of a collective.
 
     Raises:
-        OptionError: the node starts none; messages between two ranks have no price.
+        OptionError: the node starts no collective; messages between two ranks have no price.
     """
     if node.target not in KIND_OF:
         raise OptionError(f"{node.name} ({node.target}) starts no collective that has a price")
@@ -171,14 +171,14 @@ def collective_kind(node: fx.Node) -> str:
 
 
 def collective_bytes(node: fx.Node) -> int:
-    """Bytes of a collective: of the larger of all it sends and all it returns."""
+    """Bytes of a collective: the larger of all its inputs and all its outputs."""
     sent = sum(tensor_bytes(value.meta["val"]) for value in operands(node))
     return max(sent, tensor_bytes(node.meta["val"]))
 
 
 @dataclass(frozen=True, slots=True)
 class _Ways:
-    """The two link classes under one protocol: latencies in seconds, bandwidths in bytes/s."""
+    """Both link classes under one protocol: latencies in seconds, bandwidths in bytes/s."""
 
     a_in: float
     a_out: float
@@ -187,13 +187,13 @@ class _Ways:
 
 
 def formula_seconds(kind: str, num_bytes: int, group: GroupTopology, card: HardwareCard) -> float:
-    """Seconds of a collective by the cheapest algorithm; see the module.
+    """Seconds of a collective by the cheapest algorithm.
 
     Args:
         kind: one of :data:`graphshard.cost.cards.COLLECTIVE_KINDS`.
-        num_bytes: of the larger of input and output.
-        group: its ranks.
-        card: links and their efficiency.
+        num_bytes: bytes of the larger of input and output.
+        group: the topology of its ranks.
+        card: the links and their efficiency.
     """
     if group.num_ranks == 1:
         return 0.0
@@ -204,15 +204,15 @@ def formula_seconds(kind: str, num_bytes: int, group: GroupTopology, card: Hardw
     return card.collective_start_seconds + min(times)
 
 
-#: A way to carry out a collective: legs side by side, each (seconds of latency, seconds of transfer).
+#: An algorithm for a collective: legs that run at the same time, each (seconds of latency, seconds of transfer).
 Way = tuple[tuple[float, float], ...]
 
 
 def formula_ways(kind: str, num_bytes: int, group: GroupTopology, card: HardwareCard) -> tuple[Way, ...]:
-    """Every way among which :func:`formula_seconds` takes the quickest, its latency and transfer apart.
+    """The ways among which :func:`formula_seconds` takes the quickest, with latency and transfer apart.
 
-    With ``card.collective_start_seconds`` in front, the least over the ways of the most over their legs
-    of latency + transfer is :func:`formula_seconds`. Ways that are never the quickest are left out.
+    :func:`formula_seconds` is ``card.collective_start_seconds`` plus the least, over the ways, of the longest leg
+    (latency + transfer). Ways that are never the quickest are left out.
     """
     if group.num_ranks == 1:
         return (((0.0, 0.0),),)
@@ -228,14 +228,14 @@ def formula_ways(kind: str, num_bytes: int, group: GroupTopology, card: Hardware
 
 
 def _beats(one: Way, other: Way) -> bool:
-    """Whether every leg of one is as quick in both respects, and one of them quicker."""
+    """Whether every leg of ``one`` is as quick in latency and in transfer, and one leg is quicker."""
     return one != other and all(
         a <= b for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)
     )
 
 
 def _protocols(card: HardwareCard, group: GroupTopology) -> Iterator[_Ways]:
-    """Those of the links that the group uses: of both at once, where it uses both."""
+    """The protocols of the links that the group uses; if it uses both link classes, protocols that both have."""
     inside, between = card.intra_node, card.inter_node
     yield _Ways(inside.latency_seconds, between.latency_seconds, _rate(inside), _rate(between))
     pairs: list[tuple[Protocol | None, Protocol | None]]
@@ -289,7 +289,7 @@ def _ring(num_bytes: float, group: GroupTopology, ways: _Ways) -> float:
 
 
 def _recursive(num_bytes: float, group: GroupTopology, ways: _Ways) -> float:
-    """Doubling or halving, which needs one rank a node."""
+    """Recursive doubling or halving, with one rank on each node."""
     if group.ranks_per_node > 1:
         return math.inf
     moved = num_bytes * (group.num_ranks - 1) / group.num_ranks
@@ -297,7 +297,7 @@ def _recursive(num_bytes: float, group: GroupTopology, ways: _Ways) -> float:
 
 
 def _hierarchical(num_bytes: float, group: GroupTopology, ways: _Ways) -> float:
-    """A gather or a reduce-scatter in two stages, which need as many ranks on each node."""
+    """A gather or a reduce-scatter in two stages, with equally many ranks on each node."""
     if not 1 < group.fewest_per_node == group.ranks_per_node < group.num_ranks:
         return math.inf
     inside = GroupTopology(num_ranks=group.ranks_per_node, ranks_per_node=group.ranks_per_node)

@@ -1,6 +1,6 @@
 """The cost model: seconds of compute, of collectives and of copies, from a hardware card.
 
-A pure function of its arguments: equal on every rank that is given the same card, tables and groups.
+Prices depend on the arguments alone, so ranks with the same card, tables and groups have the same prices.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class CostModel:
 
     Attributes:
         card: the hardware.
-        tables: measured collectives; they come before the card's own and its formulas.
-        groups: topology of each process group, by its name or its mesh axis.
-        told: where given, what would be a warning of this model is added here instead, once each.
+        tables: measured collectives; they take precedence over the card's own rows and its formulas.
+        groups: the topology of each process group, by its name or its mesh axis.
+        told: if given, collects the model's warnings, each once, instead of issuing them.
 
     Raises:
-        OptionTypeError: ``groups`` holds something else than topologies.
+        OptionTypeError: a value of ``groups`` is not a topology.
     """
 
     card: HardwareCard
@@ -73,7 +73,7 @@ class CostModel:
 
         Args:
             kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast".
-            num_bytes: of the larger of input and output tensor.
+            num_bytes: bytes of the larger of input and output tensor.
             group: a key of ``groups``.
 
         Returns:
@@ -102,10 +102,10 @@ class CostModel:
         return formula_seconds(kind, num_bytes, topology, self.card)
 
     def collective_ways(self, kind: str, num_bytes: int, group: str) -> tuple[float, tuple[Way, ...]]:
-        """What :meth:`collective_seconds` is made of: fixed seconds, and the ways of which the quickest counts.
+        """The parts of :meth:`collective_seconds`: fixed seconds, and the ways of which the quickest counts.
 
-        Measured times have one way, whose latency is the time of the smallest size that was measured.
-        Nothing is warned of. Args and errors are those of :meth:`collective_seconds`.
+        A measured time has one way, whose latency is the time of the smallest measured size. No warnings. Args and
+        errors are those of :meth:`collective_seconds`.
         """
         _check_collective(kind, num_bytes)
         topology = self.topology(group)
@@ -124,9 +124,9 @@ class CostModel:
         return self.collective_seconds(kind, num_bytes, group_name(collective))
 
     def core_seconds(self, kind: str, num_bytes: int, group: str) -> float:
-        """Seconds of the core that computes which one collective takes: gloo starts, copies and adds on it.
+        """Seconds that one collective takes from the core that computes: gloo starts, copies and adds on it.
 
-        Args and errors are those of :meth:`collective_seconds`. 0.0 on accelerators, whose host does this.
+        0.0 on accelerators, whose host does this. Args and errors are those of :meth:`collective_seconds`.
         """
         _check_collective(kind, num_bytes)
         if self.topology(group).num_ranks == 1 or self.card.device_type != "cpu":
@@ -134,7 +134,7 @@ class CostModel:
         return self.card.collective_start_seconds + self.card.comm_compute_seconds_per_byte * num_bytes
 
     def overlapped_seconds(self, kind: str, num_bytes: int, group: str) -> float:
-        """Seconds of one collective that pass while the one in front of it on its group still moves.
+        """Seconds of one collective that pass while the previous one of its group still moves.
 
         Args and errors are those of :meth:`collective_seconds`.
         """
@@ -153,7 +153,7 @@ class CostModel:
         return min(self.card.overlapped_latency_seconds, seconds)
 
     def spread_seconds(self, kind: str, num_bytes: int, group: str) -> float:
-        """By how many seconds one collective may end sooner or later than :meth:`collective_seconds` says.
+        """Seconds by which one collective may end before or after :meth:`collective_seconds`.
 
         Args and errors are those of :meth:`collective_seconds`.
         """
@@ -168,7 +168,7 @@ class CostModel:
         """The topology of a group.
 
         Raises:
-            UnknownGroupError: it is not among ``groups``.
+            UnknownGroupError: the group is not among ``groups``.
         """
         if group not in self.groups:
             known = ", ".join(sorted(self.groups)) or "none"
@@ -179,7 +179,7 @@ class CostModel:
         return self.groups[group]
 
     def _tell(self, message: str) -> None:
-        """Warns the caller of the public method; of nothing if there is no message."""
+        """Issues a warning at the caller of the public method; none for an empty message."""
         if self.told is None:
             if message:
                 warnings.warn(message, UserWarning, stacklevel=3)
@@ -194,7 +194,7 @@ class CostModel:
         return TableRows.of(rows) if rows else None
 
     def _measured(self, kind: str, topology: GroupTopology) -> Sequence[MeasuredCollective]:
-        """What the card itself says of such groups; only of those joined by one link class."""
+        """The measured rows of the card for a group that one link class joins."""
         if topology.num_nodes == 1:
             link = self.card.intra_node
         elif topology.ranks_per_node == 1:

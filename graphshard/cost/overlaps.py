@@ -1,4 +1,4 @@
-"""How much of a collective passes while the one in front of it in its group still moves, from measured sizes."""
+"""The part of a collective that overlaps with the previous one of its group, interpolated from measured sizes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class OverlapRows:
-    """Overlapped seconds by the seconds of a collective alone: linear in between, their last ratio above.
+    """Overlapped seconds as a function of the seconds of a collective alone.
 
-    Neither what overlaps nor what is left of the collective falls where it takes longer, as planners need it
-    (:meth:`graphshard.cost.prices.Prices.overlapped_seconds`).
+    The function is linear between rows and keeps the last ratio above them. Neither the overlapped part nor the rest
+    falls when the time grows, as planners need it (:meth:`graphshard.cost.prices.Prices.overlapped_seconds`).
 
     Attributes:
         rows: (seconds, overlapped seconds), from (0, 0) on, seconds rising.
@@ -22,10 +22,10 @@ class OverlapRows:
 
     @staticmethod
     def of(measured: Iterable[tuple[int, float, float]]) -> OverlapRows:
-        """From rows of (bytes, seconds, overlapped seconds), at least one.
+        """Makes the function of measured rows (bytes, seconds, overlapped seconds), at least one.
 
-        A size that is no slower than a smaller one says nothing; one that overlaps by less than a smaller one, or that
-        has less left, counts as that one.
+        A size that is no slower than a smaller one is dropped as noise. A size whose overlapped part, or whose rest, is
+        less than that of a smaller one gets the part, or the rest, of the smaller one.
         """
         rows = [(0.0, 0.0)]
         for _, seconds, overlapped in sorted(measured):
@@ -35,7 +35,7 @@ class OverlapRows:
         return OverlapRows(tuple(rows))
 
     def overlapped(self, seconds: float) -> float:
-        """Of a collective that takes so many seconds alone; never more than those."""
+        """The overlapped seconds of a collective that takes ``seconds`` alone; at most ``seconds``."""
         index = bisect.bisect_right(self.rows, seconds, key=lambda row: row[0])
         if index == len(self.rows):
             longest, most = self.rows[-1]

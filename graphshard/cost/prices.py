@@ -1,4 +1,4 @@
-"""What a planner asks of a cost model."""
+"""The interface of a cost model that the planner uses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import fx
 
 
 class Prices(Protocol):
-    """The part of a cost model that depends on sizes alone."""
+    """Prices that depend on sizes alone."""
 
     def collective_seconds(self, kind: str, num_bytes: int, group: str) -> float:
         """Seconds of one collective.
@@ -22,40 +22,39 @@ class Prices(Protocol):
         ...
 
     def overlapped_seconds(self, kind: str, num_bytes: int, group: str) -> float:
-        """Seconds of one collective that pass while the one in front of it on its group still moves.
+        """Seconds of one collective that pass while the previous one of its group still moves.
 
-        A backend that has several under way at a time hides latency so; one that runs them one after the
-        other does not: 0. Never more than :meth:`collective_seconds`; neither this nor what is left of those may
-        fall when bytes grow.
+        A backend that runs several at a time hides latency this way; one that runs them one after the other has 0. At
+        most :meth:`collective_seconds`. Neither this part nor the rest may fall when bytes grow.
         """
         ...
 
     def spread_seconds(self, kind: str, num_bytes: int, group: str) -> float:
-        """By how much one collective may end sooner or later than :meth:`collective_seconds` says; arguments as above.
+        """Seconds by which one collective may end before or after :meth:`collective_seconds`; arguments as above.
 
-        0 where each takes as long as the other; see :func:`behind_wait`. It may not fall when bytes grow.
+        0 if its time does not vary; see :func:`behind_wait`. It may not fall when bytes grow.
         """
         ...
 
     def core_seconds(self, kind: str, num_bytes: int, group: str) -> float:
-        """Seconds of compute that one collective takes for itself, wherever it runs; arguments as above.
+        """Seconds that one collective takes from the core that computes; arguments as above.
 
-        A backend that starts and moves on the core that computes has some; one with its own queue has none.
-        One large collective must not take more than two with as many bytes together.
+        A backend with a queue of its own takes none. One large collective must not take more than two smaller ones with
+        the same bytes together.
         """
         ...
 
     def copy_seconds(self, num_bytes: int) -> float:
-        """Seconds in which the device copies ``num_bytes`` from one buffer to another."""
+        """Seconds in which the device copies ``num_bytes`` between two buffers."""
         ...
 
 
 def behind_wait(clock: float, finish: float, spread: float) -> float:
-    """When compute goes on that arrives at ``clock`` at the wait for a collective: the expected time.
+    """The expected time at which compute continues after a wait that it reaches at ``clock``.
 
-    The collective ends at any moment within ``spread`` of ``finish``, each as likely as the other, so that
-    compute which arrives a little later than ``finish`` still waits at times. A later ``clock`` or ``finish`` never
-    gives a sooner result, and the result is never before either. All arguments are seconds, ``spread`` not negative.
+    The collective ends uniformly within ``spread`` of ``finish``, so compute that arrives a little after ``finish`` may
+    still wait. The result is at least ``clock`` and at least ``finish``, and never falls when either grows. All
+    arguments are seconds; ``spread`` is not negative.
     """
     if clock >= finish + spread:
         return clock
@@ -68,5 +67,5 @@ class GraphPrices(Prices, Protocol):
     """Prices of everything in a graph."""
 
     def compute_seconds(self, gm: fx.GraphModule) -> Mapping[fx.Node, float]:
-        """Seconds of each node that computes; nodes left out cost nothing."""
+        """Seconds of each node that computes; missing nodes cost nothing."""
         ...

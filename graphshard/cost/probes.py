@@ -1,8 +1,7 @@
-"""Probes: how fast this device multiplies, attends, streams and starts kernels, by running them.
+"""Measures how fast this device multiplies, attends, streams and starts kernels; the results are entries of a card.
 
-Each returns numbers of a hardware card. They run in a process group or without one: ``together`` is
-called before each probe, so that ranks that share a machine are measured while all of them work, and ``slowest``
-behind it, for a step is as slow as its slowest rank.
+Probes run with or without a process group. ``together`` is called before each probe, so that ranks that share a machine
+are measured while all of them work. ``slowest`` is called after it, since a step is as slow as its slowest rank.
 """
 
 from __future__ import annotations
@@ -21,10 +20,13 @@ from .curves import Curve
 from .flops import causal_share
 from .kernels import STEPS_OF
 
+#: Takes lines of progress.
+Report = Callable[[str], None]
+
 #: Dtypes whose products are measured.
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
-#: Products are timed on so many bytes of operands in turns, which no cache holds: in a step each product reads what was
+#: Bytes of operands that products take turns on, more than a cache holds: in a step, too, operands of a product were
 #: written a while ago.
 _COLD_BYTES = {"cpu": 2**26, "cuda": 2**28}
 
@@ -38,8 +40,8 @@ class ProbeSizes:
         attention: sequence lengths.
         memory_bytes: bytes moved by streaming kernels.
         collective_bytes: bytes of the larger tensor of a collective.
-        num_samples: timings of which the :func:`typical` counts.
-        sample_seconds: the least length of one timing.
+        num_samples: timings; the :func:`typical` one counts.
+        sample_seconds: the shortest timing.
     """
 
     matmul: tuple[int, ...] = (64, 128, 256, 512, 1024)
@@ -51,7 +53,7 @@ class ProbeSizes:
 
     @staticmethod
     def for_device(device_type: str, *, quick: bool = False) -> ProbeSizes:
-        """Sizes that fit the device; ``quick`` ones take about a second and say little."""
+        """Sizes that fit the device; ``quick`` ones take about a second and are inexact."""
         if quick:
             return ProbeSizes(
                 matmul=(64, 128),
@@ -75,7 +77,7 @@ class ProbeSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeProbe:
-    """The part of a card that one rank can measure alone; the names are those of the card."""
+    """Measured entries of a card that one rank can measure alone; the names are those of the card."""
 
     peak_flops: dict[str, float]
     vector_flops: float
@@ -87,14 +89,14 @@ class ComputeProbe:
 
 
 def say_nothing(line: str) -> None:
-    """For callers who want no progress."""
+    """Reports no progress."""
 
 
 def probe_compute(
     device: torch.device,
     sizes: ProbeSizes,
     *,
-    report: Callable[[str], None] = say_nothing,
+    report: Report = say_nothing,
     together: Callable[[], None] = lambda: None,
     slowest: Callable[[float], float] = lambda seconds: seconds,
 ) -> ComputeProbe:
@@ -103,9 +105,9 @@ def probe_compute(
     Args:
         device: where to run.
         sizes: what to run.
-        report: takes a line per finished probe.
+        report: takes a line for each finished probe.
         together: called before each probe.
-        slowest: gives the most of what all ranks give it.
+        slowest: returns the largest of the values of all ranks.
     """
     timer = _Timer(device, sizes, together, slowest)
     main = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -149,26 +151,26 @@ def probe_compute(
 
 
 def device_bytes(device: torch.device) -> int:
-    """Memory of the device; of the machine for the CPU."""
+    """Bytes of memory of the device; for the CPU, of the machine."""
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """The mean without the slowest eighth, at least one of four or more.
+    """The mean without the slowest eighth; of four or more, at least one is left out.
 
-    A step is the sum of many calls, slow ones included; one that something else on the machine held up is not typical.
+    A step is the sum of many calls, slow ones included, so the mean counts. Calls that other work on the machine
+    delayed are not typical.
     """
     kept = sorted(seconds)[: len(seconds) - max(len(seconds) // 8, len(seconds) > 3)]
     return sum(kept) / len(kept)
 
 
 class _Timer:
-    """Times calls; on an accelerator, of work that is queued back to back.
+    """Times calls; on an accelerator, calls that are queued back to back.
 
-    One thread on a CPU is timed by the core's seconds, so that other work on the machine, which takes
-    turns with it, does not count.
+    One thread on a CPU is timed in CPU seconds, so that other work on the machine does not count.
     """
 
     def __init__(
@@ -185,7 +187,7 @@ class _Timer:
         self._clock = time.thread_time if is_one_thread else time.perf_counter
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Seconds of one call on the slowest rank: the :func:`typical` of several timings, of enough calls each."""
+        """Seconds of one call on the slowest rank: the :func:`typical` one of several timings of many calls."""
         self._together()
         call()
         repeats = max(1, round(self._sizes.sample_seconds / max(self._time(call, 1), 1e-9)))
@@ -201,7 +203,7 @@ class _Timer:
 
 
 def cold_product(device: torch.device, dtype: torch.dtype, side: int) -> Callable[[], object]:
-    """Multiplies square matrices, on operands that no cache holds any more; returns what does so."""
+    """A function that multiplies square matrices whose operands are in no cache."""
     each = 3 * side**2 * dtype.itemsize
     operands = itertools.cycle(
         [
@@ -248,7 +250,7 @@ def _probe_convolution(timer: _Timer, device: torch.device, dtype: torch.dtype) 
 
 
 def _stream(device: torch.device, num_bytes: int) -> Callable[[], object]:
-    """An addition: two reads and a write, ``num_bytes`` in all."""
+    """A function that adds two tensors: two reads and a write, ``num_bytes`` in all."""
     left, right, out = (torch.ones(max(num_bytes // 12, 1), device=device) for _ in range(3))
     return lambda: torch.add(left, right, out=out)
 
@@ -263,9 +265,9 @@ def _probe_gather(timer: _Timer, device: torch.device, table_bytes: int) -> tupl
 
 
 def _probe_vector(timer: _Timer, device: torch.device) -> float:
-    """Operations per second of pointwise kernels that memory does not bound."""
+    """Operations per second of pointwise kernels that are not bound by memory."""
     if device.type == "cpu":
-        values = torch.linspace(-1, 1, 2**15)  # in the cache, and long enough to hide the call
+        values = torch.linspace(-1, 1, 2**15)  # small enough for the cache, large enough to hide the call
         out = torch.empty_like(values)
         return STEPS_OF["exp"] * values.numel() / timer.seconds(lambda: torch.exp(values, out=out))
     repeats = 32
@@ -292,7 +294,7 @@ def _probe_host(timer: _Timer, device: torch.device, num_bytes: int) -> float:
 
 
 def _rates(timings: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """(size, size per second) of (size, seconds)."""
+    """(size, size per second) for each (size, seconds)."""
     return [(size, size / seconds) for size, seconds in timings]
 
 

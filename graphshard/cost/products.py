@@ -1,7 +1,7 @@
-"""Operations of products: a formula for each op that torch's own registry lacks or counts wrongly.
+"""Operations of products: formulas for ops that torch's own registry lacks or counts wrongly.
 
-A formula takes the arguments of its op, tensors without data, and ``out_val``, the result. A multiplication and an
-addition are two operations; masks count in full.
+A formula takes the arguments of its op (tensors without data) and ``out_val``, the result. A multiplication and an
+addition are two operations. Masked scores count in full.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def _product(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """Matrices, vectors or batches of equal size: every element of ``a`` meets a row of ``b``."""
+    """A product of matrices, vectors or equal batches: every element of ``a`` meets a row of ``b``."""
     return 2 * _num_values(a) * (b.shape[-1] if b.dim() > 1 else 1)
 
 
@@ -27,49 +27,49 @@ def _added_product(_: Tensor, a: Tensor, b: Tensor, *__: Any, **___: Any) -> int
 
 
 def _packed_product(a: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
-    """A product with a weight in a layout of its own: the result tells how many columns it has."""
+    """A product with a weight in a packed layout; its columns are those of the result."""
     return 2 * a.numel() * out_val.shape[-1]
 
 
 def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """One product per group; where an operand is 2-D the groups divide one of its dims."""
+    """One product a group; groups divide a dim of an operand that is 2-D."""
     groups = a.shape[0] if a.dim() == b.dim() == 3 else 1
     return 2 * groups * _num_values(a[0] if a.dim() == 3 else a) * b.shape[-1]
 
 
 def _num_values(a: Tensor) -> int:
-    """Elements of an operand; 4-bit floats lie two in an element."""
+    """Values in an operand; an element holds two 4-bit floats."""
     return a.numel() * (2 if a.dtype is torch.float4_e2m1fn_x2 else 1)
 
 
 def _recurrent(sequence: Tensor, weights: Sequence[Tensor], *_: Any, **__: Any) -> int:
-    """Every matrix of a recurrent network meets every step."""
+    """A recurrent network: every weight matrix meets every step."""
     steps = sequence.numel() // max(sequence.shape[-1], 1)
     return 2 * steps * sum(weight.numel() for weight in weights if weight.dim() == 2)
 
 
 def _recurrent_layer(sequence: Tensor, of_input: Tensor, of_state: Tensor, *_: Any, **__: Any) -> int:
-    """One layer in one direction."""
+    """One layer of a recurrent network in one direction."""
     return _recurrent(sequence, (of_input, of_state))
 
 
 def _twice(formula: Callable[..., int]) -> Callable[..., int]:
-    """The backward of a product: two, where the forward has one."""
+    """The backward of a product: two products for each one of the forward."""
     return lambda *args, **kwargs: 2 * formula(*args, **kwargs)
 
 
 def _attention(rows: int, keys: int, width: int, value_width: int) -> int:
-    """Scores, then the weighted sum of values."""
+    """Two products: the scores, and the weighted sum of values."""
     return 2 * rows * keys * (width + value_width)
 
 
 def _attention_backward(rows: int, keys: int, width: int, value_width: int) -> int:
-    """Five products where the forward has two: scores again, and gradients of weights, q, k and v."""
+    """Five products: the scores again, and gradients of the weights, q, k and v."""
     return 2 * rows * keys * (3 * width + 2 * value_width)
 
 
 def _by_heads(count: Callable[[int, int, int, int], int], *, query: int = 0) -> Callable[..., int]:
-    """Attention over (..., heads, tokens, width), q at position ``query``; heads of queries may share one of keys."""
+    """Attention over (..., heads, tokens, width), q at position ``query``; query heads may share a key head."""
 
     def formula(*args: Any, **_: Any) -> int:
         q, k, v = args[query : query + 3]
@@ -81,9 +81,10 @@ def _by_heads(count: Callable[[int, int, int, int], int], *, query: int = 0) -> 
 def _by_tokens(
     count: Callable[[int, int, int, int], int], *, query: int = 0, ends: int, longest: int
 ) -> Callable[..., int]:
-    """Attention over (batch, tokens, heads, width), or over sequences in a row.
+    """Attention over (batch, tokens, heads, width), or over packed sequences.
 
-    Where those end is at position ``ends``, how many keys the longest has at ``longest``: each counts as that one.
+    For packed sequences, ``ends`` is the position of the argument with their ends, and ``longest`` that of the largest
+    number of keys; every sequence counts with that number.
     """
 
     def formula(*args: Any, **_: Any) -> int:
@@ -94,8 +95,8 @@ def _by_tokens(
     return formula
 
 
-#: Formulas by the names of ops: what torch's registry lacks, and attention, which it counts by heads in the place of
-#: tokens where tokens come first, and before torch 2.13 not at all where heads share keys.
+#: Formulas by name of op: ops that torch's registry lacks, and attention, which it counts wrongly: it takes heads for
+#: tokens where tokens come first, and before torch 2.13 it does not count attention whose heads share keys.
 _BY_NAME: dict[str, Callable[..., int]] = {
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), _product),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"), _added_product),
@@ -122,12 +123,12 @@ _BY_NAME: dict[str, Callable[..., int]] = {
     "_cudnn_attention_backward": _by_tokens(_attention_backward, query=1, ends=10, longest=12),
 }  # fmt: skip
 
-#: The formulas by op; torch versions lack some of them.
+#: The formulas by op, for the ops that this version of torch has.
 FORMULAS: dict[Any, Callable[..., int]] = {
     getattr(aten, name): formula for name, formula in _BY_NAME.items() if hasattr(aten, name)
 }
 
-#: Attention whose tensors have tokens before heads.
+#: Attention ops whose tensors have tokens before heads.
 TOKENS_FIRST = frozenset(
     getattr(aten, f"_{kind}_attention_{way}")
     for kind in ("flash", "efficient", "cudnn")

@@ -1,8 +1,7 @@
-"""Measured times of collectives: read from CSV, and read between the rows.
+"""Measured times of collectives: read from CSV, and interpolated between rows.
 
-Bytes are those of the larger of input and output, as in nccl-tests' column "size". Between rows the
-logarithm of the time is linear in the logarithm of the bytes; a row that took longer than a larger
-one counts as noise, and the larger one is taken to take as long.
+Bytes are those of the larger of input and output, as in nccl-tests' column "size". Between rows the logarithm of the
+time is linear in the logarithm of the bytes. If a row took longer than a larger one, the larger one gets its time.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from ..errors import OptionTypeError, TableError
 
-#: Names of kinds in tables, and what they mean here.
+#: Kinds of collectives by their names in tables.
 _KIND_OF_WORD = {
     "all_gather": "all_gather",
     "all_gather_into_tensor": "all_gather",
@@ -47,7 +46,7 @@ class TableRows:
 
     @staticmethod
     def of(rows: Iterable[tuple[int, float]]) -> TableRows:
-        """Sorts the rows, averages those of one size, and smooths out what falls."""
+        """Sorts the rows, averages rows of one size, and raises times that fall to the time before."""
         by_bytes: dict[int, list[float]] = {}
         for num_bytes, seconds in rows:
             by_bytes.setdefault(num_bytes, []).append(seconds)
@@ -61,10 +60,11 @@ class TableRows:
         return self.rows[0][0], self.rows[-1][0]
 
     def seconds(self, num_bytes: int) -> float:
-        """Time of ``num_bytes``: between rows as the module says.
+        """Time of ``num_bytes``.
 
-        Below the first row its time, which is latency. Above the last row at the bandwidth between the
-        last two (of the last alone, where there is only one or the two took equally long).
+        Between rows it is interpolated. Below the first row it is the time of that row, which is latency. Above the
+        last row it grows at the bandwidth between the last two rows, or at that of the last row if there is only one
+        or the two took equally long.
         """
         if num_bytes <= self.rows[0][0]:
             return self.rows[0][1]
@@ -90,14 +90,14 @@ class CollectiveTables:
 
     Attributes:
         rows: by kind ("all_gather", ...) and by the group's name or number of ranks.
-        source: where they come from, for warnings.
+        source: the name of the file, for warnings.
     """
 
     rows: Mapping[tuple[str, GroupKey], TableRows]
     source: str = "the tables"
 
     def find(self, kind: str, group: str, num_ranks: int) -> TableRows | None:
-        """The rows of a kind on a group: of its name before those of its number of ranks."""
+        """The rows of a kind on a group: by the name of the group, else by its number of ranks."""
         return self.rows.get((kind, group)) or self.rows.get((kind, num_ranks))
 
     def seconds(self, kind: str, num_bytes: int, group: str, num_ranks: int) -> float | None:
@@ -113,7 +113,7 @@ class CollectiveTables:
         return rows.seconds(num_bytes)
 
     def outside(self, kind: str, num_bytes: int, group: str, num_ranks: int) -> str:
-        """What to say of a size outside of what was measured; "" for one inside, or without rows."""
+        """The warning for a size outside the measured range; "" for a size inside it, or without rows."""
         rows = self.find(kind, group, num_ranks)
         least, most = (num_bytes, num_bytes) if rows is None else rows.range
         if least <= num_bytes <= most:
@@ -128,30 +128,34 @@ class CollectiveTables:
 def load_tables(path: str | Path) -> CollectiveTables:
     """Reads a CSV file with the columns ``group`` or ``group_size`` (or both), ``op``, ``bytes`` and ``seconds``.
 
-    ``group`` is a name: of an axis of the mesh ("shard"), or torch's own name of a group ("0"). ``group_size`` is a
-    number of ranks, 2 or more; a row has it where ``group`` is empty or is no column, and holds for every
-    group of that size without rows of its own. A file without ``group_size`` may have such numbers in ``group``: they
-    are names first, and sizes for the groups that no row names. ``op`` takes the names of torch (coalesced, in place
-    and ``out=`` too), NCCL and :data:`graphshard.cost.cards.COLLECTIVE_KINDS`. A column ``time`` counts
-    as ``seconds`` where there is none of that name. Further columns are ignored.
+    - ``group`` is the name of a mesh axis ("shard") or torch's name of a group ("0").
+    - ``group_size`` is a number of ranks, at least 2. It is read where ``group`` is empty or missing, and holds for
+      every group of that size without rows of its own. Without this column, numbers in ``group`` are names first, and
+      sizes for the groups that no row names.
+    - ``op`` is a name of torch (coalesced, in place and ``out=`` too), of NCCL, or one of
+      :data:`graphshard.cost.cards.COLLECTIVE_KINDS`.
+    - ``bytes`` is the larger of input and output.
+    - ``seconds`` may be called ``time``.
+
+    Further columns are ignored.
 
     Raises:
         TableError: no such file, missing or repeated columns, no rows, or rows that cannot be read, with their lines.
-        OptionTypeError: not a path.
+        OptionTypeError: ``path`` is not a path.
     """
     if not isinstance(path, (str, Path)):
         raise OptionTypeError(f"tables={path!r} must be the path of a CSV file, or what load_tables returns")
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:  # a ValueError: no text, or a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: not text, or an impossible file name
         reason = getattr(error, "strerror", None) or error
         raise TableError(f"the table {str(path)!r} cannot be read: {reason}") from error
     return parse_tables(text, where=str(path))
 
 
 def tables_of(tables: str | Path | CollectiveTables | None) -> CollectiveTables | None:
-    """The tables that a user gave, or the file of which; None without any.
+    """Tables as they are, or read from a file; None without any.
 
     Raises:
         TableError, OptionTypeError: see :func:`load_tables`.
@@ -184,7 +188,7 @@ def parse_tables(text: str, *, where: str) -> CollectiveTables:
 
 
 def _columns(header: Iterable[str], where: str) -> list[str]:
-    """What to call the columns."""
+    """The names of the columns, checked."""
     words = [name.strip().lower() for name in header]
     columns = ["seconds" if word == "time" and "seconds" not in words else word for word in words]
     missing = [name for name in _COLUMNS if name not in columns]
@@ -213,7 +217,7 @@ def _parse_row(row: dict[str, str | None]) -> tuple[str, list[GroupKey], int, fl
 
 
 def _group_keys(cells: Mapping[str, str]) -> list[GroupKey]:
-    """What the groups that a row holds for are found by."""
+    """The keys of the groups for which a row holds."""
     if name := cells.get("group"):
         is_size = "group_size" not in cells and name.isdecimal() and int(name) > 1
         return [name, int(name)] if is_size else [name]

@@ -20,12 +20,12 @@ from .._compat import lazy_graph_modules
 from ..backend import LOWERING, BackendOptions, half_pipeline
 from ..capture import CapturedStep, capture_step, no_garbage_collection
 from ..cost import CollectiveTables, CostModel, HardwareCard
-from ..errors import BudgetError
+from ..errors import BudgetError, InfeasibleBudgetError
 from ..ir import apply_order, graph_text, output_values, remembered_results
 from ..passes import PlanCollectives
 from ..pipeline import Fact, PassContext, PassRecord, Pipeline
 from ..planner import PlannedGraph, problem_of_graph
-from ..planner.search import Bounds, InfeasibleBudgetError, lower_bounds
+from ..planner.search import Bounds, lower_bounds
 from ..progress import Stages
 from ..report import CATEGORIES, HalfReport, ModelSummary, PassStep, Report, UnitSummary, World
 from .half_report import ScheduledHalf, brief_half_report, half_report

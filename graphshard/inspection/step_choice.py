@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import fx, nn
 
 from ..backend import LOWERING, JointTrials, StepChoice
-from ..errors import BudgetError
+from ..errors import BudgetError, InfeasibleBudgetError
 from ..passes import PlanCollectives
 from ..pipeline import PassContext, Pipeline
-from ..planner.search import InfeasibleBudgetError
 from .memory_categories import kept_bytes_by_category
 from .persistent_bytes import always_bytes, persistent_bytes_of_joint
 from .settings import Settings

@@ -1,14 +1,15 @@
-"""The memory model: bytes that are live at each node of a graph, and what a budget leaves.
+"""The memory model: how many bytes are live at each node of a graph, and what a memory budget leaves.
 
 Imports: ``ir``.
 
-Read first: ``model``, then ``donations`` (inputs that generated code may overwrite), ``scratch`` (what kernels
-allocate for themselves) and ``budget``.
+Read first: ``model``, with ``timeline`` (its result) and ``kept_inputs`` (what the caller holds). Then ``donations``
+(inputs that generated code may overwrite), ``scratch`` (what kernels allocate for themselves) and ``budget``.
 """
 
 from .budget import parse_bytes, resident_bytes, step_bytes, waiting_bytes
 from .donations import donated_inputs, mark_donated, outputs_with_parameters, take_back_donations
-from .model import Buffer, MemoryModel, copied_bytes, held_tensors, kept_bytes, kept_inputs, memory_timeline
+from .kept_inputs import held_tensors, kept_bytes, kept_inputs
+from .model import Buffer, MemoryModel, copied_bytes, memory_timeline
 
 __all__ = [
     "Buffer",

@@ -1,4 +1,4 @@
-"""A memory budget as users write it, and the parts of a step that it counts."""
+"""Reads a memory budget as users write it, and counts the parts of a step that lie outside of one graph."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import fx
 
 from ..errors import OptionError, OptionTypeError
 from ..ir import WAITING_INPUTS, stored_bytes, tensor_bytes
-from .model import kept_bytes, kept_inputs
+from .kept_inputs import kept_bytes, kept_inputs
 
 _UNITS = {"": 1, "b": 1, **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}} | {
     f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)
 }
 
-#: No budget: 8 EiB. Python refuses to print numbers of thousands of digits.
+#: 8 EiB, more than any machine has.
 _TOO_MANY_BYTES = 2**63
 
 
@@ -23,8 +23,8 @@ def parse_bytes(value: int | str) -> int:
     """Bytes from a number or from a text like "60GiB" (1024) or "2GB" (1000).
 
     Raises:
-        OptionError: it cannot be read, is not positive, or more than any machine has.
-        OptionTypeError: it is neither a number of bytes nor a text.
+        OptionError: the text cannot be read, or the number is not positive or 8 EiB or more.
+        OptionTypeError: the value is neither an int nor a text.
     """
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise OptionTypeError(f"memory_budget={value!r} must be bytes (an int) or a text like '60GiB'")
@@ -40,12 +40,12 @@ def parse_bytes(value: int | str) -> int:
 
 
 def resident_bytes(gm: fx.GraphModule) -> int:
-    """Bytes that live through the whole step: a half's shards, buffers, inputs of the model, and constants."""
+    """Bytes that a half takes and that live through the whole step: shards, buffers, inputs of the model, constants."""
     return kept_bytes(gm, kept_inputs(gm))
 
 
 def step_bytes(gm: fx.GraphModule) -> int:
-    """As :func:`resident_bytes`, also for a joint graph, and without parameters that units keep gathered."""
+    """:func:`resident_bytes` for halves and joint graphs, without parameters that units keep gathered."""
     inputs = gm.graph.find_nodes(op="placeholder")
     return sum(stored_bytes(node.meta.get("val")) for node in inputs if node.name.startswith("primals_"))
 

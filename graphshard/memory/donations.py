@@ -1,9 +1,9 @@
-"""Saved values that Inductor may write over in a backward: AOTAutograd donates them, and we take some back.
+"""Donated inputs of a backward: saved values that Inductor may write over.
 
-It donates every saved value that lies in no memory of an input, of a result of the forward, or of a gradient. Of full
-parameters it does not see that a unit may hold them for the next micro-batch, or that on one rank they are the shards;
-those stay as they are, and so do saved values that share their memory. The memory model learns here which inputs are
-donated.
+AOTAutograd donates every saved value that shares no memory with an input, a result of the forward, or a gradient. It
+cannot see that a unit may hold a full parameter for the next micro-batch, or that on one rank a full parameter is the
+shard. Full parameters, and values that share their memory, are removed from the donated set here. The inputs that
+remain are marked for the memory model.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .._compat import autograd_metadata, storage_id
 from ..ir import KEEP_PIECE, SPREAD, UNSHARD, output_values, tensors_of
 from .model import DONATED
 
-#: Ops at level 1 whose results may be memory that outlives a step.
+#: Ops at level 1 whose results may be held beyond the step.
 _HELD = (UNSHARD, KEEP_PIECE, SPREAD)
 
 
 def outputs_with_parameters(forward: fx.GraphModule) -> frozenset[str]:
-    """Names of a forward's outputs, at level 1, that lie in the memory of full parameters, or of pieces of them."""
+    """Names of the outputs of a forward, at level 1, that share memory with full parameters or pieces of them."""
     held = _memory_of(
         node for target in _HELD for node in forward.graph.find_nodes(op="call_function", target=target)
     )
@@ -33,11 +33,11 @@ def outputs_with_parameters(forward: fx.GraphModule) -> frozenset[str]:
 
 
 def take_back_donations(backward: fx.GraphModule, names: Collection[str]) -> None:
-    """Forbids Inductor to write over some inputs of a backward, and marks those that it still may.
+    """Forbids Inductor to write over some inputs of a backward, and marks the inputs that it still may write over.
 
     Args:
-        backward: before passes change it, while AOTAutograd has it compiled.
-        names: of inputs that stay as they are.
+        backward: the graph before passes change it, while AOTAutograd compiles it.
+        names: inputs that must not be written over.
     """
     metadata = autograd_metadata()
     if metadata is None:
@@ -49,18 +49,18 @@ def take_back_donations(backward: fx.GraphModule, names: Collection[str]) -> Non
 
 
 def donated_inputs() -> tuple[int, ...]:
-    """Positions of the inputs that AOTAutograd now donates to the backward that is compiled."""
+    """Positions of the inputs that AOTAutograd donates to the backward being compiled."""
     metadata = autograd_metadata()
     return tuple(metadata.bw_donated_idxs or ()) if metadata is not None else ()
 
 
 def mark_donated(forward: fx.GraphModule, backward: fx.GraphModule, num_results: int) -> None:
-    """Marks the inputs of a backward that AOTAutograd and :func:`take_back_donations` would leave donated.
+    """Marks the inputs of a backward that a compile would leave donated, without a compile.
 
     Args:
-        forward: at level 1; its outputs behind the results are saved.
+        forward: the forward at level 1; its outputs after the results are saved.
         backward: edited in place.
-        num_results: how many of the forward's outputs are results.
+        num_results: number of outputs of the forward that are results.
     """
     outputs = output_values(forward.graph)
     others = _memory_of(forward.graph.find_nodes(op="placeholder"))
@@ -75,7 +75,7 @@ def mark_donated(forward: fx.GraphModule, backward: fx.GraphModule, num_results:
 
 
 def _mark(inputs: Sequence[fx.Node], names: Collection[str]) -> None:
-    """Marks those of ``names`` that share their memory with no other input."""
+    """Marks the inputs in ``names`` that share memory with no other input."""
     shared = Counter(key for node in inputs for key in _memory_of([node]))
     for node in inputs:
         if node.name in names and all(shared[key] == 1 for key in _memory_of([node])):

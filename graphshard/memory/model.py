@@ -1,35 +1,38 @@
 """The memory model: how many bytes are live at each node of one FX graph, in a given order.
 
-Exact live ranges over the node order. Views, items of tuples, waits and ops in place share the memory that they
-look at or write to; a conditional view (``reshape``, ``to``) is a copy where its values say so. A value is freed
-after its last reader; outputs live to the end; inputs that the caller keeps (parameters' shards, a forward's inputs)
-are counted apart, and other inputs (saved activations, tangents) die after their last reader; where autograd holds what
-it calls a backward with (:data:`graphshard._compat.gradients_are_boxed`), tangents live to its end. A gradient that the
-caller passes to ``Tensor.backward`` is the caller's, and is held longer.
-A collective holds its input, its output, and what its backend copies (``BACKEND_COPIES``) until its wait.
+Live ranges are exact for a given order:
 
-Three things are approximated, because the inner compiler decides them later: a pointwise value that
-only generated kernels read, from at most ``MAX_INLINED_READS`` buffers, is recomputed by its readers
-and never stored; a value that only its own run of fusible nodes reads is never stored; and a run of
-fusible nodes allocates its results together. A generated kernel writes over an input that dies there where that
-is certain (:meth:`MemoryModel._overwritten`); elsewhere both are counted. What kernels of libraries allocate for
-themselves is in :mod:`graphshard.memory.scratch`.
+- Views, items of tuples, waits and ops in place share the memory of their base. A conditional view (``reshape``,
+  ``to``) counts as a copy where its values show one.
+- A value is freed after its last reader. Outputs live to the end.
+- Inputs that the caller keeps (shards of parameters, inputs of a forward) are counted apart. Other inputs (saved
+  activations, tangents) die after their last reader. Tangents live to the end where autograd holds the arguments of a
+  backward (:data:`graphshard._compat.gradients_are_boxed`); a gradient passed to ``Tensor.backward`` is the caller's.
+- A collective holds its input, its output and the copies of its backend (``BACKEND_COPIES``) until its wait.
+
+The inner compiler decides later about fusion, so three rules approximate it:
+
+1. A pointwise value that only generated kernels read, computed from at most ``MAX_INLINED_READS`` buffers, is
+   recomputed by its readers and never stored.
+2. A value that only its own run of fusible nodes reads is never stored.
+3. A run of fusible nodes allocates its results together.
+
+A generated kernel writes over an input that dies there, where that is certain (:meth:`MemoryModel._overwritten`);
+otherwise both are counted. Memory that library kernels allocate for themselves is in :mod:`graphshard.memory.scratch`.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
 from .._compat import gradients_are_boxed
 from ..ir import (
     ALL_GATHER,
-    GATHERED_INPUT,
     REDUCE_SCATTER,
     TANGENT_INPUT,
     aliased_inputs,
@@ -54,94 +57,30 @@ from ..ir import (
     waits_of,
     writes_over,
 )
+from .kept_inputs import kept_bytes
 from .scratch import scratch_bytes
+from .timeline import LiveValue, MemoryTimeline
 
-#: Copies a collective holds while it runs, per device type: multiples of its input and of its output.
-#: Gloo (cpu) gathers into a flat buffer of its own and reduces a clone of the input; an exchange, which
-#: compiled graphs have in its place, receives as much. NCCL (cuda) works in place. Measured by
-#: tests/ranks/test_memory_model.py.
+#: Copies that a collective holds while it runs, by device type: multiples of its input and of its output. Gloo (cpu)
+#: gathers into a flat buffer of its own, and reduces a clone of the input; the exchange that replaces a reduction in
+#: compiled graphs receives as much. NCCL (cuda) works in place. tests/ranks/test_memory_model.py measures these.
 BACKEND_COPIES: dict[str, dict[Any, tuple[int, int]]] = {
     "cpu": {ALL_GATHER: (0, 1), REDUCE_SCATTER: (1, 0)},
     "cuda": {},
 }
 
-#: A pointwise value read by several kernels is recomputed in each if it reads no more buffers than
-#: this, and otherwise stored (Inductor's ``realize_reads_threshold``); one reader may read twice as many.
+#: A pointwise value with several readers is recomputed in each if it reads at most this many buffers, else stored
+#: (Inductor's ``realize_reads_threshold``). With one reader the limit is twice as high.
 MAX_INLINED_READS = 4
 
-#: Products, whose results a generated kernel may write over.
+#: Products; a generated kernel may write over their results.
 _PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 
 #: Marks inputs that Inductor may write over (:mod:`graphshard.memory.donations`).
 DONATED = "donated"
 
-#: Recomputed nowhere on the CPU when several kernels read them: too dear.
+#: Too expensive to recompute on the CPU in several kernels.
 _DEAR = {aten.exp.default, aten.sigmoid.default}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveValue:
-    """One value in memory.
-
-    Attributes:
-        node: what made it.
-        part: which item of a tuple it is (``[1]``), or that it is a collective's copy or a kernel's scratch; else "".
-        num_bytes: its size.
-    """
-
-    node: fx.Node
-    part: str
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryTimeline:
-    """Live bytes over one order of a graph's nodes.
-
-    Attributes:
-        nodes: the order.
-        live_bytes: for each node the bytes live while it runs, inputs and results included, without
-            ``kept_bytes``.
-        kept_bytes: bytes of the inputs that the caller keeps alive throughout, and of the module's own tensors.
-        live_at_peak: what is live at the first node of the peak, largest first.
-    """
-
-    nodes: tuple[fx.Node, ...]
-    live_bytes: tuple[int, ...]
-    kept_bytes: int
-    live_at_peak: tuple[LiveValue, ...]
-
-    @property
-    def peak_bytes(self) -> int:
-        """The largest of ``live_bytes``; 0 for a graph without nodes."""
-        return max(self.live_bytes, default=0)
-
-    @property
-    def peak_node(self) -> fx.Node:
-        """The first node at which the peak is reached."""
-        return self.nodes[self.live_bytes.index(self.peak_bytes)]
-
-    def text(self, names: Mapping[fx.Node, str]) -> str:
-        """For people: the peak, what is live there, and the bytes at each node.
-
-        Args:
-            names: what to call the nodes (``graph_text.node_names``); others keep their own name.
-        """
-
-        def name(node: fx.Node) -> str:
-            return names.get(node, node.name)
-
-        lines = [f"peak {self.peak_bytes} bytes at {name(self.peak_node)}, where these are live:"]
-        lines += [f"{value.num_bytes:>14}  {name(value.node)}{value.part}" for value in self.live_at_peak]
-        lines += [
-            f"beside {self.kept_bytes} bytes of inputs that the caller keeps",
-            "live while each node runs:",
-        ]
-        lines += [
-            f"{num_bytes:>14}  {name(node)}"
-            for node, num_bytes in zip(self.nodes, self.live_bytes, strict=True)
-        ]
-        return "\n".join(lines) + "\n"
 
 
 def memory_timeline(
@@ -162,32 +101,6 @@ def memory_timeline(
     return MemoryModel(gm, kept=kept, device_type=device_type).timeline(
         list(gm.graph.nodes) if order is None else order
     )
-
-
-def kept_inputs(gm: fx.GraphModule) -> list[fx.Node]:
-    """The placeholders of a half whose memory the caller keeps.
-
-    In a forward or inference graph all of them. In a backward (told by its tangents) those it shares
-    with the forward's inputs, ``primals_*``, and parameters that its units may keep gathered; saved activations
-    die after their last use, and tangents are counted as the graph's own.
-    """
-    inputs = list(gm.graph.find_nodes(op="placeholder"))
-    if any(node.name.startswith(TANGENT_INPUT) for node in inputs):
-        return [node for node in inputs if node.name.startswith(("primals_", GATHERED_INPUT))]
-    return inputs
-
-
-def kept_bytes(gm: fx.GraphModule, kept: Iterable[fx.Node]) -> int:
-    """Bytes of inputs that the caller keeps, and of the tensors that the module itself holds (:func:`held_tensors`)."""
-    inputs = sum(stored_bytes(node.meta.get("val")) for node in kept)
-    return inputs + sum(map(stored_bytes, held_tensors(gm).values()))
-
-
-def held_tensors(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
-    """The tensors that a graph reads of its module, by name: parameters in a graph of ``make_fx``, constants."""
-    names = dict.fromkeys(node.target for node in gm.graph.find_nodes(op="get_attr"))
-    found = {name: operator.attrgetter(name)(gm) for name in names}
-    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
 def copied_bytes(collective: fx.Node, device_type: str | None = None) -> int:
@@ -212,7 +125,14 @@ def _device_of(node: fx.Node) -> str:
 
 @dataclass(eq=False, slots=True)
 class Buffer:
-    """Memory of one value; ``producer`` is an input, a kernel (of scratch, too), or a collective (of its copies)."""
+    """Memory of one value, of a kernel's scratch or of a collective's copies.
+
+    Attributes:
+        producer: the input, kernel or collective that it belongs to.
+        part: the item of a tuple, " (copy)" or " (scratch)"; else "".
+        num_bytes: its size.
+        readers: the nodes after whose last it is freed.
+    """
 
     producer: fx.Node
     part: str
@@ -221,7 +141,7 @@ class Buffer:
 
 
 class MemoryModel:
-    """What of the memory of a graph does not depend on the order of its nodes; see the module.
+    """The part of the memory model that does not depend on the order of nodes: buffers and their readers.
 
     Args:
         gm: as in :func:`memory_timeline`.
@@ -278,19 +198,19 @@ class MemoryModel:
         )
 
     def lifetimes(self, order: Sequence[fx.Node]) -> list[tuple[int, int, int]]:
-        """For each value its first and last position in an order, and its bytes."""
+        """(first position, last position, bytes) of each value in an order."""
         return [(start, end, buffer.num_bytes) for start, end, buffer in self.ranges(order)]
 
     def buffers_of(self, node: fx.Node) -> tuple[Buffer, ...]:
-        """What a node's value occupies: none for an input that the caller keeps."""
+        """The buffers that a node's value occupies; none for an input that the caller keeps."""
         return self._seen[node]
 
     def is_written_over_another(self, node: fx.Node) -> bool:
-        """Whether a node's value takes the memory of one that dies there."""
+        """Whether a node's value is written over one that dies there."""
         return any(buffer in self._written_over for buffer in self._seen[node] if buffer.producer is node)
 
     def ranges(self, order: Sequence[fx.Node]) -> list[tuple[int, int, Buffer]]:
-        """For each buffer that is ever stored its first and last position in an order."""
+        """(first position, last position, buffer) of each stored buffer in an order."""
         first, last = fusion_runs(order)
         ranges = []
         position = {node: index for index, node in enumerate(order)}
@@ -307,7 +227,7 @@ class MemoryModel:
         return self._without_overwritten(ranges)
 
     def _without_overwritten(self, ranges: list[tuple[int, int, Buffer]]) -> list[tuple[int, int, Buffer]]:
-        """Ends what is written over where its successor begins."""
+        """Ends the range of each overwritten buffer where its successor begins."""
         begun = {buffer: start for start, _, buffer in ranges}
         ends = {
             before: begun[after] - 1
@@ -317,16 +237,16 @@ class MemoryModel:
         return [(start, ends.get(buffer, end), buffer) for start, end, buffer in ranges]
 
     def held_bytes(self, collective: fx.Node) -> int:
-        """What a started collective holds until its wait besides its output: its input and copies.
+        """Bytes that a collective holds until its wait besides its output: its input and copies.
 
-        The output is left out because that of a reduction outlives the wait. An input that the caller
-        keeps counts nothing.
+        The output is left out, since the output of a reduction outlives the wait. An input that the caller keeps counts
+        nothing.
         """
         own = sum(buffer.num_bytes for buffer in set(self._read(collective)))
         return own + copied_bytes(collective, self._device_type)
 
     def _look(self, node: fx.Node) -> Iterator[Buffer]:
-        """The buffers that reading ``node`` reads; makes those that ``node`` allocates."""
+        """The buffers of a node's value; those that the node allocates are made here."""
         if node.op == "get_attr" or node.op == "output":
             return
         if node.target is operator.getitem and node.args[0].op == "call_function":
@@ -369,12 +289,14 @@ class MemoryModel:
         return num_read <= 2 * MAX_INLINED_READS
 
     def _overwritten(self, result: fx.Node) -> Buffer | None:
-        """A value that dies where a generated kernel stores ``result``, which is written over it.
+        """The value that dies where a generated kernel stores ``result``, and whose memory ``result`` takes; else None.
 
-        Inductor writes over a value that is read at the place that is written and nowhere else. That is certain,
-        whatever it fuses and recomputes, where one chain of elementwise ops with one reader each leads from the
-        value to the result, all of them are contiguous and of one shape, and no generated kernel reads the result,
-        for that could compute it again, of the value.
+        Inductor writes over a value that is read only at the place that is written. That is certain, whatever it fuses
+        and recomputes, if:
+
+        1. a chain of elementwise ops with one reader each leads from the value to the result;
+        2. all of them are contiguous and have one shape;
+        3. no generated kernel reads the result, since it could recompute it from the value.
         """
         if not self._seen[result] or any(map(is_fusible, readers_through_aliases(result))):
             return None

@@ -2,12 +2,13 @@
 
 Imports: ``ir``, ``cost``.
 
-Read first: ``context`` (what a pass may know), ``facts`` (what is checked), ``pipeline``, then ``provenance`` (which
-values of a graph belong to which parameter).
+Read first: ``context`` (what a pass may know; ``known_plan`` is another rank's plan), ``facts`` (what is checked),
+``pipeline``, then ``provenance`` (which values of a graph belong to which parameter).
 """
 
-from .context import KnownPlan, PassContext, context_from_shard_ops, pieces_of, read_shards_as_they_are
+from .context import PassContext, context_from_shard_ops, pieces_of, read_shards_as_they_are
 from .facts import Fact
+from .known_plan import KnownPlan
 from .pipeline import Pass, PassRecord, PassReport, PassResult, Pipeline
 from .provenance import (
     KINDS,

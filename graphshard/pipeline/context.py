@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -22,39 +20,10 @@ from ..ir import (
     output_values,
     type_key,
 )
+from .known_plan import KnownPlan
 
 #: Pairs of a unit and the units whose gathers start once its own are copied out.
 PrefetchOrder = tuple[tuple[str, tuple[str, ...]], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownPlan:
-    """The plan that another rank made of this graph; only sizes of activations may differ there.
-
-    Attributes:
-        num_tasks: pieces of compute between which its collectives stand.
-        steps: for each start or wait, its position among the tasks, whether it is a start, and the collectives of its
-            bucket, by their index in the graph.
-        splits: collectives that are split first, by their index in the graph, and into how many parts.
-        moves: compute that moves before that: see :class:`graphshard.planner.move_compute.Move`.
-    """
-
-    num_tasks: int
-    steps: tuple[tuple[int, bool, tuple[int, ...]], ...]
-    splits: tuple[tuple[int, int], ...] = ()
-    moves: tuple[tuple[int, str, int, tuple[int, ...]], ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> KnownPlan:
-        """Reads :meth:`to_dict` back."""
-        steps = tuple((position, is_start, tuple(members)) for position, is_start, members in data["steps"])
-        splits = tuple((index, num_parts) for index, num_parts in data["splits"])
-        moves = tuple((flight, op, number, tuple(carried)) for flight, op, number, carried in data["moves"])
-        return KnownPlan(num_tasks=data["num_tasks"], steps=steps, splits=splits, moves=moves)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..errors import PlanError
 from ..pipeline import KnownPlan
-from .search import PlanError, Problem, Step, simulate
+from .search import Problem, Step, simulate
 
 
 def ways_to_follow(problem: Problem, known: KnownPlan) -> Iterator[list[Step]]:

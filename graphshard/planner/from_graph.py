@@ -15,7 +15,7 @@ from torch import fx
 
 from .._compat import FakeTensor
 from ..cost import GraphPrices, Prices, collective_bytes, collective_kind
-from ..errors import GraphShardError
+from ..errors import PriceError, UnpricedGroupError, UntypedGraphError
 from ..ir import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -44,18 +44,6 @@ from .user_constraints import NO_WISHES, Wishes
 
 #: Kinds that can be merged with others of their kind.
 MERGEABLE = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
-
-
-class UnpricedGroupError(GraphShardError, ValueError):
-    """A collective runs on a process group that the prices do not know."""
-
-
-class UntypedGraphError(GraphShardError, ValueError):
-    """A collective, or what it sends, has no ``meta["val"]``."""
-
-
-class PriceError(GraphShardError, ValueError):
-    """A price is negative, infinite or not a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 from torch import fx
 
+from ..errors import InfeasibleBudgetError
 from ..ir import apply_order, copy_graph
 from ..memory import parse_bytes, step_bytes
 from ..pipeline import PassContext, bucket_keys, row_places
 from .merge_collectives import merge_by_unit
 from .plan_graph import PlannedGraph, measured_peak
 from .rule_order import Decisions, Movable, Placement, at_once
-from .search import InfeasibleBudgetError
 
 #: Budgets that :func:`plan_near` tries, as shares of the peak it is given.
 _SHARES = (1.0, 1.02, 1.05, 1.1, 1.25, 1.5)

@@ -18,9 +18,9 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from ..errors import PlanError
 from ..ir import copy_graph, is_c10d_op, is_collective, is_wait, touches, writes_of
 from .from_graph import GraphProblem
-from .search import PlanError
 
 
 class Move(NamedTuple):

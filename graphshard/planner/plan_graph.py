@@ -15,6 +15,7 @@ from typing import Any
 from torch import fx
 
 from ..cost import GraphPrices
+from ..errors import InfeasibleBudgetError, PlanError
 from ..ir import RowPlace, is_collective, merge_waits, repeated_waits
 from ..memory import MemoryModel, kept_inputs, parse_bytes
 from ..pipeline import KnownPlan, PassResult
@@ -26,9 +27,7 @@ from .move_compute import Move, Moving
 from .search import (
     MOST_EXACT_STATES,
     SPLIT_WORTH,
-    InfeasibleBudgetError,
     Plan,
-    PlanError,
     Problem,
     Step,
     is_possible,

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from ..errors import ProblemError
 from ..ir import is_collective
-from .search import Collective, ProblemError
+from .search import Collective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,10 @@
 Read first: ``capture``, ``ranks``, ``golden``.
 """
 
+from ..errors import CollectiveMismatchError
 from .capture import CapturedGraphs, capture_graphs
 from .golden import check_golden
-from .ranks import CollectiveMismatchError, run_on_all_ranks
+from .ranks import run_on_all_ranks
 
 __all__ = [
     "CapturedGraphs",

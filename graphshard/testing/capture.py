@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from ..backend import JOINT_PIPELINE, cross_boundary
+from ..errors import CaptureError
 from ..ir import copy_graph
 from ..passes import LowerShards
 from ..pipeline import PassContext, Pipeline, context_from_shard_ops, pieces_of, read_shards_as_they_are
@@ -51,6 +52,9 @@ def capture_graphs(
         args: example inputs.
         pipeline: the joint passes.
         full_checks: recompute every fake value when TYPED is checked.
+
+    Raises:
+        CaptureError: the model runs no op of torch.
     """
     found: list[CapturedGraphs] = []
 
@@ -94,7 +98,9 @@ def capture_graphs(
             raise
     torch._dynamo.reset()
     if not found:
-        raise ValueError("nothing was captured: the model did nothing that reaches the compiler")
+        raise CaptureError(
+            "nothing was captured: the model runs no op of torch; it must compute with its inputs"
+        )
     return found[0]
 
 

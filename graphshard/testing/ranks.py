@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..errors import GraphShardError
+from ..errors import CollectiveMismatchError, OptionError
 from ..ir import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -42,10 +42,6 @@ from ..ir import (
     value_text,
     written_operands,
 )
-
-
-class CollectiveMismatchError(GraphShardError, RuntimeError):
-    """Ranks reached different collectives at the same point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +89,13 @@ def run_on_all_ranks(
     Raises:
         CollectiveMismatchError: ranks of one group reach different collectives, or some of them end
             while others still wait for one; names the first difference.
+        OptionError: the number of ``inputs`` is not the number of ranks.
     """
     num_ranks = mesh.num_ranks
     if len(inputs) != num_ranks:
-        raise ValueError(f"the mesh has {num_ranks} ranks, but inputs are given for {len(inputs)}")
+        raise OptionError(
+            f"the mesh has {num_ranks} ranks, but inputs are given for {len(inputs)}: give one list for each rank"
+        )
     per_rank = [graphs] * num_ranks if isinstance(graphs, fx.GraphModule) else list(graphs)
     ranks = [
         _run_rank(graph, values, rank, mesh)

@@ -15,11 +15,11 @@ import graphshard.backend.step_planner as planning
 from graphshard.backend.accumulation import _Accumulation, accumulation_cost, choose_kept_between
 from graphshard.backend.step_choice import StepChoice
 from graphshard.backend.step_trials import JointTrials
+from graphshard.errors import InfeasibleBudgetError
 from graphshard.ir import UNIT
 from graphshard.ir.rewrite import copy_graph
 from graphshard.passes import LowerShards, PlanCollectives
 from graphshard.pipeline.pipeline import Pipeline
-from graphshard.planner.search.plan import InfeasibleBudgetError
 
 UNITS = ("blocks.0", "blocks.1", "blocks.2", "root")
 NONE_KEPT = StepChoice(kept=())

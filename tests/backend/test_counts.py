@@ -8,6 +8,7 @@ from support.small_graphs import num_targets, run_pass
 from support.small_models import MODELS, example_batch, shard_units
 from torch import fx
 
+from graphshard.errors import CaptureError
 from graphshard.ir.collectives import ALL_GATHER, REDUCE_SCATTER, is_collective
 from graphshard.ir.graph_text import collective_sequence
 from graphshard.ir.rewrite import output_values
@@ -135,5 +136,5 @@ def test_reshard_set_with_and_without_the_units_below(fake_group, value, recurse
 
 def test_capturing_nothing_is_an_error(fake_group):
     fake_group(2)
-    with pytest.raises(ValueError, match="nothing was captured"):
+    with pytest.raises(CaptureError, match="nothing was captured"):
         capture_graphs(lambda x: x.dim(), torch.ones(1))

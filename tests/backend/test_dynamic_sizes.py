@@ -6,7 +6,7 @@ from torch import nn
 
 import graphshard
 from graphshard.backend import dynamic_sizes
-from graphshard.planner.search.plan import InfeasibleBudgetError
+from graphshard.errors import InfeasibleBudgetError
 
 BUDGET = 200_000
 

@@ -18,14 +18,15 @@ import graphshard.backend.step_trials as joint_trials
 from graphshard.backend.pipelines import JOINT_PIPELINE
 from graphshard.backend.step_choice import StepChoice
 from graphshard.backend.step_trials import JointTrials, draws_random_numbers
-from graphshard.capture.capture_step import ShardingRules, capture_step
+from graphshard.capture.capture_step import capture_step
+from graphshard.capture.rules import ShardingRules
+from graphshard.errors import InfeasibleBudgetError
 from graphshard.ir.rewrite import copy_graph
 from graphshard.memory import resident_bytes, step_bytes
 from graphshard.passes import LowerShards, PlanCollectives
 from graphshard.pipeline.context import PassContext
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.planner import default_peak
-from graphshard.planner.search.plan import InfeasibleBudgetError
 from graphshard.planner.search.solve import EXACT_STATES
 
 

@@ -1,19 +1,18 @@
 """Capture of a plain model: the graph text of training, numbers of the unsharded model, clear errors."""
 
 import copy
-import importlib.util
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from support.all_ranks import assert_all_gradients, assert_same, run_joint, step_inputs
+from support.llama_example import llama_model
 from support.small_models import MODELS, example_batch, shard_units
 from torch import Tensor, fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from graphshard.capture.capture_step import CapturedStep, ShardingRules, capture_step
+from graphshard.capture.capture_step import CapturedStep, capture_step
+from graphshard.capture.rules import ShardingRules
 from graphshard.errors import CaptureError, OptionTypeError, ShardingError
 from graphshard.ir.collectives import ALL_GATHER, ALL_REDUCE
 from graphshard.ir.graph_text import graph_text
@@ -23,13 +22,6 @@ from graphshard.ir.shard_ops import REDUCE_GRAD, UNSHARD
 from graphshard.passes import LowerShards
 
 from support.small_graphs import num_targets, run_pass  # isort: skip
-
-_SPEC = importlib.util.spec_from_file_location(
-    "llama_model", Path(__file__).parents[2] / "examples" / "llama_model.py"
-)
-llama_model = importlib.util.module_from_spec(_SPEC)
-sys.modules["llama_model"] = llama_model  # dataclasses look their module up
-_SPEC.loader.exec_module(llama_model)
 
 UNITS = {
     "two_linears": ["first", "second"],
@@ -357,7 +349,7 @@ class _Branches(_Breaks):
 def test_graph_break_shows_the_line(model):
     with pytest.raises(CaptureError, match=r"cannot be captured as one graph") as caught:
         capture_step(model(), [torch.ones(2, 3)], rules=ShardingRules(mesh={"shard": 2}))
-    assert "test_capture.py" in str(caught.value) and "in forward" in str(caught.value)
+    assert "test_capture_step.py" in str(caught.value) and "in forward" in str(caught.value)
 
 
 class _HoldsATensor(nn.Module):

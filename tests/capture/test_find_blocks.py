@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import graphshard.capture.export_blocks as repeat_export
 from graphshard._compat import storage_id
-from graphshard.capture.capture_step import CapturedStep, ShardingRules, capture_step
+from graphshard.capture.capture_step import CapturedStep, capture_step
 from graphshard.capture.find_blocks import find_blocks
+from graphshard.capture.rules import ShardingRules
 from graphshard.errors import CaptureError
 from graphshard.ir.graph_text import graph_text
 

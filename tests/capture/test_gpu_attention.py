@@ -10,8 +10,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphshard.capture.capture_step import ShardingRules, capture_step, plain_module
+from graphshard.capture.capture_step import capture_step, plain_module
 from graphshard.capture.gpu_attention import gpu_attention
+from graphshard.capture.rules import ShardingRules
 
 aten = torch.ops.aten
 F32, BF16 = torch.float32, torch.bfloat16

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from graphshard.cli.main import SUBCOMMANDS, entry, format_table, main
+from graphshard.cli.cards_command import format_table
+from graphshard.cli.main import SUBCOMMANDS, entry, main
 from graphshard.cost import known_cards, load_card
 from graphshard.errors import CardError
 
@@ -41,6 +42,25 @@ def test_the_script_ends_with_the_status_and_without_a_last_collection(arguments
     with pytest.raises(SystemExit) as stop:
         entry()
     assert stop.value.code == status and frozen == [True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "out", "err"),
+    [
+        (["--help"], 0, "usage: graphshard [-h] SUBCOMMAND", ""),
+        (["prune"], 2, "", "graphshard: error: argument SUBCOMMAND: invalid choice: 'prune'"),
+        (["cards"], 0, "h100-sxm", ""),
+        (["cards", "h1000"], 2, "", "graphshard cards: no hardware card 'h1000'"),
+    ],
+    ids=["help", "unknown", "cards", "mistake"],
+)
+def test_python_m_graphshard_is_the_command(arguments, status, out, err):
+    command = [sys.executable, "-m", "graphshard", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert out in done.stdout and bool(out) == bool(done.stdout)
+    assert err in done.stderr
+    assert "__main__" not in done.stdout + done.stderr
 
 
 def test_debug_shows_the_traceback():
@@ -84,7 +104,7 @@ def test_what_calibrate_cannot_do(arguments, complaint, capsys, tmp_path, monkey
 
 
 def test_calibrate_complains_of_a_folder_before_it_measures(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("graphshard.cost.calibrate.mp.spawn", lambda *_: pytest.fail("it measured"))
+    monkeypatch.setattr("torch.multiprocessing.spawn", lambda *_: pytest.fail("it measured"))
     assert main(["calibrate", "--out", str(tmp_path)]) == 2
     assert f"{tmp_path} is a folder: name the file of the card, {tmp_path / 'here.json'}" in capsys.readouterr().err
 
@@ -110,7 +130,7 @@ def test_calibrate_writes_a_card_that_cards_shows(tmp_path, capfd):
 def test_calibrate_under_torchrun(tmp_path):
     out = tmp_path / "here.json"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = ["-m", "graphshard.cli.main", "calibrate", "--quick", "--device", "cpu", "--out", str(out)]
+    command = ["-m", "graphshard", "calibrate", "--quick", "--device", "cpu", "--out", str(out)]
     done = subprocess.run([*launch, *command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("wrote ") == 1

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from graphshard.coordination.refusals import Refusals
 from graphshard.coordination.shared_plan import Decision, PlanStore, decide_together
 from graphshard.errors import AgreementError, OptionError, RefusedError
-from graphshard.pipeline.context import KnownPlan
+from graphshard.pipeline.known_plan import KnownPlan
 
 PLAN, OTHER = {"steps": [1, 2]}, {"steps": [3]}
 

@@ -1,5 +1,6 @@
 """Calibration at tiny sizes: real probes, a real group, a card that reads back."""
 
+import importlib
 import json
 from dataclasses import fields
 from pathlib import Path
@@ -9,21 +10,17 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-import graphshard.cost.calibrate as calibrate_module
+import graphshard.cost.collective_probes as collective_probes
 import graphshard.cost.probes as probes_module
 from graphshard.cost import CostModel, GroupTopology, load_card
-from graphshard.cost.calibrate import (
-    CalibrationJob,
-    CommProbe,
-    _Asked,
-    _Timing,
-    calibrate,
-    describe_machine,
-    probe_collectives,
-)
+from graphshard.cost.calibrate import CalibrationJob, calibrate, describe_machine
 from graphshard.cost.cards import COLLECTIVE_KINDS, KERNEL_CLASSES, LinkClass
+from graphshard.cost.collective_probes import CommProbe, _Asked, _Timing, probe_collectives
 from graphshard.cost.probes import ProbeSizes, probe_compute, typical
 from graphshard.errors import CalibrationError
+
+#: By its name: the door gives the function of that name.
+calibrate_module = importlib.import_module("graphshard.cost.calibrate")
 
 CPU = torch.device("cpu")
 QUICK = ProbeSizes.for_device("cpu", quick=True)
@@ -167,7 +164,7 @@ def _time_with(monkeypatch, timing):
     def timings(asked, *_):
         return {each: timing(each.op, each.num_bytes, each.at_once) for each in asked}
 
-    monkeypatch.setattr(calibrate_module, "_timings", timings)
+    monkeypatch.setattr(collective_probes, "_timings", timings)
 
 
 def test_what_a_gather_takes_of_the_core_is_probed(gloo_alone, monkeypatch):
@@ -300,38 +297,38 @@ def test_evenly_spread_calls_give_their_mean_and_half_their_spread(gloo_alone, m
     """Of nine calls in rows of three, behind one that does not count, the slowest is left out."""
     gloo_alone(monkeypatch)
     calls = iter([99.0, 5.0, 1.0, 7.0, 99.0, 3.0, 8.0, 6.0, 0.0, 2.0, 4.0, 50.0])
-    monkeypatch.setattr(calibrate_module, "_ENOUGH_SECONDS", 1000.0)
-    monkeypatch.setattr(calibrate_module._Beside, "seconds", lambda self, _: (float(next(calls)), 0.5))
+    monkeypatch.setattr(collective_probes, "_ENOUGH_SECONDS", 1000.0)
+    monkeypatch.setattr(collective_probes._Beside, "seconds", lambda self, _: (float(next(calls)), 0.5))
     asked = _Asked("all_gather", 64)
-    (timing,) = calibrate_module._timings([asked], CPU, 8).values()
+    (timing,) = collective_probes._timings([asked], CPU, 8).values()
     assert (timing.seconds, timing.lost_seconds) == (4.5, 0.5)
     assert timing.deviation_seconds == pytest.approx((3.5 + 2.5 + 2.5 + 1.5 + 1.5 + 0.5 + 0.5 + 3.5) / 8)
 
 
 def test_the_calls_of_all_ranks_count(gloo_alone, monkeypatch):
     gloo_alone(monkeypatch)
-    monkeypatch.setattr(calibrate_module.dist, "get_world_size", lambda *_: 2)
+    monkeypatch.setattr(collective_probes.dist, "get_world_size", lambda *_: 2)
     monkeypatch.setattr(
-        calibrate_module,
+        collective_probes,
         "gather_single",
         lambda found, own: found.copy_(torch.cat([own, own + torch.tensor([2.0, 1.0])])),
     )
-    assert calibrate_module._timing([(1.0, 0.5), (1.0, 0.5)], CPU) == _Timing(5 / 3, pytest.approx(8 / 9), 5 / 6)
+    assert collective_probes._timing([(1.0, 0.5), (1.0, 0.5)], CPU) == _Timing(5 / 3, pytest.approx(8 / 9), 5 / 6)
 
 
 def test_collectives_take_turns(gloo_alone, monkeypatch):
     """The machine becomes slower in the middle, which all of them feel."""
     gloo_alone(monkeypatch)
-    monkeypatch.setattr(calibrate_module, "_ENOUGH_SECONDS", 1000.0)
+    monkeypatch.setattr(collective_probes, "_ENOUGH_SECONDS", 1000.0)
     ran = []
 
     def seconds(self, collectives):
         ran.append(len(collectives))
         return float(len(collectives)) * (1.0 if len(ran) <= 16 else 3.0), 0.0
 
-    monkeypatch.setattr(calibrate_module._Beside, "seconds", seconds)
+    monkeypatch.setattr(collective_probes._Beside, "seconds", seconds)
     one, two = _Asked("all_gather", 64), _Asked("broadcast", 64, 2)
-    found = calibrate_module._timings([one, two], CPU, 11)
+    found = collective_probes._timings([one, two], CPU, 11)
     assert ran == [1, 1, 1, 1, 2, 2, 2, 2] * 4
     assert (found[one].seconds, found[two].seconds) == (pytest.approx(13 / 7), pytest.approx(26 / 7))  # of two ranks
     assert found[one].deviation_seconds * 2 == pytest.approx(found[two].deviation_seconds)
@@ -347,10 +344,10 @@ def test_slow_collectives_are_timed_until_all_ranks_have_enough(gloo_alone, monk
         ran.append(len(collectives))
         return 0.15 if len(collectives) == 1 else 1e-3, 0.0
 
-    monkeypatch.setattr(calibrate_module._Beside, "seconds", seconds)
-    monkeypatch.setattr(calibrate_module, "_slowest", lambda device, spent: 2 * spent)
+    monkeypatch.setattr(collective_probes._Beside, "seconds", seconds)
+    monkeypatch.setattr(collective_probes, "slowest", lambda device, spent: 2 * spent)
     monkeypatch.setattr(dist, "barrier", lambda: met.append(len(ran)))
-    calibrate_module._timings([slow, fast], CPU, 15)
+    collective_probes._timings([slow, fast], CPU, 15)
     assert (ran.count(1), ran.count(2)) == (2 * 4, 5 * 4)
     assert met == list(range(0, len(ran), 4))
 
@@ -388,51 +385,51 @@ class _Work:
 @pytest.mark.parametrize(("is_gloo", "expected"), [(True, (6.25, 3.0)), (False, (0.25, 0.0))], ids=["gloo", "other"])
 def test_a_rank_computes_beside_a_collective_of_gloo(gloo_alone, monkeypatch, is_gloo, expected):
     gloo_alone(monkeypatch)
-    monkeypatch.setattr(calibrate_module, "uses_gloo", lambda group: is_gloo)
+    monkeypatch.setattr(collective_probes, "uses_gloo", lambda group: is_gloo)
     clock = _Clock()
-    monkeypatch.setattr(calibrate_module, "time", clock)
-    monkeypatch.setattr(calibrate_module.torch, "mm", lambda *_, **__: clock.block())
+    monkeypatch.setattr(collective_probes, "time", clock)
+    monkeypatch.setattr(collective_probes.torch, "mm", lambda *_, **__: clock.block())
 
     def finish() -> None:
         clock.now += 0.25
 
-    collective = calibrate_module._Collective(lambda: _Work(clock), finish)
-    assert calibrate_module._Beside(CPU).seconds([collective]) == expected
+    collective = collective_probes._Collective(lambda: _Work(clock), finish)
+    assert collective_probes._Beside(CPU).seconds([collective]) == expected
     seconds, lost = expected
-    both = calibrate_module._Beside(CPU).seconds([collective, collective])
+    both = collective_probes._Beside(CPU).seconds([collective, collective])
     assert both == (seconds + 0.25, lost)
 
 
 def test_ranks_compute_before_a_collective_of_gloo(gloo_alone, monkeypatch):
     gloo_alone(monkeypatch)
-    monkeypatch.setattr(calibrate_module, "uses_gloo", lambda group: True)
+    monkeypatch.setattr(collective_probes, "uses_gloo", lambda group: True)
     clock, done = _Clock(), []
-    monkeypatch.setattr(calibrate_module, "time", clock)
-    monkeypatch.setattr(calibrate_module, "_APART_SECONDS", 3.5)
-    monkeypatch.setattr(calibrate_module.torch, "mm", lambda *_, **__: (done.append("computed"), clock.block()))
+    monkeypatch.setattr(collective_probes, "time", clock)
+    monkeypatch.setattr(collective_probes, "_APART_SECONDS", 3.5)
+    monkeypatch.setattr(collective_probes.torch, "mm", lambda *_, **__: (done.append("computed"), clock.block()))
 
     def start() -> _Work:
         done.append("started")
         return _Work(clock)
 
-    calibrate_module._Beside(CPU).seconds([calibrate_module._Collective(start)])
+    collective_probes._Beside(CPU).seconds([collective_probes._Collective(start)])
     assert done == [*["computed"] * 4, "started", *["computed"] * 3]
 
 
 def test_compute_that_becomes_faster_loses_what_starting_takes(gloo_alone, monkeypatch):
     gloo_alone(monkeypatch)
-    monkeypatch.setattr(calibrate_module, "uses_gloo", lambda group: True)
+    monkeypatch.setattr(collective_probes, "uses_gloo", lambda group: True)
     clock = _Clock()
-    monkeypatch.setattr(calibrate_module, "time", clock)
-    monkeypatch.setattr(calibrate_module.torch, "mm", lambda *_, **__: clock.block())
-    beside = calibrate_module._Beside(CPU)
+    monkeypatch.setattr(collective_probes, "time", clock)
+    monkeypatch.setattr(collective_probes.torch, "mm", lambda *_, **__: clock.block())
+    beside = collective_probes._Beside(CPU)
     monkeypatch.setattr(beside, "_block_seconds", lambda: 4.0)
 
     def start() -> _Work:
         clock.now += 0.125
         return _Work(clock)
 
-    assert beside.seconds([calibrate_module._Collective(start)]) == (6.125, 0.125)
+    assert beside.seconds([collective_probes._Collective(start)]) == (6.125, 0.125)
 
 
 def test_compute_is_probed_with_progress_and_in_step_with_the_other_ranks():

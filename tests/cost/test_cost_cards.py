@@ -6,7 +6,8 @@ from dataclasses import FrozenInstanceError
 import pytest
 from support.cost_cards import ROUND_CARD, round_card, with_rows
 
-from graphshard.cost.cards import KERNEL_CLASSES, HardwareCard, LinkClass, card_of, known_cards, load_card
+from graphshard.cost.card_files import card_of, known_cards, load_card
+from graphshard.cost.cards import KERNEL_CLASSES, HardwareCard, LinkClass
 from graphshard.cost.curves import Curve
 from graphshard.errors import CardError, OptionTypeError
 

@@ -11,19 +11,26 @@ import pytest
 import torch
 import torch._functorch.config as functorch_config
 from support.cost_cards import round_card
+from support.llama_example import llama_model
 from support.small_models import MODELS, Blocks, WithHead, example_batch, shard_units
-from test_capture import llama_model
 from torch import Tensor, fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
 from graphshard.cost import CostModel, mesh_topologies
 from graphshard.cost.links import formula_seconds
-from graphshard.errors import BudgetError, CaptureError, OptionError, ShardingError, UnsupportedShardingError
+from graphshard.errors import (
+    BudgetError,
+    CaptureError,
+    OptionError,
+    ShardingError,
+    UnpricedGroupError,
+    UnsupportedShardingError,
+)
 from graphshard.inspection.exposure import CAUSES
 from graphshard.ir.collectives import is_collective
-from graphshard.memory.model import kept_inputs, memory_timeline
-from graphshard.planner.from_graph import UnpricedGroupError
+from graphshard.memory.kept_inputs import kept_inputs
+from graphshard.memory.model import memory_timeline
 from graphshard.report import CATEGORIES, SCHEMA_VERSION, Report, report_schema
 from graphshard.report.text import pass_diffs, report_text
 from graphshard.report.trace import trace_events

@@ -10,21 +10,22 @@ from dataclasses import replace
 import pytest
 import torch
 from support.cost_cards import ROUND_CARD, round_card
+from support.llama_example import llama_model
 from support.small_models import MODELS
-from test_capture import llama_model
 from test_inspect_command import MODULE
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
-from graphshard.capture.capture_step import ShardingRules, capture_step
+from graphshard.capture.capture_step import capture_step
 from graphshard.capture.change_batch import numbers_of, step_between
 from graphshard.capture.change_mesh import can_reshard, reshard_step
+from graphshard.capture.rules import ShardingRules
 from graphshard.cli.main import main
 from graphshard.cli.sweep_command import parse_meshes, parse_numbers
 from graphshard.errors import CaptureError, OptionError, ShardingError, UsageError
-from graphshard.inspection.processes import process_context, start_early
 from graphshard.inspection.sweep import resized
 from graphshard.ir.graph_text import graph_text
+from graphshard.processes import process_context, start_early
 from graphshard.report import CATEGORIES
 
 #: The module; its package shows the function of the same name.

@@ -13,7 +13,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.tensor import DTensor, Shard
 
 from graphshard import fully_shard
-from graphshard.capture.capture_step import ShardingRules, capture_step
+from graphshard.capture.capture_step import capture_step
+from graphshard.capture.rules import ShardingRules
 from graphshard.fsdp import slots_of
 from graphshard.fsdp.row_layout import give_places, lay_out
 from graphshard.ir import UNIT

@@ -9,7 +9,8 @@ from support.small_graphs import GraphBuilder, ParameterSpec, aten, unshard
 from torch import fx
 from torch._guards import TracingContext, tracing
 
-from graphshard.capture.capture_step import ShardingRules, capture_step
+from graphshard.capture.capture_step import capture_step
+from graphshard.capture.rules import ShardingRules
 from graphshard.ir.piece_ops import KEEP_PIECE, SPREAD
 from graphshard.memory.donations import (
     donated_inputs,

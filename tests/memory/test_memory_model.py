@@ -14,7 +14,8 @@ from graphshard.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WA
 from graphshard.ir.graph_text import node_names
 from graphshard.ir.op_traits import fusion_runs
 from graphshard.memory import model
-from graphshard.memory.model import DONATED, MemoryModel, copied_bytes, kept_inputs, memory_timeline
+from graphshard.memory.kept_inputs import kept_inputs
+from graphshard.memory.model import DONATED, MemoryModel, copied_bytes, memory_timeline
 
 MM = aten.mm.default
 T = aten.t.default

@@ -8,7 +8,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphshard.backend.inductor.inductor_config import compile_fx_inner
 from graphshard.ir.rewrite import copy_graph
-from graphshard.memory.model import DONATED, kept_inputs, memory_timeline
+from graphshard.memory.kept_inputs import kept_inputs
+from graphshard.memory.model import DONATED, memory_timeline
 from graphshard.passes import JoinPointwise
 from graphshard.pipeline.context import PassContext
 

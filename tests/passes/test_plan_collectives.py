@@ -19,23 +19,23 @@ from support.small_graphs import (
     text_of,
 )
 
-from graphshard.errors import OptionError, OptionTypeError, PassError
+from graphshard.errors import InfeasibleBudgetError, OptionError, OptionTypeError, PassError, PlanError
 from graphshard.ir.bucket_ops import JOIN_PARTS
 from graphshard.ir.collectives import ALL_GATHER, REDUCE_SCATTER, is_collective, is_wait
 from graphshard.ir.rewrite import copy_graph
 from graphshard.memory import model, resident_bytes, step_bytes
-from graphshard.memory.model import kept_inputs, memory_timeline
+from graphshard.memory.kept_inputs import kept_inputs
+from graphshard.memory.model import memory_timeline
 from graphshard.passes import BucketCollectives, PlanCollectives, ScheduleCollectives
-from graphshard.pipeline.context import KnownPlan, PassContext
+from graphshard.pipeline.context import PassContext
 from graphshard.pipeline.facts import Fact
+from graphshard.pipeline.known_plan import KnownPlan
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.pipeline.provenance import reduced_parameters, shards_behind
 from graphshard.planner import half_budget
 from graphshard.planner.from_graph import problem_of_graph
 from graphshard.planner.search import choose_splits as splits
 from graphshard.planner.search import solve
-from graphshard.planner.search.plan import InfeasibleBudgetError
-from graphshard.planner.search.simulate import PlanError
 
 plan_collectives = sys.modules[PlanCollectives.__module__]
 

@@ -34,7 +34,8 @@ from graphshard.ir.collectives import (
 )
 from graphshard.ir.op_traits import is_view
 from graphshard.ir.rewrite import copy_graph
-from graphshard.memory.model import kept_inputs, memory_timeline
+from graphshard.memory.kept_inputs import kept_inputs
+from graphshard.memory.model import memory_timeline
 from graphshard.passes import BucketCollectives, ScheduleCollectives
 from graphshard.pipeline.context import PassContext, context_from_shard_ops
 from graphshard.pipeline.facts import Fact

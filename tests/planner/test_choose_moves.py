@@ -10,6 +10,7 @@ from support.planner_graphs import MESH, PRICES, NodePrices, inputs_of, random_g
 from support.small_graphs import GraphBuilder, aten, products_and_sums, tensor_parallel_backward
 
 import graphshard
+from graphshard.errors import PlanError
 from graphshard.ir.collectives import ALL_REDUCE, REDUCE_SCATTER, WAIT, is_collective
 from graphshard.pipeline.context import KnownPlan
 from graphshard.planner import choose_moves as moves
@@ -17,7 +18,6 @@ from graphshard.planner.choose_moves import moved_compute
 from graphshard.planner.from_graph import problem_of_graph
 from graphshard.planner.plan_graph import measured_peak, plan_graph
 from graphshard.planner.schedule_graph import schedule_with_prices
-from graphshard.planner.search.simulate import PlanError
 from graphshard.planner.search.solve import plan
 from graphshard.testing import run_on_all_ranks
 

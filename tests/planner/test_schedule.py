@@ -12,7 +12,13 @@ from support.planner_graphs import MESH, PRICES, NodePrices, in_memory_graph, in
 from support.problems import LinePrices
 from support.small_graphs import GraphBuilder, aten, text_of
 
-from graphshard.errors import OptionError, OptionTypeError
+from graphshard.errors import (
+    InfeasibleBudgetError,
+    OptionError,
+    OptionTypeError,
+    PriceError,
+    UnpricedGroupError,
+)
 from graphshard.ir.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -27,15 +33,15 @@ from graphshard.ir.collectives import (
 from graphshard.ir.custom_collectives import ALL_REDUCE_HOOK
 from graphshard.ir.rewrite import copy_graph
 from graphshard.memory.budget import parse_bytes
-from graphshard.memory.model import kept_inputs, memory_timeline
+from graphshard.memory.kept_inputs import kept_inputs
+from graphshard.memory.model import memory_timeline
 from graphshard.pipeline.context import PassContext
 from graphshard.pipeline.facts import check_typed, check_waited
-from graphshard.planner.from_graph import PriceError, UnpricedGroupError, problem_of_graph
+from graphshard.planner.from_graph import problem_of_graph
 from graphshard.planner.plan_graph import measured_live
 from graphshard.planner.schedule_graph import schedule_with_prices
 from graphshard.planner.search import solve
 from graphshard.planner.search.bound import lower_bounds
-from graphshard.planner.search.plan import InfeasibleBudgetError
 from graphshard.planner.search.simulate import simulate
 from graphshard.planner.to_graph import planned_graph
 from graphshard.testing import run_on_all_ranks

@@ -15,14 +15,20 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import graphshard
 from graphshard.cost import CostModel, GroupTopology, load_card, mesh_topologies
 from graphshard.cost.tables import parse_tables
-from graphshard.errors import CardError, OptionError, OptionTypeError, TableError
+from graphshard.errors import (
+    CardError,
+    InfeasibleBudgetError,
+    OptionError,
+    OptionTypeError,
+    ProblemError,
+    TableError,
+    UnpricedGroupError,
+    UntypedGraphError,
+)
 from graphshard.ir.collectives import ALL_GATHER, ALL_REDUCE, WAIT, c10d, is_collective
 from graphshard.ir.rewrite import copy_graph
 from graphshard.pipeline.context import PassContext
-from graphshard.planner.from_graph import UnpricedGroupError, UntypedGraphError
 from graphshard.planner.schedule_graph import schedule_with_prices, topologies
-from graphshard.planner.search.plan import InfeasibleBudgetError
-from graphshard.planner.search.problem import ProblemError
 from graphshard.testing import run_on_all_ranks
 
 CONTEXT = PassContext(mesh=MESH, full_checks=True)

@@ -4,14 +4,13 @@ import pytest
 from support.planner_graphs import MESH, PRICES, NodePrices
 from support.small_graphs import GraphBuilder, aten, text_of
 
+from graphshard.errors import InfeasibleBudgetError, ProblemError
 from graphshard.ir.collectives import ALL_GATHER, REDUCE_SCATTER, is_collective
 from graphshard.ir.rewrite import copy_graph
 from graphshard.pipeline.context import PassContext
 from graphshard.pipeline.facts import check_waited
 from graphshard.planner.from_graph import problem_of_graph
 from graphshard.planner.schedule_graph import schedule_with_prices
-from graphshard.planner.search.plan import InfeasibleBudgetError
-from graphshard.planner.search.problem import ProblemError
 from graphshard.planner.search.simulate import simulate
 from graphshard.planner.user_constraints import Wishes
 

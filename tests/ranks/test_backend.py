@@ -12,9 +12,9 @@ from support.toy_models import WORKLOADS, build_mlp
 from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
 
-from graphshard.cost.calibrate import probe_collectives
+from graphshard.cost.collective_probes import probe_collectives
 from graphshard.cost.probes import ProbeSizes
-from graphshard.planner.search.plan import InfeasibleBudgetError
+from graphshard.errors import InfeasibleBudgetError
 
 KNOWN_OPTIONS = ("bucket", "overlap", "hardware", "memory_budget", "verify", "dump", "inductor")
 

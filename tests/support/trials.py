@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from graphshard.backend.step_trials import JointTrials
-from graphshard.capture.capture_step import ShardingRules, capture_step
+from graphshard.capture.capture_step import capture_step
+from graphshard.capture.rules import ShardingRules
 from graphshard.cost import CostModel, load_card
 from graphshard.passes import LowerShards, PlanCollectives
 from graphshard.pipeline.pipeline import Pipeline

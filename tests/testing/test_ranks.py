@@ -6,10 +6,11 @@ import pytest
 import torch
 from support.small_graphs import GROUP, GraphBuilder, aten, one_axis
 
+from graphshard.errors import CollectiveMismatchError, OptionError
 from graphshard.ir.collectives import ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WAIT, c10d
 from graphshard.ir.mesh import MeshAxis, MeshLayout
 from graphshard.ir.piece_ops import KEEP_PIECE, SPREAD
-from graphshard.testing import CollectiveMismatchError, run_on_all_ranks
+from graphshard.testing import run_on_all_ranks
 
 NUM_RANKS = 3
 MESH = one_axis(NUM_RANKS)
@@ -187,7 +188,7 @@ def test_an_unknown_reduction_is_an_error():
 
 
 def test_inputs_for_every_rank_are_required():
-    with pytest.raises(ValueError, match="the mesh has 3 ranks, but inputs are given for 2"):
+    with pytest.raises(OptionError, match="the mesh has 3 ranks, but inputs are given for 2: give one list"):
         run_on_all_ranks(_collective(ALL_REDUCE, "sum"), [[value] for value in _values(3, 2)[:2]], MESH)
 
 

@@ -12,10 +12,10 @@ from .bound import Bounds, links_bound, lower_bounds
 from .choose_splits import SPLIT_WORTH, splits_to_try
 from .keep_units import KeepingCost, choose_kept, extend_kept
 from .machine import Step
-from .plan import InfeasibleBudgetError, Plan, make_plan
-from .problem import Collective, Problem, ProblemError, Task
+from .plan import Plan, make_plan
+from .problem import Collective, Problem, Task
 from .recompute_share import SHARES, choose_saved
-from .simulate import BucketRun, PlanError, simulate
+from .simulate import BucketRun, simulate
 from .solve import EXACT_STATES, MOST_EXACT_STATES, is_possible, leanest_schedule, plan
 
 __all__ = [
@@ -26,12 +26,9 @@ __all__ = [
     "Bounds",
     "BucketRun",
     "Collective",
-    "InfeasibleBudgetError",
     "KeepingCost",
     "Plan",
-    "PlanError",
     "Problem",
-    "ProblemError",
     "Step",
     "Task",
     "choose_kept",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .plan import InfeasibleBudgetError
+from ...errors import InfeasibleBudgetError
 
 #: Up to so many units, every run of last units is tried. Of more, bisection tries those on the way to the longest
 #: that fits.

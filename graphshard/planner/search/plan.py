@@ -6,42 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ...errors import GraphShardError
 from .bound import Bounds, gap, lower_bounds
 from .machine import Machine, Step
 from .problem import Problem
 from .simulate import BucketRun, Simulation, simulate
-
-
-class InfeasibleBudgetError(GraphShardError, ValueError):
-    """No schedule keeps the memory budget; the message names a budget that one keeps.
-
-    Args:
-        budget_bytes: the budget that is not kept, what is held outside of the graph included.
-        smallest_bytes: the one that is, without.
-        is_smallest: as below.
-        held_bytes: what is held outside of the graph.
-
-    Attributes:
-        smallest_bytes: the budget that is kept, what is held outside of the graph included.
-        is_smallest: nothing smaller can be kept, which only small problems can show.
-    """
-
-    def __init__(
-        self, budget_bytes: int, smallest_bytes: int, *, is_smallest: bool, held_bytes: int = 0
-    ) -> None:
-        word = "the smallest feasible one is" if is_smallest else "the smallest found that is kept is"
-        held = (
-            f", in which {held_bytes} bytes outside of the graph count (shards that it does not read, gradients that "
-            "wait for a later micro-batch, gathered parameters)"
-            if held_bytes
-            else ""
-        )
-        smallest_bytes += held_bytes
-        super().__init__(
-            f"no schedule keeps a memory budget of {budget_bytes} bytes{held}; {word} {smallest_bytes} bytes"
-        )
-        self.smallest_bytes, self.is_smallest = smallest_bytes, is_smallest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

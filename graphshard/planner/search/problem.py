@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ...cost import Prices
-from ...errors import GraphShardError
+from ...errors import ProblemError
 from ...ir import RowPlace
 
 
@@ -62,10 +62,6 @@ class RememberedPrices:
         if found is None:
             found = self._copies[num_bytes] = self._prices.copy_seconds(num_bytes)
         return found
-
-
-class ProblemError(GraphShardError, ValueError):
-    """A planning problem contradicts itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

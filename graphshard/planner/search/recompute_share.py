@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from ...errors import InfeasibleBudgetError
 from .keep_units import KeepingChoice, KeepingCost, choose_kept
-from .plan import InfeasibleBudgetError
 
 #: Shares that are tried if the budget binds.
 SHARES = (0.75, 0.5, 0.25, 0.1)

@@ -8,13 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...errors import GraphShardError
+from ...errors import PlanError
 from .machine import Machine, State, Step
 from .problem import Problem
-
-
-class PlanError(GraphShardError, RuntimeError):
-    """A schedule that cannot be carried out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from ...errors import InfeasibleBudgetError, PlanError, ProblemError
 from .beam import Beam, good_schedule
 from .bound import gap, lower_bounds
 from .condense import both_ends, condense, expand
@@ -15,9 +16,9 @@ from .feasible import constrained_schedules
 from .list_schedule import Rule, schedule_in_turn
 from .local_search import polished
 from .machine import Machine, Step
-from .plan import InfeasibleBudgetError, Plan, make_plan
-from .problem import Problem, ProblemError, RememberedPrices
-from .simulate import PlanError, simulate
+from .plan import Plan, make_plan
+from .problem import Problem, RememberedPrices
+from .simulate import simulate
 
 #: A problem of at most so many collectives, and tasks after condensing, is solved exactly.
 EXACT_COLLECTIVES, EXACT_TASKS = 10, 40

@@ -10,6 +10,7 @@ from support.problems import LinePrices
 from support.small_graphs import GROUP, GraphBuilder, aten, num_targets
 from torch import fx
 
+from graphshard.errors import InfeasibleBudgetError, PlanError
 from graphshard.ir.bucket_ops import JOIN, JOIN_PARTS, PACK
 from graphshard.ir.collectives import ALL_REDUCE, WAIT, is_collective
 from graphshard.ir.shard_rows import RowPlace
@@ -19,9 +20,8 @@ from graphshard.planner.search.bound import lower_bounds
 from graphshard.planner.search.choose_splits import seconds_in_a_row, splits_to_try
 from graphshard.planner.search.exact import best_schedule
 from graphshard.planner.search.machine import Step
-from graphshard.planner.search.plan import InfeasibleBudgetError
 from graphshard.planner.search.problem import Collective, Problem, Task
-from graphshard.planner.search.simulate import PlanError, simulate
+from graphshard.planner.search.simulate import simulate
 from graphshard.planner.user_constraints import Wishes
 from graphshard.testing import run_on_all_ranks
 

@@ -7,13 +7,14 @@ from support.brute_force import all_schedules
 from support.planner_graphs import PRICES, random_graph
 from support.problems import LinePrices, random_problem
 
+from graphshard.errors import InfeasibleBudgetError
 from graphshard.ir.shard_rows import RowPlace
 from graphshard.planner.from_graph import problem_of_graph
 from graphshard.planner.search.bound import lower_bounds
 from graphshard.planner.search.condense import condense
 from graphshard.planner.search.exact import TooLargeError, best_schedule, least_peak
 from graphshard.planner.search.machine import Step
-from graphshard.planner.search.plan import InfeasibleBudgetError, make_plan
+from graphshard.planner.search.plan import make_plan
 from graphshard.planner.search.problem import Collective, Problem, Task
 from graphshard.planner.search.simulate import simulate
 from graphshard.planner.search.solve import plan

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 from support.problems import LinePrices, random_problem
 
+from graphshard.errors import ProblemError
 from graphshard.planner.search.exact import best_schedule
 from graphshard.planner.search.feasible import constrained_schedules
-from graphshard.planner.search.problem import Collective, Problem, ProblemError, Task
+from graphshard.planner.search.problem import Collective, Problem, Task
 from graphshard.planner.search.solve import is_possible, plan
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphshard.errors import InfeasibleBudgetError
 from graphshard.planner.search.keep_units import KeepingCost, choose_kept, extend_kept
-from graphshard.planner.search.plan import InfeasibleBudgetError
 
 UNITS = ("a", "b", "c", "root")
 

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 from support.problems import LinePrices, random_problem
 
+from graphshard.errors import PlanError
 from graphshard.planner.search import local_search as polish
 from graphshard.planner.search import solve
 from graphshard.planner.search.exact import best_schedule, least_peak
 from graphshard.planner.search.local_search import polished
 from graphshard.planner.search.machine import Step
 from graphshard.planner.search.problem import Collective, Problem, Task
-from graphshard.planner.search.simulate import PlanError, simulate
+from graphshard.planner.search.simulate import simulate
 from graphshard.planner.search.solve import in_place, is_possible, plan
 
 RANDOM = [random_problem(seed, most=6, num_tasks=6, with_memory=True) for seed in range(900, 930)]

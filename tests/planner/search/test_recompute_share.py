@@ -2,8 +2,8 @@
 
 import pytest
 
+from graphshard.errors import InfeasibleBudgetError
 from graphshard.planner.search.keep_units import KeepingCost
-from graphshard.planner.search.plan import InfeasibleBudgetError
 from graphshard.planner.search.recompute_share import SHARES, choose_saved
 
 UNITS = ["a", "b", "root"]

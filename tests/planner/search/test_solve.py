@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.problems import LinePrices, random_problem
 
+from graphshard.errors import InfeasibleBudgetError, PlanError, ProblemError
 from graphshard.planner.search import solve
 from graphshard.planner.search.beam import Beam, block_length, good_schedule
 from graphshard.planner.search.bound import lower_bounds
 from graphshard.planner.search.condense import condense, expand
 from graphshard.planner.search.machine import Step
-from graphshard.planner.search.plan import InfeasibleBudgetError
-from graphshard.planner.search.problem import Collective, Problem, ProblemError, Task
-from graphshard.planner.search.simulate import PlanError, simulate
+from graphshard.planner.search.problem import Collective, Problem, Task
+from graphshard.planner.search.simulate import simulate
 from graphshard.planner.search.solve import in_place, leanest_schedule, plan, smallest_budget
 
 SEEDS = st.integers(0, 10**6)

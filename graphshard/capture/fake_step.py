@@ -1,0 +1,143 @@
+"""A training step on fake tensors: the model with its loss, traced by Dynamo and exported as a joint graph."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from .._compat import (
+    DATA_DEPENDENT,
+    FakeTensorMode,
+    TorchDynamoException,
+    capture_with_dynamo,
+    tree_leaves,
+    tree_map,
+)
+from ..backend import inductor_decompositions
+from ..errors import CaptureError
+from .export_blocks import export_joint_of_blocks
+
+#: A frame of a traceback, and the folders whose frames are not the user's.
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+?)(?:, code: |\n)\s*([^\n]*)')
+
+_NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+#: What fake tensors say of a real one.
+_REAL_TENSOR = re.compile(r"convert all Tensors to FakeTensors first.*(size=\([^)]*\))", re.DOTALL)
+
+
+class LossAndOthers(NamedTuple):
+    """Results of a model that returns its loss among others that have gradients."""
+
+    loss: Tensor
+    others: list[Tensor]
+
+
+class StepModule(nn.Module):
+    """The model with its loss.
+
+    A compiled model that returns its loss returns the rest as well, and autograd hands its backward zeros for the
+    gradients of what the loss does not read. So they are results here too.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any], Tensor] | None) -> None:
+        super().__init__()
+        self.model = model
+        self._loss = loss
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.model(*args, **kwargs)
+        if self._loss is None:
+            return output
+        loss = self._loss(output)
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        if all(result is not loss for result in results):
+            return loss
+        found = [loss]
+        for result in results:
+            if result.requires_grad and all(result is not known for known in found):
+                found.append(result)
+        return loss if len(found) == 1 else LossAndOthers(loss, found[1:])
+
+
+def fake_copy(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
+    """A copy with fake parameters and buffers on the CPU; floating parameters in ``dtype``."""
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        fake = _fake(param, mode, dtype if param.dtype.is_floating_point else None)
+        memo[id(param)] = nn.Parameter(fake, requires_grad=param.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = _fake(buffer, mode, None)
+    return copy.deepcopy(model, memo)
+
+
+def fake_inputs(values: Any, mode: FakeTensorMode, policy: MixedPrecisionPolicy) -> Any:
+    def convert(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        is_cast = policy.cast_forward_inputs and value.dtype.is_floating_point
+        return _fake(value, mode, policy.param_dtype if is_cast else None).requires_grad_(value.requires_grad)
+
+    return tree_map(convert, values)
+
+
+def _fake(value: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Tensor:
+    with mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=dtype or value.dtype, device="cpu")
+
+
+def trace_step(step: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
+    try:
+        return capture_with_dynamo(step, args, kwargs)
+    except (TorchDynamoException, *DATA_DEPENDENT) as error:
+        raise CaptureError(_complaint(error)) from error
+    except AssertionError as error:  # fake tensors refuse real ones with no type of their own
+        if (found := _REAL_TENSOR.search(str(error))) is None:
+            raise
+        raise CaptureError(
+            "the model or its loss reads a tensor that is no parameter, no buffer and no input: "
+            f"{found[1]}; register it as a buffer, or give it as an input"
+        ) from error
+
+
+def export_step(
+    stack: ExitStack, traced: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> fx.GraphModule:
+    if not any(param.requires_grad for param in traced.parameters()):
+        raise CaptureError("nothing is trained: no parameter that the model reads requires a gradient")
+    try:
+        joint = export_joint_of_blocks(stack, traced, args, kwargs, inductor_decompositions())
+    except (RuntimeError, *DATA_DEPENDENT) as error:  # AOTAutograd has no type of its own
+        raise CaptureError(_complaint(error)) from error
+    for node in joint.graph.find_nodes(op="placeholder"):
+        node.meta.setdefault("val", None)  # a number among the inputs, which the graph holds as a constant
+    return joint
+
+
+def _complaint(error: Exception) -> str:
+    """One line: what broke the graph, and the line of the user's that did."""
+    text = str(error).strip()
+    what = text.splitlines()[0].strip()[:300] if text else type(error).__name__
+    if isinstance(error, DATA_DEPENDENT):
+        what = f"a shape or a number depends on data ({what})"
+    places = [
+        (file, number, function, code.strip())
+        for file, number, function, code in _FRAME.findall(text)
+        if not file.startswith(_NOT_USERS)
+    ]
+    where = ""
+    if places:
+        file, number, function, code = places[-1]
+        where = f" at {file}:{number}, in {function}: `{code}`"
+    return (
+        f"the model cannot be captured as one graph: {what}{where}; replace what breaks the graph, or mark it "
+        "as an operator (torch.library.custom_op)"
+    )

@@ -1,0 +1,118 @@
+"""How a plain model is to be sharded, as data: what calls of ``fully_shard`` would say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from ..errors import OptionTypeError, ShardingError
+from ..ir import UnshardCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingRules:
+    """How a plain model is to be sharded: what the calls of ``fully_shard`` would say.
+
+    Attributes:
+        mesh: sizes of the axes by name, outermost first: {"shard": 64} or {"replicate": 4, "shard": 16}.
+        units: patterns of module paths, "layers.*" for instance, where "*" stands for one part of a
+            path; each module that matches is a unit, and what is left is the root's.
+        reshard_after_forward: as in ``fully_shard``: None frees all but the root.
+        mp_policy: dtypes of compute and gathers, and of reductions.
+
+    Raises:
+        ShardingError: axes of other names, or sizes that are no numbers of ranks.
+    """
+
+    mesh: Mapping[str, int]
+    units: Sequence[str] = ()
+    reshard_after_forward: bool | None = None
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mapping):
+            raise OptionTypeError(
+                f"mesh={self.mesh!r} must be sizes of axes by name, {{'shard': 64}} for instance"
+            )
+        if isinstance(self.units, str) or not all(isinstance(pattern, str) for pattern in self.units):
+            raise OptionTypeError(
+                f"units={self.units!r} must be a list of patterns of module paths, ['layers.*']"
+            )
+        if not isinstance(self.mp_policy, MixedPrecisionPolicy):
+            raise OptionTypeError(f"mp_policy={self.mp_policy!r} must be a MixedPrecisionPolicy")
+        names = tuple(self.mesh)
+        if names not in (("shard",), ("replicate", "shard")):
+            raise ShardingError(
+                f"mesh axes {', '.join(map(str, names)) or '(none)'}: write shard=N, or replicate=M and then shard=N"
+            )
+        sizes = self.mesh.items()
+        wrong = [f"{name}={size!r}" for name, size in sizes if type(size) is not int or size < 1]
+        if wrong:
+            raise ShardingError(f"mesh: {', '.join(wrong)} must be a whole number of ranks, at least 1")
+        if self.reshard_after_forward is not None and type(self.reshard_after_forward) is not bool:
+            raise ShardingError(
+                f"reshard_after_forward={self.reshard_after_forward!r} must be True, False or None here: "
+                "parameters spread over a number of ranks are not captured"
+            )
+
+    def unit_of(self, path: str) -> str:
+        """The unit of a parameter: the innermost matching module around it, else "root"."""
+        parts = path.split(".")[:-1]
+        for end in range(len(parts), 0, -1):
+            if self.is_unit(module := ".".join(parts[:end])):
+                return module
+        return "root"
+
+    def is_unit(self, path: str) -> bool:
+        """Whether the module of this path is a unit."""
+        return any(re.fullmatch(as_regex(pattern), path) for pattern in self.units)
+
+    def call_of(self, path: str, shape: torch.Size, is_float: bool) -> UnshardCall:
+        """How the parameter of this path is gathered, without its tensors."""
+        unit = self.unit_of(path)
+        reshard = self.reshard_after_forward
+        is_freed = unit != "root" if reshard is None else reshard
+        num_shards, num_replicas = self.mesh["shard"], self.mesh.get("replicate", 1)
+        replicate = "replicate" if num_replicas > 1 else ""
+        return UnshardCall(
+            shard=None,
+            handle=None,
+            name=path,
+            unit=unit,
+            shape=list(shape),
+            dim=0,
+            dtype=self.mp_policy.param_dtype if is_float else None,
+            reshard=num_shards if is_freed else 1,
+            reshard_group="",
+            axis="shard",
+            group_size=num_shards,
+            group_name="shard",
+            replicate_axis=replicate,
+            replicate_size=num_replicas,
+            replicate_group=replicate,
+            reduce_dtype=self.mp_policy.reduce_dtype,
+            divide_factor=None,
+            force_sum=False,
+            reshard_fixed=reshard is not None,
+        )
+
+
+def as_regex(pattern: str) -> str:
+    return re.escape(pattern).replace(r"\*", r"[^.]+")
+
+
+def refuse_patterns_without_modules(model: nn.Module, option: str, patterns: Sequence[str]) -> None:
+    paths = [path for path, _ in model.named_modules() if path]
+    idle = [
+        repr(pattern)
+        for pattern in patterns
+        if not any(re.fullmatch(as_regex(pattern), path) for path in paths)
+    ]
+    if idle:
+        some = ", ".join(paths[:8])
+        raise ShardingError(f"{option}: no module matches {', '.join(idle)}; modules are {some}, ...")
