@@ -4,6 +4,7 @@ PYTHON ?= python3
 # setuptools, whose pin gives way too; pip resolves the rest as pinned.
 VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
+PINS = $(if $(TORCH),$$(grep == requirements.txt | grep -vE "^(torch|setuptools)==") torch==$(TORCH) "setuptools>=77",-r requirements.txt)
 export OMP_NUM_THREADS ?= 1
 # So many processes run tests, a file each at a time; ranks come on top.
 JOBS ?= 2
@@ -15,7 +16,7 @@ help:
 	@echo "make inspect    predict a step of Llama 3 8B on 64 H100, without a GPU"
 	@echo "make examples   the shorter examples"
 	@echo "make test       lint, type check and the tests that CI runs"
-	@echo "make test TORCH=2.14.1   these tests on another torch, in .venv-2.14.1 (docs/versions.md); ARGS=... goes to pytest"
+	@echo "make test TORCH=2.14.1   these on another torch, in .venv-2.14.1 (docs/reference/versions.md); ARGS=... goes to pytest"
 	@echo "make test-all   the slow tests too"
 	@echo "make gpu-check  the tests that need GPUs, with PYTHON (skipped where there are none)"
 	@echo "make bench      step time against FSDP2, DDP and the unsharded model"
@@ -23,8 +24,7 @@ help:
 
 $(VENV)/.installed: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	sed -E '$(if $(TORCH),/^(torch|setuptools)==/d)' requirements.txt > $(VENV)/requirements.txt
-	$(BIN)/pip install --quiet -r $(VENV)/requirements.txt $(if $(TORCH),torch==$(TORCH) "setuptools>=77")
+	$(BIN)/pip install --quiet $(PINS)
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
 
