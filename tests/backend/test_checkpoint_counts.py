@@ -10,9 +10,9 @@ import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from support.checkpointed_models import TRACEABLE, build_checkpointed, units_of
 from support.small_graphs import num_targets, run_pass
+from support.torch_versions import NEEDS_REGION_BUDGET, region_activation_memory_budget
 from test_counts import HELD
 from torch import Tensor, nn
-from torch.autograd.graph import region_activation_memory_budget
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -144,6 +144,7 @@ def test_activation_memory_budget(fake_group, reshard):
     assert saved[0] > saved[1] > saved[2] == 2 * 6
 
 
+@NEEDS_REGION_BUDGET
 def test_activation_memory_budget_of_a_region(fake_group):
     model = _sharded("none", fake_group(2), True)
 

@@ -845,6 +845,9 @@ def _halves_with_recomputed_attention():
     return halves
 
 
+@pytest.mark.skipif(
+    torch.__version__ >= (2, 14), reason="torch 2.14 wraps no attention without dropout, and the CPU has none with it"
+)
 def test_an_op_in_a_wrapper_costs_what_it_costs_alone():
     forward, backward = _halves_with_recomputed_attention()
     scores = 2 * 64 * 64 * 8 * 2  # elements of two heads, multiplied and added

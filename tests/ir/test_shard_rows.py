@@ -6,10 +6,11 @@ import weakref
 
 import pytest
 import torch
+from support.torch_versions import NEEDS_MESH_PER_PARAMETER, ShardPlacementResult
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard
 
 from graphshard import fully_shard
@@ -315,6 +316,7 @@ def test_what_says_itself_how_it_is_gathered_takes_no_place(fake_group):
     assert {name: slot.row_offset for name, slot in slots_of(model)} == {"weight": -1, "scale": 0, "bias": 4}
 
 
+@NEEDS_MESH_PER_PARAMETER
 def test_parameters_of_another_process_group_lie_in_a_row_of_their_own(fake_group):
     """Its ranks may hold shards of other sizes, such as fewer experts."""
     mesh = fake_group(4)

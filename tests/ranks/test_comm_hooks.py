@@ -10,10 +10,11 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from support.implementations import EVERY, UNCOMPILED, compile_if_asked, pick_fully_shard, world_mesh
 from support.parity import check_sharded_parity
+from support.torch_versions import NEEDS_MESH_PER_PARAMETER, ShardPlacementResult
 from support.toy_models import build_mlp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.testing import assert_close
 
 from .test_refusals import expect_error
@@ -122,6 +123,7 @@ def gather_on_two_meshes(implementation: str) -> list[int]:
     return sorted(gather.sizes)
 
 
+@NEEDS_MESH_PER_PARAMETER
 @pytest.mark.parametrize("implementation", EVERY)
 def test_custom_collectives_of_a_unit_on_two_meshes(
     run_on_gloo_ranks: Callable[..., list[Any]], implementation: str

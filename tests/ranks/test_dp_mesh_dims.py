@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from support.implementations import UNCOMPILED, pick_fully_shard
 from support.meshes_parity import Arrangement, FullyShard, named_mesh, train_on_mesh
+from support.torch_versions import NEEDS_MESH_DIMS, DataParallelMeshDims
 from support.toy_models import Workload
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
@@ -20,6 +20,8 @@ from graphshard.errors import UnsupportedShardingError
 from graphshard.fsdp import placements
 
 from .test_refusals import expect_error
+
+pytestmark = NEEDS_MESH_DIMS
 
 
 class FeedForward(nn.Module):

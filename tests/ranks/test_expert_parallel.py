@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from support.implementations import compile_if_asked, pick_fully_shard
 from support.meshes_parity import FullyShard, named_mesh
+from support.torch_versions import NEEDS_MESH_PER_PARAMETER, ShardPlacementResult
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing import assert_close
 
@@ -167,9 +168,13 @@ def train_mixture(implementation: str, arrangement: str) -> None:
 @pytest.mark.parametrize(
     ("implementation", "arrangement"),
     [
-        *((each, arrangement) for each in ("fsdp2", "sharded") for arrangement in ARRANGEMENTS),
-        ("compiled", "parameters"),
+        ("fsdp2", "modules"),
+        ("sharded", "modules"),
         pytest.param("compiled", "modules", marks=pytest.mark.slow),
+        *(
+            pytest.param(each, "parameters", marks=NEEDS_MESH_PER_PARAMETER)
+            for each in ("fsdp2", "sharded", "compiled")
+        ),
     ],
 )
 def test_mixture_of_experts(run_on_gloo_ranks, implementation, arrangement):

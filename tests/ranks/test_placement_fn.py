@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from support.implementations import GRAPHSHARD, UNCOMPILED, compile_if_asked, pick_fully_shard, world_mesh
 from support.meshes_parity import Arrangement, FullyShard, check_full, make_adam, named_mesh, train_on_mesh
+from support.torch_versions import NEEDS_MESH_PER_PARAMETER, ShardPlacementResult
 from support.toy_models import WORKLOADS, Workload, build_mlp, mlp_workload
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing import assert_close
 
@@ -228,6 +229,7 @@ def test_full_parameter_is_contiguous_in_forward(run_on_gloo_ranks, implementati
     run_on_gloo_ranks(2, look_inside_forward, implementation)
 
 
+@NEEDS_MESH_PER_PARAMETER
 @pytest.mark.parametrize("implementation", ["fsdp2", *GRAPHSHARD])
 def test_mesh_per_parameter(run_on_gloo_ranks, implementation):
     run_on_gloo_ranks(4, keep_a_mesh_per_parameter, implementation)

@@ -433,9 +433,20 @@ class _GathersRows(nn.Module):
         return WAIT(differentiable.reduce_scatter_tensor(rows, "sum", size, self.group))
 
 
-def train_on_rows_of_all_ranks() -> None:
+class _GathersRowsTwice(_GathersRows):
+    """The same rows are gathered for both layers that read them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        differentiable, size = torch.ops._c10d_functional_autograd, dist.get_world_size()
+        x = self.inner(x)
+        gate, up = (WAIT(differentiable.all_gather_into_tensor(x, size, self.group)) for _ in range(2))
+        rows = self.down(nn.functional.silu(self.gate(gate)) * self.up(up))
+        return WAIT(differentiable.reduce_scatter_tensor(rows, "sum", size, self.group))
+
+
+def train_on_rows_of_all_ranks(build: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
-    reference = _GathersRows()
+    reference = build()
     model = shard_units("compiled", copy.deepcopy(reference), [])
     forward = compile_if_asked("compiled", model, verify="full")
     for step in range(2):
@@ -450,6 +461,7 @@ def train_on_rows_of_all_ranks() -> None:
             parameter.grad = model.get_parameter(name).grad = None
 
 
-def test_collectives_called_with_a_derivative_of_their_own(run_on_gloo_ranks):
+@pytest.mark.parametrize("build", [_GathersRows, _GathersRowsTwice])
+def test_collectives_called_with_a_derivative_of_their_own(run_on_gloo_ranks, build):
     """They are planned, and found in the order that Inductor emits."""
-    run_on_gloo_ranks(2, train_on_rows_of_all_ranks)
+    run_on_gloo_ranks(2, train_on_rows_of_all_ranks, build)

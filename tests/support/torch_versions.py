@@ -1,0 +1,25 @@
+"""What some of the claimed torch versions lack, and the marks that skip tests of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed import fsdp
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+#: What a ``shard_placement_fn`` returns to choose a mesh; None where it cannot.
+ShardPlacementResult = getattr(_fsdp_common, "ShardPlacementResult", None)
+
+#: The names of mesh axes that ``dp_mesh_dims`` takes; None where there is no such option.
+DataParallelMeshDims = getattr(fsdp, "DataParallelMeshDims", None)
+
+#: Sets the partitioner's memory budget of a region; None where there is none.
+region_activation_memory_budget = getattr(torch.autograd.graph, "region_activation_memory_budget", None)
+
+NEEDS_MESH_PER_PARAMETER = pytest.mark.skipif(
+    ShardPlacementResult is None, reason="torch 2.11: a shard_placement_fn cannot choose a mesh"
+)
+NEEDS_MESH_DIMS = pytest.mark.skipif(DataParallelMeshDims is None, reason="torch 2.11: no dp_mesh_dims")
+NEEDS_REGION_BUDGET = pytest.mark.skipif(
+    region_activation_memory_budget is None, reason="torch 2.11 and 2.12: no memory budget of a region"
+)
