@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+FIRST_TRAINING = (ROOT / "docs" / "start" / "first-training.md").read_text()
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 #: Each command of the README, and what runs it: a test of this file, or CI.
@@ -68,7 +69,7 @@ def run(*command: str, folder: Path = ROOT, limit: int = 600) -> str:
 def dumped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of dumps that the script of the first training writes."""
     folder = tmp_path_factory.mktemp("readme")
-    (folder / "train.py").write_text(blocks((ROOT / "docs" / "start" / "first-training.md").read_text(), "python")[0])
+    (folder / "train.py").write_text(blocks(FIRST_TRAINING, "python")[0])
     said = run(*TORCHRUN, "train.py", folder=folder)
     assert float(re.findall(r"loss (\d+\.\d+)", said)[-1]) < 0.1
     return folder / "graphs"
@@ -95,6 +96,12 @@ def test_the_lines_of_a_dump_are_those_shown(dumped: Path) -> None:
     assert shown.count("\n") == 8
 
 
+def test_the_first_training_writes_the_files_it_names(dumped: Path) -> None:
+    named = re.findall(r"`(graph0\.[\w.-]+\.txt)`", FIRST_TRAINING)
+    assert len(named) == 4
+    assert [name for name in named if not (dumped / "rank0" / name).exists()] == []
+
+
 def test_dumps_are_equal_on_both_ranks(dumped: Path) -> None:
     texts = [{file.name: file.read_text() for file in (dumped / rank).iterdir()} for rank in ("rank0", "rank1")]
     assert len(texts[0]) == 20
@@ -112,7 +119,8 @@ def test_the_timelines_are_those_shown(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_main_job_prints_what_is_shown(tmp_path: Path) -> None:
-    said = run(*TORCHRUN, "examples/train_gpt.py", "--steps", "30", "--must-fall-to", "0.95", "--out", str(tmp_path), limit=900)
+    options = ("--steps", "30", "--must-fall-to", "0.95", "--out", str(tmp_path))
+    said = run(*TORCHRUN, "examples/train_gpt.py", *options, limit=900)
     (shown,) = (block for block in blocks(README, "text") if block.startswith("ok"))
     for line in shown.splitlines():
         words = re.findall(r"[a-z]{4,}", line)
@@ -155,7 +163,7 @@ def test_a_wheel_runs_the_example_and_the_command(kind: str, tmp_path: Path) -> 
     (wheel,) = built.glob("*.whl")
     target = tmp_path / "installed"
     run(*pip, "install", "--no-deps", "--target", str(target), str(wheel))
-    (tmp_path / "train.py").write_text(blocks((ROOT / "docs" / "start" / "first-training.md").read_text(), "python")[0])
+    (tmp_path / "train.py").write_text(blocks(FIRST_TRAINING, "python")[0])
     (tmp_path / "toy.py").write_text(TOY)
     environment = {**os.environ, "PYTHONPATH": f"{target}{os.pathsep}{tmp_path}"}
     for command in (
