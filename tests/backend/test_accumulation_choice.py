@@ -13,7 +13,8 @@ from support.trials import CARD, in_capture
 import graphshard
 import graphshard.backend.step_planner as planning
 from graphshard.backend.accumulation import _Accumulation, accumulation_cost, choose_kept_between
-from graphshard.backend.step_trials import JointTrials, StepChoice
+from graphshard.backend.step_choice import StepChoice
+from graphshard.backend.step_trials import JointTrials
 from graphshard.ir import UNIT
 from graphshard.ir.rewrite import copy_graph
 from graphshard.passes import LowerShards, PlanCollectives
@@ -103,9 +104,9 @@ def test_it_takes_a_budget(budget, kept):
 
     def ask(trials):
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
-        planner = planning.Planning(card=CARD, halves=halves, is_shared=False, what="graph")
+        planner = planning.StepPlanner(card=CARD, halves=halves, is_shared=False, what="graph")
         return [
-            planner.choose(copy_graph(trials.gm), trials.context, trials.tag, budget, waiting)[1]
+            planner.choose(copy_graph(trials.gm), trials.context, trials.tag, budget, waiting).choice
             for waiting in ((), UNITS)
         ]
 
@@ -121,10 +122,10 @@ def test_with_gradients_that_wait_the_budget_is_one_of_all_micro_batches():
 
     def ask(trials):
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
-        planner = planning.Planning(card=CARD, halves=halves, is_shared=False, what="graph")
+        planner = planning.StepPlanner(card=CARD, halves=halves, is_shared=False, what="graph")
 
         def choose(budget, waiting):
-            return planner.choose(copy_graph(trials.gm), trials.context, trials.tag, budget, waiting)[1]
+            return planner.choose(copy_graph(trials.gm), trials.context, trials.tag, budget, waiting).choice
 
         with pytest.raises(InfeasibleBudgetError) as alone:
             choose(1000, ())
@@ -147,12 +148,13 @@ def test_a_stored_choice_holds_whether_gradients_wait_or_not(monkeypatch):
 
     def ask(trials):
         stored = StepChoice(kept=("root",), kept_between=("root",), input_bytes=trials.input_bytes()).to_dict()
-        monkeypatch.setattr(planning, "decide_together", lambda _, key, run, what: keys.append(key) or run(stored))
+        follow = lambda _, key, run, what: keys.append(key) or run(stored).result  # noqa: E731
+        monkeypatch.setattr(planning, "decide_together", follow)
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
-        planner = planning.Planning(card=CARD, halves=halves, is_shared=False, what="graph")
+        planner = planning.StepPlanner(card=CARD, halves=halves, is_shared=False, what="graph")
         for waiting in ((), ("root",)):
-            _, choice = planner.choose(copy_graph(trials.gm), trials.context, trials.tag, "1GB", waiting)
-            kept.append(choice.kept_between)
+            kept_units = planner.choose(copy_graph(trials.gm), trials.context, trials.tag, "1GB", waiting)
+            kept.append(kept_units.choice.kept_between)
 
     in_capture(ask)
     assert keys[0] == keys[1] and kept == [("root",), ("root",)]
