@@ -1,8 +1,8 @@
 """Captures a training step of a plain model on fake tensors: no data, no device, no process group.
 
-The second way in: Dynamo and AOTAutograd capture the whole step as one joint graph with full
-parameters; the pass ``insert_shards`` makes of it the graph of a sharded model, and from there the
-same passes run as in training. Axes of the mesh are sizes with names, so 4,096 ranks cost what 8 cost.
+Dynamo and AOTAutograd capture the step as one joint graph with full parameters. The pass ``insert_shards`` turns it
+into the graph of a sharded model. From there the passes of training run. Mesh axes are only sizes with names, so a
+capture for 4,096 ranks takes as long as one for 8.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ from .gc_pauses import no_garbage_collection
 from .gpu_attention import use_gpu_attention
 from .rules import ShardingRules, as_regex, refuse_patterns_without_modules
 
-#: The joint passes of training, behind the one that a plain graph needs.
+#: ``insert_shards``, which a plain graph needs, and then the joint passes of training.
 PLAIN_PIPELINE = Pipeline(InsertShards(), MergeWaits(), MergeUnshards(), SpreadParameters(), TagRecompute())
 
-#: Chooses for a step, from its joint graph at level 1, what is known of it, and the joint passes that follow.
+#: Makes the choices by cost for a step, from its joint graph at level 1, its context, and the joint passes that follow.
 Choose = Callable[[fx.GraphModule, PassContext, Pipeline], StepChoice | None]
 
 
@@ -62,14 +62,14 @@ class CapturedStep:
     """A training step of a plain model, sharded, as graphs at level 1.
 
     Attributes:
-        joint: forward and backward in one, after the joint passes.
+        joint: the joint graph after the joint passes.
         forward, backward: the halves.
-        context: what passes on them know (``context.for_forward()``, ``for_backward()``).
-        text: the joint graph as it was captured, before any of them; "" after a brief capture.
-        records: what each joint pass did, with the graph text after it; none after a brief capture.
-        num_results: how many outputs of the forward are results; the others are kept for the backward.
-        order: names of the model's parameters, as ``named_parameters`` has them.
-        choice: what was chosen by cost for both halves, if anything was.
+        context: the context of passes on them (``context.for_forward()``, ``for_backward()``).
+        text: the joint graph before the joint passes; "" after a brief capture.
+        records: the report of each joint pass, with the graph text after it; none after a brief capture.
+        num_results: number of outputs of the forward that are results; the others are saved for the backward.
+        order: names of the model's parameters, in the order of ``named_parameters``.
+        choice: the choices made by cost for both halves, if any.
     """
 
     joint: fx.GraphModule
@@ -96,26 +96,26 @@ def capture_step(
     is_brief: bool = False,
     choose: Choose | None = None,
 ) -> CapturedStep:
-    """Forward and backward of ``model`` as they would run on each rank of the mesh of ``rules``.
+    """Captures forward and backward of ``model`` as they would run on each rank of the mesh of ``rules``.
 
     Args:
-        model: on the meta device or any other; it is neither run nor changed.
-        args, kwargs: example inputs of one rank; of tensors only shape and dtype count.
+        model: a model on the meta device or any other; it is neither run nor changed.
+        args, kwargs: example inputs of one rank; only shape and dtype of tensors count.
         rules: mesh, units and dtypes.
         loss: turns the model's output into a scalar; None if the model returns one. If it picks one of several
-            outputs, the others are results of the step too, as they are of a compiled model.
-        checkpoint: patterns, as in ``rules.units``, of modules whose activations are computed again.
+            outputs, the others are results of the step too, as in a compiled model.
+        checkpoint: patterns, as in ``rules.units``, of modules whose activations are recomputed.
         needs_loss: refuse a step whose result is not one scalar.
-        device_type: where the step is to run; None for the device of the capture, the CPU.
+        device_type: device type that the step is to run on; None for that of the capture, the CPU.
         is_brief: leave out texts, records and checks of the joint passes.
-        choose: says which units keep their gathered parameters for the backward, from the joint graph at level 1,
-            what is known of it, and the passes that follow; None for what ``rules`` say.
+        choose: decides which units keep their gathered parameters for the backward; None follows ``rules``.
 
     Raises:
-        CaptureError: the inputs do not fit; the model has a graph break, or a shape or a branch that
-            depends on data (with the line), or reads a tensor that is no parameter, buffer or input;
-            nothing is trained; the result is no loss, or the loss has parameters.
-        ShardingError: patterns of ``rules.units`` or ``checkpoint`` match no module (all are listed).
+        CaptureError: the inputs do not fit; the model has a graph break, or a shape or branch that depends on data
+            (with the line); it reads a tensor that is no parameter, buffer or input; nothing is trained; the result is
+            no loss; the loss has parameters.
+        ShardingError: patterns of ``rules.units`` or ``checkpoint`` match no module; lists all of them.
+        OptionTypeError: ``loss`` is not a function.
     """
     if type(rules) is ShardingRules:
         refuse_patterns_without_modules(model, "units", rules.units)
@@ -128,7 +128,7 @@ def capture_step(
     fake_args, fake_kwargs = fake_inputs((tuple(args), dict(kwargs or {})), mode, rules.mp_policy)
     paths = {id(param): path for path, param in reversed(list(fake.named_parameters()))}
     with ExitStack() as stack:
-        stack.enter_context(torch.enable_grad())  # a step is trained, whoever asks
+        stack.enter_context(torch.enable_grad())  # a step has a backward, even if the caller is under no_grad
         stack.enter_context(functorch_patch())
         stack.enter_context(lazy_graph_modules())
         stack.enter_context(no_garbage_collection())
@@ -212,7 +212,7 @@ def _plain_parameters(
     rules: ShardingRules,
     paths: Mapping[int, str],
 ) -> list[PlainParameter]:
-    """The inputs that are parameters; ``paths`` are their names in the model, by the id of the traced ones."""
+    """The inputs that are parameters; ``paths`` maps the id of a traced parameter to its name in the model."""
     plain = []
     for node in primals:
         param = parameter_of_input(node, traced)
@@ -225,7 +225,7 @@ def _plain_parameters(
 
 
 def _with_places(plain: Sequence[PlainParameter], order: Sequence[str]) -> tuple[PlainParameter, ...]:
-    """The parameters with the places that ``fully_shard`` would give their shards."""
+    """The parameters with the row offsets that ``fully_shard`` would give their shards."""
     calls = {given.call.name: (given.call, given.dtype) for given in plain}
     offsets = row_offsets(
         {
@@ -239,10 +239,10 @@ def _with_places(plain: Sequence[PlainParameter], order: Sequence[str]) -> tuple
 
 
 def plain_module(exported: torch.export.ExportedProgram) -> nn.Module:
-    """An exported program as a module that can be captured again, on any device.
+    """An exported program as a module that can be captured again.
 
-    The devices that the export wrote down become the CPU, where captures happen, and its checks of
-    the inputs' metadata, which compare devices, are left out.
+    Devices in the program become the CPU, where captures run. Its checks of the inputs' metadata, which compare
+    devices, are removed.
     """
     module = exported.module(check_guards=False)
     for part in module.modules():
@@ -263,7 +263,7 @@ def _on_cpu(value: Any) -> Any:
 
 def _refuse_other_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     if isinstance(model, fx.GraphModule):
-        return  # its forward takes anything, and checks later
+        return  # its forward takes any arguments, and checks them later
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
@@ -271,7 +271,7 @@ def _refuse_other_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[
 
 
 def _refuse_other_results(results: Sequence[Any], loss: Callable[[Any], Tensor] | None) -> None:
-    """Every result but one scalar of floats: there is no gradient of anything else."""
+    """Refuses every result but one floating-point scalar, since only that has a gradient."""
     values = [value.meta.get("val") if isinstance(value, fx.Node) else value for value in results]
     is_loss = len(values) == 1 and isinstance(values[0], Tensor) and values[0].numel() == 1
     if not is_loss or not values[0].dtype.is_floating_point:
@@ -287,7 +287,7 @@ def _refuse_other_results(results: Sequence[Any], loss: Callable[[Any], Tensor] 
 
 
 def _checkpoint(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Modules whose path matches keep no activations."""
+    """Checkpoints the modules whose path matches a pattern, so that they save no activations."""
     for path, module in model.named_modules():
         if any(re.fullmatch(as_regex(pattern), path) for pattern in patterns):
             module.forward = partial(torch.utils.checkpoint.checkpoint, module.forward, use_reentrant=False)

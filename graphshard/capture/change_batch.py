@@ -1,10 +1,13 @@
-"""A captured step for other sizes of its inputs, between two that were captured.
+"""Interpolates a captured step for input sizes between two that were captured.
 
-Two captures of a model at two batch sizes are most often one graph with other numbers in it: sizes, strides
-and the arguments made of them. A size in between has the numbers in between, as far as they are whole, and as far
-as each op gives for its inputs what the graph then says it gives. Anything else (another structure, numbers that
-grow with the square of the batch) has to be captured. What stays unseen is a number that shapes do not contradict and
-that is not linear in the batch, such as padding to a multiple, or another graph for a size strictly between.
+Captures of a model at two batch sizes are usually one graph with other numbers: sizes, strides and arguments made of
+them. A size in between gets the numbers in between, if they are whole and if each op then gives the shapes that the
+graph states. Otherwise (another structure, numbers that grow with the square of the batch) the step has to be captured.
+
+Does not handle:
+
+- numbers that are not linear in the batch and that no shape contradicts, such as padding to a multiple;
+- models with another graph for a size strictly between the two.
 """
 
 from __future__ import annotations
@@ -25,13 +28,13 @@ from .capture_step import CapturedStep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepNumbers:
-    """The whole numbers of a captured step, and a fingerprint of all else; small, and can be pickled.
+    """The whole numbers of a captured step, and a fingerprint of all else. It is small and pickles.
 
     Attributes:
-        structure: of nodes, ops, dtypes and whatever else of a node is no whole number.
-        numbers: of the three graphs, in their order.
-        inputs: sizes of the tensors that the step was captured with.
-        given: fingerprint of parameters, of what else is said of the inputs, and of those that are no tensors.
+        structure: fingerprint of nodes, ops, dtypes and everything else of a node that is not a whole number.
+        numbers: the whole numbers of the three graphs, in order.
+        inputs: sizes of the input tensors.
+        given: fingerprint of parameters, of the inputs without their sizes, and of inputs that are not tensors.
     """
 
     structure: str
@@ -41,7 +44,7 @@ class StepNumbers:
 
 
 def numbers_of(step: CapturedStep, module: nn.Module, inputs: Any) -> StepNumbers | None:
-    """What a capture of ``module`` with ``inputs`` (any nesting) has of numbers; None for graphs inside of graphs."""
+    """The numbers of a capture of ``module`` with ``inputs`` (any nesting); None for a step with nested graphs."""
     numbers: list[int] = []
     digest = hashlib.sha256()
 
@@ -72,15 +75,15 @@ def step_between(
     low: StepNumbers,
     high: StepNumbers,
 ) -> CapturedStep | None:
-    """``step`` with the numbers that ``module`` with ``inputs`` has between ``low`` and ``high``.
+    """A copy of ``step`` with the numbers for ``inputs``, interpolated between ``low`` and ``high``.
 
     Args:
-        step, own: a capture of the same structure, and its numbers; it stays as it is.
-        module, inputs: what the result is for.
+        step, own: a capture of the same structure, and its numbers; it is not changed.
+        module, inputs: the model and the inputs of the result.
         low, high: the numbers of two captures.
 
     Returns:
-        The step, without texts and records, or None where it has to be captured.
+        The step, without texts and records; None if it has to be captured.
     """
     share = _share(low.inputs, high.inputs, _input_sizes(inputs))
     if share is None or not own.structure == low.structure == high.structure:
@@ -110,7 +113,7 @@ def _input_sizes(inputs: Any) -> tuple[int, ...]:
 
 
 def _share(low: Sequence[int], high: Sequence[int], sizes: Sequence[int]) -> Fraction | None:
-    """Where sizes lie on the way from low ones to high ones; None if they are not on it."""
+    """The position of ``sizes`` between ``low`` (0) and ``high`` (1); None if they are not on the line between."""
     if not len(low) == len(high) == len(sizes):
         return None
     shares = {
@@ -126,7 +129,7 @@ def _share(low: Sequence[int], high: Sequence[int], sizes: Sequence[int]) -> Fra
 
 
 def _op_text(target: Any) -> str:
-    """An op by its name: a function's own text has an address in it."""
+    """The name of an op; the repr of a function contains an address."""
     return (
         str(target)
         if isinstance(target, (str, torch._ops.OpOverload))
@@ -135,7 +138,7 @@ def _op_text(target: Any) -> str:
 
 
 def _given(module: nn.Module, inputs: Any) -> str:
-    """Parameters, of input tensors what is no size, and inputs that are no tensors."""
+    """Fingerprint of parameters, of input tensors without their sizes, and of other inputs."""
     params = [
         (name, param.shape, param.dtype, param.requires_grad) for name, param in module.named_parameters()
     ]
@@ -145,7 +148,7 @@ def _given(module: nn.Module, inputs: Any) -> str:
 
 
 def _mapped(value: Any, number: Callable[[int], int]) -> Any:
-    """Nested arguments with each whole number replaced."""
+    """Nested arguments with ``number`` applied to each whole number."""
     if isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -160,7 +163,7 @@ def _mapped(value: Any, number: Callable[[int], int]) -> Any:
 
 
 def _sizes(value: Any) -> Any:
-    """Shapes and strides; a number stands for itself."""
+    """Shapes and strides of tensors; numbers as they are."""
     if isinstance(value, Tensor):
         return (tuple(value.shape), tuple(value.stride()))
     if isinstance(value, (list, tuple)):
@@ -169,7 +172,7 @@ def _sizes(value: Any) -> Any:
 
 
 def _shapes(value: Any) -> Any:
-    """Strides aside: those that are written may be what Inductor makes of them."""
+    """Shapes without strides: Inductor may have changed the strides in a graph."""
     return [tuple(part.shape) for part in tensors_of(value)]
 
 
@@ -199,13 +202,13 @@ def _resized(value: Any, sizes: Any) -> Any:
 
 
 def _is_consistent(gm: fx.GraphModule) -> bool:
-    """Whether each op gives, for the values of its inputs, the shapes that are written at it."""
+    """Whether each op, on the values of its inputs, gives the shapes in its ``meta``."""
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
         try:
             value = fake_result(*call_of(node))
-        except (RuntimeError, TypeError, ValueError, IndexError):  # a shape that the op refuses
+        except (RuntimeError, TypeError, ValueError, IndexError):  # the op refuses a shape
             return False
         if _shapes(value) != _shapes(node.meta["val"]):
             return False

@@ -1,9 +1,8 @@
-"""A captured step for another mesh, without another capture.
+"""Changes the mesh of a captured step, without another capture.
 
-The halves that the partitioner leaves depend on the mesh only through their shard ops, their shards and
-what is said of these: the partitioner counts parameters as free to keep and is told which gathers to
-repeat. A mesh without shards is the exception: nothing is gathered again there, so it needs a
-capture of its own.
+The halves depend on the mesh only through their shard ops, their shards and the context: the partitioner treats
+parameters as free to keep, and tags tell it which gathers to repeat. A mesh without shards is the exception. Nothing is
+gathered again there, so it needs a capture of its own.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ from .capture_step import CapturedStep
 
 
 def can_reshard(before: Mapping[str, int], after: Mapping[str, int]) -> bool:
-    """Whether a step captured for one mesh can become that of another."""
+    """Whether a step captured for the mesh ``before`` can be changed to the mesh ``after``."""
     return (before["shard"] > 1) == (after["shard"] > 1)
 
 
 def reshard_step(captured: CapturedStep, mesh: Mapping[str, int]) -> CapturedStep:
-    """The same step on the ranks of another mesh: copies, the original stays as it is.
+    """A copy of a step, on the ranks of another mesh.
 
     Args:
-        captured: a step whose halves no pass has lowered.
-        mesh: sizes of the axes: "shard", and "replicate" if there are copies.
+        captured: a step whose halves are not lowered; it is not changed.
+        mesh: sizes of the axes: "shard", and "replicate" if there are replicas.
 
     Returns:
-        A step without texts and records; its joint graph is the original's.
+        A step without texts and records; its joint graph is that of ``captured``.
     """
     with lazy_graph_modules():
         offsets = _offsets(captured, mesh["shard"])
@@ -58,7 +57,7 @@ def reshard_step(captured: CapturedStep, mesh: Mapping[str, int]) -> CapturedSte
 
 
 def _offsets(captured: CapturedStep, num_shards: int) -> dict[str, int]:
-    """Where shards lie in the rows of their units, by the names of the parameters."""
+    """Row offsets of shards in their units, by name of the parameter."""
     bindings = {binding.name: binding for binding in captured.context.parameters}
     dtypes = {
         node.name: node.meta["val"].dtype for node in captured.forward.graph.find_nodes(op="placeholder")
@@ -73,7 +72,7 @@ def _offsets(captured: CapturedStep, num_shards: int) -> dict[str, int]:
 
 
 def _axes(mesh: Mapping[str, int]) -> dict[str, Any]:
-    """The entries of a shard op that say over which ranks it communicates."""
+    """The arguments of a shard op that name its ranks."""
     num_replicas = mesh.get("replicate", 1)
     replicate = "replicate" if num_replicas > 1 else ""
     return {

@@ -1,8 +1,8 @@
-"""Forward and backward of a model whose blocks repeat, from one export of a block and one of the rest.
+"""Exports the joint graph of a model whose blocks repeat, faster than a plain export.
 
-AOTAutograd takes time for each call it traces. A repeated block is exported once; in the export of the
-whole each of its repetitions is a pair of opaque ops, which copies of the block's own nodes then replace.
-The result is the graph of a plain export, node for node.
+AOTAutograd takes time for each call it traces. So one block is exported once, and in the export of the whole model each
+repetition is a pair of opaque ops. Copies of the block's nodes then replace these ops. The result equals the graph of a
+plain export, node for node.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .find_blocks import Block, find_blocks, is_function
 
 
 class _NotRepeatableError(Exception):
-    """A block cannot be exported on its own, or would not be what a plain export makes of it."""
+    """A block cannot be exported on its own, or its export would differ from a plain one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +31,12 @@ class _Exported:
     """The joint graph of one block.
 
     Attributes:
-        inputs, tangents: its inputs: those of the block, and gradients of the outputs that have one.
+        inputs, tangents: its inputs: those of the block, and the gradients of differentiable outputs.
         trained: whether each input of the block needs a gradient.
         forward, backward: its calls.
-        results: outputs of the block.
-        differentiable: whether gradients flow into each.
-        gradients: of each input, or None.
+        results: the outputs of the block.
+        differentiable: whether gradients flow into each output.
+        gradients: the gradient of each input, or None.
     """
 
     inputs: tuple[fx.Node, ...]
@@ -49,7 +49,7 @@ class _Exported:
     gradients: tuple[fx.Node | None, ...]
 
 
-#: The block whose repetitions are being exported as opaque ops.
+#: The block whose repetitions are exported as opaque ops.
 _EXPORTED: ContextVar[_Exported] = ContextVar("exported block")
 
 
@@ -60,9 +60,9 @@ def export_joint_of_blocks(
     kwargs: Mapping[str, Any],
     decompositions: Mapping[Any, Any],
 ) -> fx.GraphModule:
-    """What :func:`graphshard._compat.export_joint` returns, sooner where blocks repeat.
+    """:func:`graphshard._compat.export_joint`, faster where blocks repeat.
 
-    Must run inside the fake mode of ``args``. Errors are those of a plain export.
+    It must run inside the fake mode of ``args``. Errors are those of a plain export.
     """
     plain = traced.graph
     try:
@@ -76,7 +76,7 @@ def export_joint_of_blocks(
                 _put_blocks(joint, exported, traced, blocks)
                 stack.enter_context(attempt.pop_all())
             return joint
-    # Whatever it is: if it is the model's, the plain export meets it again, and says it better.
+    # Any error: if the model causes it, the plain export raises it again, with a better message.
     except Exception:
         traced.graph = plain
     return export_joint(stack, traced, args, kwargs, decompositions)
@@ -151,7 +151,7 @@ def _with_opaque_blocks(plain: fx.Graph, blocks: Sequence[Block]) -> fx.Graph:
 
 @torch.library.custom_op("graphshard::opaque_block", mutates_args=())
 def _opaque_block(index: int, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Stands for the forward of a repetition while a model is exported."""
+    """The opaque op for the forward of a repetition."""
     raise NotImplementedError
 
 
@@ -162,7 +162,7 @@ def _(index: int, inputs: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.library.custom_op("graphshard::opaque_block_backward", mutates_args=())
 def _opaque_block_backward(index: int, tangents: Sequence[Tensor]) -> list[Tensor]:
-    """Stands for the backward of a repetition while a model is exported."""
+    """The opaque op for the backward of a repetition."""
     raise NotImplementedError
 
 
@@ -173,7 +173,7 @@ def _(index: int, tangents: Sequence[Tensor]) -> list[Tensor]:
 
 
 class _OpaqueBlock(torch.autograd.Function):
-    """A repetition as one differentiable call."""
+    """A repetition as one differentiable call of the opaque ops."""
 
     @staticmethod
     def forward(ctx: Any, index: int, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -195,7 +195,7 @@ class _OpaqueBlock(torch.autograd.Function):
         flowing = zip(gradients, exported.differentiable, strict=True)
         tangents = [gradient for gradient, has in flowing if has]
         _refuse_other_types(tangents, exported.tangents)
-        _ = ctx.saved_tensors  # an error if somebody wrote on them since
+        _ = ctx.saved_tensors  # raises an error if one was changed in place
         found = iter(_opaque_block_backward(ctx.index, tangents))
         return None, *(None if node is None else next(found) for node in exported.gradients)
 
@@ -216,7 +216,7 @@ def _put_blocks(
             copiers[node.args[0]].put_forward(node)
         elif node.target is torch.ops.graphshard.opaque_block_backward.default:
             copiers[node.args[0]].put_backward(node)
-    # Checkpointed regions are told apart, and ordered, by a number.
+    # A number identifies and orders checkpointed regions.
     regions: dict[Any, int] = {}
     for node in joint.graph.nodes:
         if "ac_graph_id" in node.meta:
@@ -224,7 +224,7 @@ def _put_blocks(
 
 
 class _Copier:
-    """Puts one repetition into the joint graph of the whole."""
+    """Copies the nodes of one repetition into the joint graph of the model."""
 
     def __init__(
         self, exported: _Exported, index: int, traced: fx.GraphModule, first: Block, block: Block
@@ -280,7 +280,7 @@ def _stack_key(stack: Mapping[str, Any]) -> Any:
 def _module_stacks(
     first_owner: fx.GraphModule, first: Sequence[fx.Node], owner: fx.GraphModule, nodes: Sequence[fx.Node]
 ) -> Iterator[tuple[Any, Any]]:
-    """The modules of each call of the first block, and those of the same call of another."""
+    """Maps the module stack of each call of the first block to that of the same call of another."""
     for one, other in zip(first, nodes, strict=True):
         if "nn_module_stack" in one.meta and "nn_module_stack" in other.meta:
             yield _stack_key(one.meta["nn_module_stack"]), other.meta["nn_module_stack"]
@@ -294,18 +294,18 @@ def _module_stacks(
 
 
 class _Values:
-    """Fake values of a repetition, which share memory among each other as those of the block do."""
+    """Fake values of a repetition; they share memory with each other as those of the block do."""
 
     def __init__(self) -> None:
         self._memory: dict[int, Tensor] = {}
 
     def know(self, value: Any, ours: Any) -> None:
-        """``ours`` stands for ``value``, unless another does already."""
+        """Records ``ours`` as the copy of ``value``, unless there is one."""
         if isinstance(value, Tensor):
             self._memory.setdefault(storage_id(value), ours)
 
     def copy(self, value: Any) -> Any:
-        """A value like this one, in the memory that stands for its memory."""
+        """A copy of a value, in the copy of its memory."""
         if not isinstance(value, Tensor):
             return value
         memory = self._memory.get(storage_id(value))
@@ -325,7 +325,7 @@ class _Values:
 
     @staticmethod
     def like(value: Tensor) -> Tensor:
-        """A tensor of the same type in memory of its own."""
+        """A new tensor of the same type, in memory of its own."""
         num_elements = value.untyped_storage().nbytes() // value.element_size()
         if num_elements == value.numel():
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

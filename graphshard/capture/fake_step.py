@@ -1,4 +1,4 @@
-"""A training step on fake tensors: the model with its loss, traced by Dynamo and exported as a joint graph."""
+"""Traces a model and its loss on fake tensors with Dynamo, and exports the joint graph with AOTAutograd."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from ..backend import inductor_decompositions
 from ..errors import CaptureError
 from .export_blocks import export_joint_of_blocks
 
-#: A frame of a traceback, and the folders whose frames are not the user's.
+#: A frame of a traceback.
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+?)(?:, code: |\n)\s*([^\n]*)')
 
 _NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
-#: What fake tensors say of a real one.
+#: The message of fake tensors that meet a real one.
 _REAL_TENSOR = re.compile(r"convert all Tensors to FakeTensors first.*(size=\([^)]*\))", re.DOTALL)
 
 
 class LossAndOthers(NamedTuple):
-    """Results of a model that returns its loss among others that have gradients."""
+    """Results of a model that returns its loss and other results with gradients."""
 
     loss: Tensor
     others: list[Tensor]
@@ -44,8 +44,8 @@ class LossAndOthers(NamedTuple):
 class StepModule(nn.Module):
     """The model with its loss.
 
-    A compiled model that returns its loss returns the rest as well, and autograd hands its backward zeros for the
-    gradients of what the loss does not read. So they are results here too.
+    A compiled model that returns its loss returns its other results as well, and autograd gives its backward zeros for
+    their gradients. So they are results here too.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[Any], Tensor] | None) -> None:
@@ -69,7 +69,7 @@ class StepModule(nn.Module):
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
-    """A copy with fake parameters and buffers on the CPU; floating parameters in ``dtype``."""
+    """A copy of a model with fake parameters and buffers on the CPU; floating-point parameters have ``dtype``."""
     memo: dict[int, Any] = {}
     for param in model.parameters():
         fake = _fake(param, mode, dtype if param.dtype.is_floating_point else None)
@@ -99,7 +99,7 @@ def trace_step(step: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         return capture_with_dynamo(step, args, kwargs)
     except (TorchDynamoException, *DATA_DEPENDENT) as error:
         raise CaptureError(_complaint(error)) from error
-    except AssertionError as error:  # fake tensors refuse real ones with no type of their own
+    except AssertionError as error:  # fake tensors refuse real ones with a plain AssertionError
         if (found := _REAL_TENSOR.search(str(error))) is None:
             raise
         raise CaptureError(
@@ -115,15 +115,15 @@ def export_step(
         raise CaptureError("nothing is trained: no parameter that the model reads requires a gradient")
     try:
         joint = export_joint_of_blocks(stack, traced, args, kwargs, inductor_decompositions())
-    except (RuntimeError, *DATA_DEPENDENT) as error:  # AOTAutograd has no type of its own
+    except (RuntimeError, *DATA_DEPENDENT) as error:  # AOTAutograd raises plain RuntimeErrors
         raise CaptureError(_complaint(error)) from error
     for node in joint.graph.find_nodes(op="placeholder"):
-        node.meta.setdefault("val", None)  # a number among the inputs, which the graph holds as a constant
+        node.meta.setdefault("val", None)  # a number, which the graph holds as a constant
     return joint
 
 
 def _complaint(error: Exception) -> str:
-    """One line: what broke the graph, and the line of the user's that did."""
+    """One line: what broke the graph, and the user's line that did."""
     text = str(error).strip()
     what = text.splitlines()[0].strip()[:300] if text else type(error).__name__
     if isinstance(error, DATA_DEPENDENT):

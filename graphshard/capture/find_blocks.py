@@ -1,7 +1,7 @@
-"""Finds the blocks that a captured model repeats, a transformer's layers for instance.
+"""Finds the blocks that a captured model repeats, such as the layers of a transformer.
 
-A model calls its layers one after the other, so the calls of its graph are periodic for a stretch. Which
-call of a period comes first is free; a block begins where the fewest values that need a gradient cross.
+A model calls its layers one after the other, so a stretch of the calls of its graph is periodic. Any call of a period
+could be the first. A block begins where the fewest values that need a gradient cross.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import fx
 from .._compat import storage_id
 from ..ir import type_key
 
-#: Fewer repetitions are not worth a capture of their own.
+#: The fewest repetitions for which an export of one block pays.
 _MIN_BLOCKS = 3
 
-#: So many distances between equal calls are tried as the period, the most frequent ones.
+#: Distances between equal calls that are tried as the period, the most frequent first.
 _MAX_PERIODS = 16
 
 
@@ -32,8 +32,8 @@ class Block:
 
     Attributes:
         nodes: its calls, in order.
-        inputs: what it reads from outside: parameters, buffers, inputs and results of other calls.
-        outputs: those of its calls that others read.
+        inputs: values from outside that it reads: parameters, buffers, inputs and results of other calls.
+        outputs: those of its calls that nodes outside read.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -42,17 +42,17 @@ class Block:
 
 
 def find_blocks(gm: fx.GraphModule) -> tuple[Block, ...]:
-    """Blocks of ``gm`` that follow each other and do the same on inputs of the same types; () for none.
+    """Consecutive blocks of ``gm`` that run the same calls on inputs of the same types; () if there are none.
 
-    Gradients flow into a block through its outputs alone, and a value that needs a gradient enters one
-    block only and is read nowhere else: the gradients of such a block are its own.
+    Gradients flow into a block through its outputs alone. A value that needs a gradient enters one block and is read
+    nowhere else. So the backward of a block is separate from that of the others.
 
     Args:
         gm: a graph of Dynamo, with ``meta["example_value"]`` on its values.
     """
     calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
     if any(node.meta.get("example_value") is None for node in calls):
-        return ()  # a call without a result changes what the others mean: autocast, no_grad
+        return ()  # a call without a result (autocast, no_grad) changes the meaning of others
     typed: dict[Any, int] = {}
     words = [typed.setdefault(_word(gm, node), len(typed)) for node in calls]
     start, period, length = _periodic_stretch(words)
@@ -66,7 +66,7 @@ def find_blocks(gm: fx.GraphModule) -> tuple[Block, ...]:
 
 
 def _word(gm: fx.GraphModule, node: fx.Node) -> Any:
-    """What a call does, on values of which types: equal for equal calls of other blocks."""
+    """The op, arguments and types of a call, as a key: equal for the same call of other blocks."""
     if node.op == "call_module":
         return node  # equal to no other
     return (
@@ -75,7 +75,7 @@ def _word(gm: fx.GraphModule, node: fx.Node) -> Any:
         _argument_word(gm, node.args),
         _argument_word(gm, node.kwargs),
         _type(node),
-        repr(node.meta.get("custom")),  # what the user wrote at the node, a memory budget for instance
+        repr(node.meta.get("custom")),  # annotations by the user, such as a memory budget
     )
 
 
@@ -92,11 +92,11 @@ def _argument_word(gm: fx.GraphModule, value: Any) -> Any:
 
 
 def _attribute_word(gm: fx.GraphModule, node: fx.Node) -> Any:
-    """The type of a tensor that the graph holds; of a function (a checkpointed region), what it does."""
+    """A key of what an attribute holds: the type of a tensor, or the calls of a function (a checkpointed region)."""
     value = operator.attrgetter(str(node.target))(gm)
     if not isinstance(value, fx.GraphModule):
         return _type(node) if isinstance(value, torch.Tensor) else (type(value), id(value))
-    # The user chooses what is saved, perhaps otherwise in each block.
+    # The user chooses what is saved, and may choose differently in each block.
     if "_checkpoint_context_fn" in value.meta:
         return (fx.GraphModule, id(value))
     positions = {inner: index for index, inner in enumerate(value.graph.nodes)}
@@ -115,7 +115,7 @@ def _attribute_word(gm: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """Nodes that a call reads, as often as it does."""
+    """The nodes that a call reads, with repetitions."""
     operands: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), operands.append)
     return operands
@@ -134,7 +134,7 @@ def _value_type(value: Any) -> Any:
 
 
 def _periodic_stretch(words: Sequence[int]) -> tuple[int, int, int]:
-    """Start, period and length of the stretch with the most repeated words; of equals the shortest period."""
+    """Start, period and length of the stretch with the most repeated words; the shortest period breaks ties."""
     seen: dict[int, int] = {}
     distances: Counter[int] = Counter()
     for index, word in enumerate(words):
@@ -152,7 +152,7 @@ def _periodic_stretch(words: Sequence[int]) -> tuple[int, int, int]:
 
 
 def _beginnings(calls: Sequence[fx.Node], start: int, period: int, length: int) -> Iterator[int]:
-    """Where the first block may begin: first where the fewest values with a gradient cross, then where most fit."""
+    """Where the first block may begin: by the fewest crossing values with gradients, then by the most blocks."""
     position = {node: index for index, node in enumerate(calls)}
     crossing = [0] * (len(calls) + 1)
     for index, node in enumerate(calls):
@@ -173,12 +173,12 @@ def _needs_gradient(node: fx.Node) -> bool:
 
 
 def _sources(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
-    """Tensors that a call reads, as often as it does; Dynamo has one node for each, whatever its names."""
+    """The tensors that a call reads, with repetitions. Dynamo has one node for a tensor, whatever its names."""
     return [source for source in _operands(node) if not is_function(gm, source)]
 
 
 def is_function(gm: fx.GraphModule, node: fx.Node) -> bool:
-    """Whether a node reads a graph that a call runs, and no tensor."""
+    """Whether a node reads a subgraph that a call runs, not a tensor."""
     return node.op == "get_attr" and isinstance(operator.attrgetter(str(node.target))(gm), fx.GraphModule)
 
 
@@ -208,14 +208,14 @@ def _block(gm: fx.GraphModule, nodes: Sequence[fx.Node]) -> Block:
 
 
 def _shape(gm: fx.GraphModule, block: Block) -> Any:
-    """Which value each call reads, and what leaves: equal for blocks that do the same."""
+    """The data flow of a block, as a key: which value each call reads, and which values leave."""
     numbers = {node: number for number, node in enumerate((*block.inputs, *block.nodes))}
     reads = tuple(tuple(map(numbers.__getitem__, _sources(gm, node))) for node in block.nodes)
     return reads, tuple(map(numbers.__getitem__, block.outputs))
 
 
 def _is_separate(block: Block) -> bool:
-    """Tensors alone cross, each output in memory of its own, and what needs a gradient enters nothing else."""
+    """Whether only tensors cross, each output has memory of its own, and values with gradients enter no other block."""
     crossing = [node.meta.get("example_value") for node in (*block.inputs, *block.outputs)]
     if not all(isinstance(value, torch.Tensor) for value in crossing):
         return False

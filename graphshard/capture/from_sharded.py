@@ -1,7 +1,6 @@
-"""A sharded model as the plain one it was, without data, and what ``fully_shard`` was told about it.
+"""Recovers the plain model from a sharded one, without data, and the arguments of ``fully_shard`` as rules.
 
-The capture of a plain model then does the rest: its parameters are described by the same calls of
-``unshard`` that training would make.
+The capture of a plain model does the rest. The rules describe parameters by the ``unshard`` calls of training.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ from ..fsdp import SLOTS, ParameterSlot, TreeUnit, slots_of
 from ..ir import UNIT, UnshardCall
 from .rules import ShardingRules
 
-#: Entries of a module that ``fully_shard`` makes, or that only loading and saving use.
+#: Entries of a module that ``fully_shard`` made, or that only loading and saving use.
 _LEFT_OUT = (UNIT, SLOTS, "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundRules(ShardingRules):
-    """Rules read off a sharded model.
+    """Rules read from a sharded model.
 
     Attributes:
-        calls: how each parameter is gathered, by its path.
+        calls: the ``unshard`` call of each parameter, by its path.
     """
 
     calls: Mapping[str, UnshardCall]
 
     def __post_init__(self) -> None:
-        """Axes have the names of the model's own mesh."""
+        """Checks nothing: axes have the names of the model's own mesh."""
 
     def call_of(self, path: str, shape: torch.Size, is_float: bool) -> UnshardCall:
-        """The call that the parameter's own property makes."""
+        """The ``unshard`` call that training makes for the parameter."""
         return self.calls[path]
 
 
@@ -48,12 +47,12 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def plain_copy(model: nn.Module) -> tuple[nn.Module, FoundRules]:
-    """The model on the meta device, of its own classes, and its rules.
+    """The plain model on the meta device, with its plain classes, and its rules.
 
     Raises:
-        UnsupportedShardingError: what a capture without ranks cannot follow: offloading, tensor
-            parallelism, ignored parameters, gather extensions, communication of one's own, or policies
-            that differ between units. All are listed.
+        UnsupportedShardingError: the model has what a capture without ranks cannot follow: offloading, tensor
+            parallelism, ignored parameters, gather extensions, custom collectives, or policies that differ between
+            units. Lists all of them.
     """
     slots = {id(slot): slot for owner in model.modules() for _, slot in slots_of(owner)}
     units = {id(slot.unit): slot.unit for slot in slots.values()}
@@ -99,7 +98,7 @@ def _problems(model: nn.Module, slots: list[ParameterSlot], units: list[TreeUnit
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    """Modules of their plain classes whose parameters are full, and hold no data."""
+    """Copies of modules with their plain classes, and full parameters without data."""
     memo: dict[int, Any] = {}
     modules = list(model.modules())
     for module in modules:
@@ -116,5 +115,5 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _is_left_out(name: str, value: Any) -> bool:
-    """Methods bound to the instance wrap the plain ones (``register_fsdp_forward_method``)."""
+    """Whether an entry of a module is not copied; bound methods wrap plain ones (``register_fsdp_forward_method``)."""
     return name in _LEFT_OUT or isinstance(value, types.MethodType)

@@ -1,10 +1,10 @@
-"""Attention as GPUs compute it, for captures on the CPU.
+"""Attention with the kernels of a GPU, for captures on the CPU.
 
-torch chooses the kernel of ``scaled_dot_product_attention`` by device, dtype, mask and sizes, and kernels differ in the
-layout of their results and in what they save for the backward. A capture for a GPU has the choice made here, as
-aten/src/ATen/native/transformers/cuda/sdp_utils.cpp makes it from compute capability 8.0 on, and inputs padded as
-aten/src/ATen/native/transformers/attention.cpp pads them (both torch 2.11). cuDNN's kernel, which torch may prefer to
-the one of FlashAttention, has its layouts.
+torch chooses the kernel of ``scaled_dot_product_attention`` by device, dtype, mask and sizes. Kernels differ in the
+layout of their results and in the values that they save. A capture for a GPU chooses here, as torch does from compute
+capability 8.0 on (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), and pads inputs as torch does
+(aten/src/ATen/native/transformers/attention.cpp, both torch 2.11). cuDNN's kernel, which torch may prefer to
+FlashAttention, has the same layouts.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch import Tensor, fx
 
 aten = torch.ops.aten
 
-#: The largest head of FlashAttention, and what its heads are padded to a multiple of.
+#: The largest head width of FlashAttention, and the multiple to which head widths are padded.
 _FLASH_HEAD, _FLASH_MULTIPLE = 256, 8
 
-#: The efficient kernel reads rows of masks at multiples of so many elements.
+#: The memory-efficient kernel needs rows of masks to start at multiples of this many elements.
 _MASK_MULTIPLE = 8
 
 
 def use_gpu_attention(gm: fx.GraphModule) -> None:
-    """Has ``gm``, which is not decomposed yet, and its subgraphs compute attention with the kernels of a GPU."""
+    """Replaces attention in ``gm`` (not decomposed yet) and its subgraphs by the kernels of a GPU."""
     instead = {
         F.scaled_dot_product_attention: gpu_attention,
         aten.scaled_dot_product_attention.default: gpu_attention,
@@ -43,13 +43,13 @@ def use_gpu_attention(gm: fx.GraphModule) -> None:
 
 
 def _gpu_multi_head_attention() -> Callable[..., Any]:
-    """``multi_head_attention_forward``, which Dynamo leaves whole, with another attention inside."""
+    """``multi_head_attention_forward``, which Dynamo leaves whole, with :func:`gpu_attention` inside."""
     plain = F.multi_head_attention_forward
     names = {**plain.__globals__, "scaled_dot_product_attention": gpu_attention}
     changed = types.FunctionType(plain.__code__, names, "gpu_multi_head_attention", plain.__defaults__)
     changed.__kwdefaults__ = plain.__kwdefaults__
     changed.__module__ = __name__
-    names[plain.__name__] = changed  # what it hands to modes of torch functions, which call it again
+    names[plain.__name__] = changed  # the function that it passes to modes, which call it again
     return changed
 
 
@@ -64,7 +64,7 @@ def gpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``scaled_dot_product_attention`` by the kernel that a GPU would run; the arguments are the same."""
+    """``scaled_dot_product_attention`` with the kernel that a GPU would run; the arguments are the same."""
     given = (query, key, value)
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = torch.where(attn_mask, 0.0, -math.inf).to(query.dtype)
@@ -115,7 +115,7 @@ def _fits_efficient(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 
 
 def _are_dense(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Of four dims, batches alike, each head in one piece, as both kernels need them."""
+    """Whether tensors have four dims, equal batches and contiguous heads, as both kernels need."""
     given = (query, key, value)
     return (
         all(each.dim() == 4 and each.stride(3) == 1 for each in given)
@@ -124,7 +124,7 @@ def _are_dense(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def _padded_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask of all scores, with rows that begin at multiples of what the efficient kernel reads."""
+    """The mask of all scores, padded so that its rows start at the multiples that the memory-efficient kernel needs."""
     columns = mask.shape[-1]
     if columns % _MASK_MULTIPLE:
         mask = F.pad(mask, (0, -columns % _MASK_MULTIPLE))[..., :columns]

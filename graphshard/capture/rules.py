@@ -1,4 +1,4 @@
-"""How a plain model is to be sharded, as data: what calls of ``fully_shard`` would say."""
+"""The arguments that calls of ``fully_shard`` would have, as data, for a model that is captured without them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from ..ir import UnshardCall
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardingRules:
-    """How a plain model is to be sharded: what the calls of ``fully_shard`` would say.
+    """How to shard a plain model.
 
     Attributes:
         mesh: sizes of the axes by name, outermost first: {"shard": 64} or {"replicate": 4, "shard": 16}.
-        units: patterns of module paths, "layers.*" for instance, where "*" stands for one part of a
-            path; each module that matches is a unit, and what is left is the root's.
-        reshard_after_forward: as in ``fully_shard``: None frees all but the root.
+        units: patterns of module paths, such as "layers.*"; "*" stands for one part of a path. Each module that matches
+            is a unit. All other parameters belong to the root.
+        reshard_after_forward: as in ``fully_shard``: None frees all units but the root.
         mp_policy: dtypes of compute and gathers, and of reductions.
 
     Raises:
-        ShardingError: axes of other names, or sizes that are no numbers of ranks.
+        OptionTypeError: an attribute has the wrong type.
+        ShardingError: axes have other names, sizes are not numbers of ranks, or ``reshard_after_forward`` is a number.
     """
 
     mesh: Mapping[str, int]
@@ -61,7 +62,7 @@ class ShardingRules:
             )
 
     def unit_of(self, path: str) -> str:
-        """The unit of a parameter: the innermost matching module around it, else "root"."""
+        """The unit of a parameter: the innermost module around it that matches, else "root"."""
         parts = path.split(".")[:-1]
         for end in range(len(parts), 0, -1):
             if self.is_unit(module := ".".join(parts[:end])):
@@ -73,7 +74,7 @@ class ShardingRules:
         return any(re.fullmatch(as_regex(pattern), path) for pattern in self.units)
 
     def call_of(self, path: str, shape: torch.Size, is_float: bool) -> UnshardCall:
-        """How the parameter of this path is gathered, without its tensors."""
+        """The ``unshard`` call of the parameter with this path, without its tensors."""
         unit = self.unit_of(path)
         reshard = self.reshard_after_forward
         is_freed = unit != "root" if reshard is None else reshard

@@ -55,7 +55,7 @@ def donated_inputs() -> tuple[int, ...]:
 
 
 def mark_donated(forward: fx.GraphModule, backward: fx.GraphModule, num_results: int) -> None:
-    """Marks the inputs of a backward that a compile would leave donated, without a compile.
+    """Marks the inputs of a backward that would stay donated after :func:`take_back_donations`, without compiling it.
 
     Args:
         forward: the forward at level 1; its outputs after the results are saved.
