@@ -29,7 +29,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no CUDA device here")
     if options.like:
-        load_card(options.like)  # complain before measuring
+        load_card(options.like)  # an unknown card is an error before measuring
     ranks_here = int(os.environ["LOCAL_WORLD_SIZE"]) if is_launched() else max(options.nproc, 1)
     num_threads = 0 if "OMP_NUM_THREADS" in os.environ else max((os.cpu_count() or 1) // ranks_here, 1)
     job = CalibrationJob(
@@ -45,5 +45,5 @@ def run_calibrate(options: argparse.Namespace) -> int:
 
 
 def print_progress(line: str) -> None:
-    """Progress goes to stderr, so that stdout holds results only."""
+    """Prints progress on stderr; stdout holds results only."""
     print(f"  {line}", file=sys.stderr, flush=True)

@@ -38,7 +38,7 @@ def run_cards(options: argparse.Namespace) -> int:
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as aligned columns, the first one to the left."""
+    """Formats rows as aligned columns: the first one to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""``graphshard diff A.json B.json``: what changed between two reports."""
+"""``graphshard diff A.json B.json``: the differences between two reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_diff_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_diff(options: argparse.Namespace) -> int:
-    """Prints what differs; exit status 0, equal or not."""
+    """Prints the differences; the exit status is 0 with and without them."""
     from rich.console import Console
 
     out = options.json

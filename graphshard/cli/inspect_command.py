@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what is trained, on what, and how: all but the mesh."""
+    """Declares the options for model, hardware and training, without the mesh."""
     add = parser.add_argument
     add(
         "factory",
@@ -73,12 +73,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_inspect(options: argparse.Namespace) -> int:
-    """Captures, schedules, prices; prints the summary and writes what was asked for."""
+    """Inspects a model, prints the summary and writes the files asked for."""
     refuse_missing_folders(options, _OUTPUTS)
     mesh = parse_mesh(options.mesh or ["shard=64"])
     given = inspect_options(options)
     dynamic = None if options.formulas is None else parse_mesh([options.formulas], "--formulas")
-    # What follows loads Inductor, which takes seconds: mistakes above are told at once.
+    # The imports below load Inductor, which takes seconds. Mistakes above are reported before that.
     from rich.console import Console
 
     from ..capture import no_garbage_collection
@@ -131,10 +131,10 @@ def _print_formulas(options: argparse.Namespace, inputs: tuple[Any, ...], **give
 
 
 def refuse_missing_folders(options: argparse.Namespace, names: Sequence[str]) -> None:
-    """Tells of files that cannot be written before any work is done.
+    """Refuses files that cannot be written, before any work is done.
 
     Raises:
-        UsageError: the folder of one does not exist, or it is a folder itself.
+        UsageError: the folder of a file does not exist, or the file is a folder itself.
     """
     for name in names:
         path = getattr(options, name)
@@ -143,7 +143,7 @@ def refuse_missing_folders(options: argparse.Namespace, names: Sequence[str]) ->
 
 
 def inspect_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of :func:`graphshard.inspect` from :func:`add_model_arguments`; loss and mesh apart.
+    """Keyword arguments of :func:`graphshard.inspect` from :func:`add_model_arguments`, without loss and mesh.
 
     Raises:
         UsageError: a dtype that torch does not have.
@@ -166,7 +166,7 @@ def inspect_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Progress:
-    """A line on stderr for each stage, with the seconds so far."""
+    """Prints a line on stderr for each stage, with the seconds so far."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -176,10 +176,10 @@ class _Progress:
 
 
 def parse_mesh(words: list[str], option: str = "--mesh") -> dict[str, int]:
-    """{"replicate": 4, "shard": 16} of ["replicate=4,shard=16"] or ["replicate=4", "shard=16"].
+    """Reads a mesh: {"replicate": 4, "shard": 16} from ["replicate=4,shard=16"] or ["replicate=4", "shard=16"].
 
     Raises:
-        UsageError: something else.
+        UsageError: a word cannot be read, or an axis is named twice.
     """
     mesh: dict[str, int] = {}
     for word in ",".join(words).split(","):
@@ -207,16 +207,16 @@ def _dtype(option: str, name: str | None) -> torch.dtype | None:
 
 
 def make_inputs(factory: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Model, positional and keyword inputs of a factory, named as PKG.MODULE:FACTORY.
+    """Calls a factory, named as PKG.MODULE:FACTORY; returns model, positional and keyword inputs.
 
     Raises:
-        UsageError: it cannot be imported or called, or returns something else.
+        UsageError: the factory cannot be imported or called, or returns something else.
     """
     return read_inputs(factory, {})
 
 
 def read_inputs(factory: str, options: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """:func:`make_inputs` of a factory that is called with keyword arguments."""
+    """:func:`make_inputs` with keyword arguments for the factory."""
     made = _call(factory, load_attribute("the factory", factory), options)
     given = made if isinstance(made, tuple) else (made,)
     model, args, kwargs = (*given, {}, {})[:3]
@@ -238,16 +238,16 @@ def read_inputs(factory: str, options: Mapping[str, Any]) -> tuple[Any, tuple[An
 def _call(name: str, factory: Callable[..., Any], given: Mapping[str, Any]) -> Any:
     try:
         return factory(**given)
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # the user's code may raise anything
         first = str(error).strip().splitlines()
         raise UsageError(f"{name} raised {type(error).__name__}: {first[0] if first else ''}") from error
 
 
 def load_attribute(what: str, name: str) -> Callable[..., Any]:
-    """What a text PKG.MODULE:NAME names; modules of the current folder are found too.
+    """Imports the callable PKG.MODULE:NAME; modules of the current folder are found too.
 
     Raises:
-        UsageError: no such module or attribute, or one that cannot be called.
+        UsageError: there is no such module or attribute, or it is not callable.
     """
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
@@ -256,7 +256,7 @@ def load_attribute(what: str, name: str) -> Callable[..., Any]:
     sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module raises
+    except Exception as error:  # the user's module may raise anything
         first = str(error).strip().splitlines()
         raise UsageError(
             f"{what} {name!r}: {module_name} cannot be imported: {type(error).__name__}: {first[0] if first else ''}"

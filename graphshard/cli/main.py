@@ -23,12 +23,12 @@ from .sweep_command import add_sweep_arguments, run_sweep
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subcommand:
-    """One word after ``graphshard``.
+    """One subcommand.
 
     Attributes:
-        summary: for ``--help``.
+        summary: its line in ``--help``.
         add_arguments: declares its options.
-        run: does it; returns the exit status.
+        run: runs it and returns the exit status.
     """
 
     summary: str
@@ -37,9 +37,9 @@ class Subcommand:
 
 
 def main(arguments: Sequence[str] | None = None, *, ends_process: bool = False) -> int:
-    """Runs one subcommand; the exit status is 2 after a mistake of the user.
+    """Runs one subcommand; returns the exit status, which is 2 after a mistake of the user.
 
-    With ``ends_process`` what it makes need not be looked through for garbage, since the process ends anyway.
+    ``ends_process`` says that the process ends afterwards, so that garbage need not be collected.
     """
     options = make_parser().parse_args(arguments)
     options.ends_process = ends_process
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None, *, ends_process: bool = False) 
 
 
 def entry() -> NoReturn:
-    """The console script."""
+    """Runs the command and ends the process."""
     status = main(ends_process=True)
     gc.freeze()
     sys.exit(status)

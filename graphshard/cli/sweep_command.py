@@ -29,7 +29,7 @@ from .inspect_command import (
 _OUTPUTS = ("csv", "json", "plot")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)(?::(\d+))?")
 
-#: A range of more is a mistake, and could take all memory before anything is priced.
+#: The most numbers in a range. More is a mistake, and could fill memory before anything is priced.
 _MOST_NUMBERS = 10_000
 
 
@@ -57,7 +57,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_sweep(options: argparse.Namespace) -> int:
-    """Captures for each batch size, prices each mesh; prints the table and writes what was asked for."""
+    """Sweeps over batch sizes and meshes, prints the table and writes the files asked for."""
     refuse_missing_folders(options, _OUTPUTS)
     meshes = parse_meshes(options.mesh or ["shard=8..1024"])
     batches = parse_numbers("--batch", options.batch)
@@ -71,7 +71,7 @@ def run_sweep(options: argparse.Namespace) -> int:
     make = batched(options.factory)
     if num_processes > 1:
         start_early()
-    # What follows loads Inductor, which takes seconds: mistakes above are told at once.
+    # The imports below load Inductor, which takes seconds. Mistakes above are reported before that.
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -122,10 +122,10 @@ def run_sweep(options: argparse.Namespace) -> int:
 
 
 def parse_numbers(option: str, text: str) -> list[int]:
-    """[8, 16, 32] of "8..32" (doubling), [8, 16, 24] of "8..24:8", [1, 2, 6] of "1,2,6"; or mixed.
+    """Reads numbers: [8, 16, 32] from "8..32" (doubling), [8, 16, 24] from "8..24:8", [1, 2, 6] from "1,2,6".
 
     Raises:
-        UsageError: something else.
+        UsageError: a part cannot be read, or is too many numbers.
     """
     found: list[int] = []
     for part in text.split(","):
@@ -151,13 +151,13 @@ def parse_numbers(option: str, text: str) -> list[int]:
 
 
 def parse_meshes(words: Sequence[str]) -> list[dict[str, int]]:
-    """All combinations of the sizes of the axes, in the order of the axes.
+    """Reads meshes: all combinations of the sizes of the axes, in the order of the axes.
 
     Args:
         words: each names one axis or several: "shard=8..64", "replicate=1,2,shard=8..64".
 
     Raises:
-        UsageError: a word names no axis, an axis comes twice, or its sizes cannot be read.
+        UsageError: a word names no axis, an axis is named twice, or its sizes cannot be read.
     """
     texts: dict[str, list[str]] = {}
     for word in words:
@@ -178,18 +178,18 @@ def parse_meshes(words: Sequence[str]) -> list[dict[str, int]]:
 
 
 def batched(factory: str) -> _Batched:
-    """Model and inputs of a factory, named as PKG.MODULE:FACTORY, for a batch size.
+    """A function that makes model and inputs for a batch size, from a factory named as PKG.MODULE:FACTORY.
 
-    A factory with a parameter ``batch`` is called with it. Any other is called without arguments, and
-    dim 0 of every tensor among its inputs is resized.
+    A factory with a parameter ``batch`` is called with the batch size. Any other is called without arguments, and dim 0
+    of every tensor among its inputs is resized.
 
     Raises:
-        UsageError: it cannot be imported, or its parameters are neither.
+        UsageError: the factory cannot be imported, or needs other parameters.
     """
     found = load_attribute("the factory", factory)
     try:
         parameters = inspect.signature(found).parameters
-    except (TypeError, ValueError):  # some callables have none
+    except (TypeError, ValueError):  # some callables have no signature
         return _Batched(factory, False)
     needed = [
         name
@@ -205,7 +205,7 @@ def batched(factory: str) -> _Batched:
 
 @dataclass(frozen=True, slots=True)
 class _Batched:
-    """A factory by its name, so that other processes can call it."""
+    """Calls a factory by its name; it pickles, so other processes can call it too."""
 
     factory: str
     takes_batch: bool

@@ -1,4 +1,6 @@
-"""Helpers for tests of graphs and passes, ours and users': ranks in one process, goldens, capture.
+"""For tests of graphs and passes, of users too: captured graphs, all ranks in one process, goldens.
+
+Imports: all rooms below.
 
 Read first: ``capture``, ``ranks``, ``golden``.
 """

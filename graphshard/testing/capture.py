@@ -1,4 +1,4 @@
-"""The graphs of a sharded model without compiling it: joint, forward and backward, as the backend sees them."""
+"""Captures the graphs of a sharded model without compiling them: joint, forward and backward, as in the backend."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ..pipeline import PassContext, Pipeline, context_from_shard_ops, pieces_of,
 
 @dataclass
 class CapturedGraphs:
-    """What one call of a model was captured to.
+    """The graphs of one call of a model.
 
     Attributes:
         captured: the joint graph at level 1, before any pass (the only graph, under no_grad).
         joint: the joint graph after the joint passes, at level 1 (the only graph, under no_grad).
         forward: the forward half, lowered to collectives; None under no_grad.
         backward: the backward half, lowered to collectives; None under no_grad.
-        context: what the passes know; use ``context.for_forward()`` and ``for_backward()`` on halves.
+        context: the context of passes; use ``context.for_forward()`` and ``for_backward()`` on halves.
     """
 
     captured: fx.GraphModule
@@ -45,7 +45,8 @@ def capture_graphs(
 ) -> CapturedGraphs:
     """Captures ``model(*args)`` with torch.compile, runs the joint passes and partitions.
 
-    Nothing is executed on real data, so a fake process group serves.
+    No op runs on real data, so a fake process group suffices. The halves are lowered: a pipeline that goes on with them
+    needs ``given=`` the facts that hold already.
 
     Args:
         model: a model given to ``fully_shard``; must trace without graph breaks.
@@ -105,4 +106,4 @@ def capture_graphs(
 
 
 class _CapturedAll(Exception):  # noqa: N818 - control flow, not an error
-    """Stops the compilation once the graphs are in hand."""
+    """Stops the compilation after the capture."""

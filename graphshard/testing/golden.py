@@ -1,4 +1,4 @@
-"""Golden files: expected text beside the test, with a readable diff."""
+"""Golden files: expected text beside the test."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 def check_golden(text: str, path: Path) -> None:
     """Compares ``text`` with the file at ``path``.
 
-    Set ``GRAPHSHARD_UPDATE_GOLDENS=1`` to write the file instead.
+    The environment variable ``GRAPHSHARD_UPDATE_GOLDENS=1`` writes the file instead.
 
     Raises:
-        AssertionError: they differ (the diff is in the message), or the file is missing.
+        AssertionError: the text differs (the message has the diff), or the file is missing.
     """
     if os.environ.get("GRAPHSHARD_UPDATE_GOLDENS") == "1":
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""All ranks of a mesh in one process: the first rung of parity for every pass.
+"""Runs all ranks of a mesh in one process, in milliseconds: the first test of parity for every pass.
 
-Each rank's graph runs as a coroutine that stops at each collective (or shard op). When every rank of
-the mesh has stopped, the collectives are compared, computed exactly (sums in rank order) and the
-coroutines go on. Ranks may have different graphs; if they would issue different collectives, the
-first difference is raised instead of a hang.
+The graph of each rank runs as a coroutine that stops at each collective (or shard op). When every rank has stopped, the
+collectives are compared and computed exactly (sums in rank order), and the coroutines continue. Ranks may have
+different graphs. If they would issue different collectives, the first difference is an error, where real ranks would
+hang.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ..ir import (
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A collective one rank has reached."""
+    """A collective that one rank has reached."""
 
     target: Any
     args: tuple[Any, ...]
@@ -56,7 +56,7 @@ class _Request:
         return f"{self.target}({inputs})"
 
     def key(self) -> str:
-        """What all ranks of the group must have in common (rows may differ in an all-to-all)."""
+        """The part that must be equal on all ranks of the group (rows of an all-to-all may differ)."""
         if self.target is ALL_TO_ALL:
             value, *_, group = self.args
             return f"{self.target} of {value.dtype} rows of shape {tuple(value.shape[1:])} on {group}"
@@ -65,7 +65,7 @@ class _Request:
 
 _Rank = Generator[_Request, Any, Any]
 
-#: What a coalesced collective does with each of its tensors.
+#: The collective that a coalesced one runs on each of its tensors.
 _COALESCED = {
     c10d.all_gather_into_tensor_coalesced.default: ALL_GATHER,
     c10d.reduce_scatter_tensor_coalesced.default: REDUCE_SCATTER,
@@ -87,8 +87,8 @@ def run_on_all_ranks(
         The output of each rank, in rank order.
 
     Raises:
-        CollectiveMismatchError: ranks of one group reach different collectives, or some of them end
-            while others still wait for one; names the first difference.
+        CollectiveMismatchError: ranks of one group reach different collectives, or some ranks end while others still
+            wait for one; names the first difference. Or a collective cannot run here.
         OptionError: the number of ``inputs`` is not the number of ranks.
     """
     num_ranks = mesh.num_ranks
@@ -122,7 +122,7 @@ def _advance(
 
 
 def _serve(pending: dict[int, _Request], mesh: MeshLayout) -> dict[int, Any]:
-    """Answers for every group all of whose members wait; raises if there is none."""
+    """The results for every group whose members all wait; raises an error if there is no such group."""
     answers: dict[int, Any] = {}
     for rank in sorted(pending):
         peers = mesh.peers(rank, _axis_of(pending[rank], mesh))
@@ -161,7 +161,7 @@ def _check_same(peers: list[int], group: list[_Request]) -> None:
 
 
 def _compute(group: list[_Request]) -> list[Any]:
-    """The result of one collective on each of its ranks: a tensor, or those of a coalesced one."""
+    """The result of one collective on each of its ranks: a tensor, or a list of tensors of a coalesced one."""
     values = [request.args[0] for request in group]
     target = group[0].target
     if target in _COALESCED:
@@ -207,7 +207,7 @@ def _reduce(values: list[Tensor], op: str) -> Tensor:
 
 
 class _ReplayingEmitter(EagerEmitter):
-    """Runs a shard op's lowering up to its first collective that has no answer yet."""
+    """Runs the lowering of a shard op up to its first collective without a result."""
 
     def __init__(self, answers: Sequence[Tensor]) -> None:
         self._answers = iter(answers)
@@ -245,7 +245,7 @@ def _run_shard_op(node: fx.Node, args: tuple[Any, ...]) -> _Rank:
 
 
 def _run_piece_op(node: fx.Node, args: tuple[Any, ...], rank: int, mesh: MeshLayout) -> Any:
-    """``spread`` and ``keep_piece`` communicate nothing, but ask which rank they run on."""
+    """Runs ``spread`` or ``keep_piece``, which do not communicate but depend on the rank."""
     full, dim, group_size, _ = args
     peers = mesh.peers(rank, _axis_of(_Request(node.target, args), mesh))
     piece = piece_of(full, dim, group_size, peers.index(rank))
@@ -253,7 +253,7 @@ def _run_piece_op(node: fx.Node, args: tuple[Any, ...], rank: int, mesh: MeshLay
 
 
 def _run_collective(node: fx.Node, environment: dict[fx.Node, Any]) -> _Rank:
-    """One that writes to memory it is given does so at once, and returns that memory."""
+    """Runs a collective; one that writes into a given tensor returns that tensor."""
     given = tuple(value for name, value in call_arguments(node).items() if name != "out")
     memory = [environment[source] for source in written_operands(node)]
     arguments = fx.node.map_arg(given, lambda source: environment[source])
@@ -266,7 +266,7 @@ def _run_collective(node: fx.Node, environment: dict[fx.Node, Any]) -> _Rank:
 
 
 def _run_rank(gm: fx.GraphModule, values: Sequence[Any], rank: int, mesh: MeshLayout) -> _Rank:
-    """One rank as a coroutine: yields each collective it reaches, receives its result."""
+    """Runs one rank as a coroutine: yields each collective that it reaches, and receives its result."""
     interpreter = fx.Interpreter(gm)
     environment: dict[fx.Node, Any] = {}
     inputs = iter(values)
