@@ -1,6 +1,6 @@
-"""Rendering only: a report as data, and as text, HTML, trace, summary and tables.
+"""Reports as data, and their renderings: text, HTML, trace, summary, tables. ``graphshard.inspection`` makes reports.
 
-Imports: ``errors``. Reports are made in ``graphshard.inspection``.
+Imports: ``errors``.
 
 Read first: ``data`` (the report and its JSON schema); then ``summary``, ``text``, ``html`` (``html_parts``,
 ``html_passes``, ``page/``), ``trace``, ``formulas``, ``compare`` (``compare_tables``), ``sweep_data``,

@@ -1,7 +1,7 @@
-"""What differs between two reports: settings, times, memory, collectives, exposures, what passes did.
+"""Compares two reports: settings, times, memory, collectives, exposures, passes.
 
-Works on reports and on their JSON, so that a report of last week can be held against today's. Numbers
-are compared exactly: the same inputs give the same report.
+It takes reports or their JSON, so a report of last week can be compared with today's. Numbers are compared exactly,
+since the same inputs give the same report.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import ReportFileError
 from .data import SCHEMA_VERSION, Report
 
-#: Numbers of the whole step, by what they are called in a diff.
+#: Numbers of the whole step, by their names in a diff.
 _TIMES = {
     "step": "step_seconds",
     "compute": "compute_seconds",
@@ -32,11 +32,11 @@ _THROUGHPUT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One thing that differs.
+    """One difference.
 
     Attributes:
-        what: its name.
-        before, after: the values; None where a report has no such thing.
+        what: the name of the value.
+        before, after: the values; None where a report has none.
     """
 
     what: str
@@ -46,16 +46,16 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportDiff:
-    """All differences, by topic; each topic is empty where nothing differs.
+    """All differences, by topic; a topic without differences is empty.
 
     Attributes:
-        settings: model, mesh, hardware and everything that was asked for.
-        seconds: of the step and of each half.
+        settings: model, mesh, hardware and all other settings.
+        seconds: seconds of the step and of each half.
         rates: utilisation, tokens per second, operations.
         memory: bytes at the peak, in all and by category.
-        collectives: how many in a step, by half, kind, group and bytes.
-        exposures: seconds of those among the costliest that came, went or changed.
-        passes: what each pass counts, and the nodes and collectives it leaves.
+        collectives: number of collectives in a step, by half, kind, group and bytes.
+        exposures: seconds of listed exposures that are new, gone or changed.
+        passes: the counts of each pass, and the nodes and collectives after it.
     """
 
     settings: tuple[Change, ...]
@@ -68,11 +68,11 @@ class ReportDiff:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the reports say the same."""
+        """Whether the reports are equal."""
         return not any(getattr(self, topic) for topic in self.__dataclass_fields__)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """The differences as JSON values."""
         data: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return data
 
@@ -80,13 +80,13 @@ class ReportDiff:
 def diff_reports(
     before: Report | Mapping[str, Any] | str | Path, after: Report | Mapping[str, Any] | str | Path
 ) -> ReportDiff:
-    """What changed from one report to another.
+    """The differences from one report to another.
 
     Args:
-        before, after: reports, what :meth:`Report.to_dict` gives of them, or files with that as JSON.
+        before, after: reports, their :meth:`Report.to_dict`, or JSON files of that.
 
     Raises:
-        ReportFileError: a file is missing, is no JSON, or holds no report of this schema version.
+        ReportFileError: a file is missing, is not JSON, or holds no report of this schema version.
     """
     old, new = _data(before), _data(after)
 
@@ -113,7 +113,7 @@ def read_report(path: str | Path) -> dict[str, Any]:
     """The data of a report that :meth:`Report.to_json` wrote.
 
     Raises:
-        ReportFileError: it is missing, is no JSON, or holds no report of this schema version.
+        ReportFileError: the file is missing, is not JSON, or holds no report of this schema version.
     """
     try:
         data = json.loads(Path(path).read_text())

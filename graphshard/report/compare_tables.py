@@ -14,14 +14,14 @@ from .units import size_text, time_text
 
 
 def diff_tables(diff: ReportDiff, before: str, after: str) -> RenderableType:
-    """One table for each topic that differs; one sentence if none does.
+    """One table for each topic with differences; one sentence if there are none.
 
     Args:
-        diff: of the reports.
-        before, after: what to call them.
+        diff: the differences.
+        before, after: names of the reports.
     """
     if diff.is_empty:
-        return Group(_line(f"{before} and {after} are equal"))  # alone, its line would be wrapped
+        return Group(_line(f"{before} and {after} are equal"))  # outside of a Group the line would be wrapped
     topics: tuple[tuple[str, Sequence[Change], Callable[[Any], str]], ...] = (
         ("Settings", diff.settings, str),
         ("Time", diff.seconds, time_text),
@@ -39,7 +39,7 @@ def diff_tables(diff: ReportDiff, before: str, after: str) -> RenderableType:
 
 
 def _line(text: str) -> Text:
-    """One line however long the paths in it are."""
+    """One line that does not wrap, however long the paths in it are."""
     return Text(text, no_wrap=True, overflow="ignore")
 
 

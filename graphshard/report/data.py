@@ -1,8 +1,8 @@
-"""What a report holds: frozen data, and JSON of it.
+"""A report as frozen data, and its JSON.
 
-Every rendering (summary, text, trace, and any page) reads these and nothing else. ``SCHEMA_VERSION``
-grows when an entry changes its meaning or goes away; ``schema.json`` beside this file is the schema.
-Seconds are floats, sizes whole bytes of one rank; times of a half count from its own beginning.
+Every rendering (summary, text, trace, page) reads this data and nothing else. ``schema.json`` beside this file is the
+schema; ``SCHEMA_VERSION`` grows when an entry changes its meaning or is removed. Seconds are floats. Sizes are whole
+bytes of one rank. Times of a half count from its beginning.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any
 
 SCHEMA_VERSION = 1
 
-#: What memory is for, in the order of every breakdown.
+#: Categories of memory, in the order of every breakdown.
 CATEGORIES = (
     "parameters",  # shards of parameters
     "optimizer",  # state of the optimizer
     "gradients",  # reduced gradients, shards like the parameters
-    "activations",  # what the forward keeps for the backward
+    "activations",  # values that the forward saves for the backward
     "gathered",  # full parameters
     "unreduced",  # full gradients that wait for their reduction
-    "buckets",  # what collectives pack, cast, receive and copy
+    "buckets",  # buffers that collectives pack, cast, receive and copy
     "inputs",  # the model's inputs and buffers
-    "temporaries",  # everything else that compute makes
+    "temporaries",  # all other values
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSummary:
-    """One unit: its module's path, and its parameters in full."""
+    """One unit: the path of its module, and the size of its full parameters."""
 
     name: str
     num_parameters: int
@@ -42,13 +42,13 @@ class UnitSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSummary:
-    """What is trained.
+    """The model.
 
     Attributes:
-        name: of the model's class.
-        num_elements: elements of all parameters, tied ones once.
-        num_trained: elements of those with gradients.
-        units: in the order of first appearance.
+        name: name of its class.
+        num_elements: elements of all parameters; tied parameters count once.
+        num_trained: elements of the parameters with gradients.
+        units: its units, in the order of first appearance.
     """
 
     name: str
@@ -62,10 +62,10 @@ class ComputeEvent:
     """One stretch of the compute stream.
 
     Attributes:
-        label: module that computes, or the collective that is packed, unpacked or waited for.
+        label: the module that computes, or the collective that is packed, unpacked or waited for.
         kind: "compute", "copy" (into and out of buckets, casts) or "wait" (exposed communication).
-        start, seconds: when, and how long.
-        num_nodes: how many nodes were joined into it.
+        start, seconds: its start and its duration.
+        num_nodes: number of nodes joined into it.
     """
 
     label: str
@@ -81,19 +81,19 @@ class CollectiveEvent:
 
     Attributes:
         name: its node.
-        unit: units it serves, joined by commas; "" where no parameter is known.
-        parameters: how many parameters it serves.
+        unit: the units whose parameters it moves, joined by commas; "" if no parameter is known.
+        parameters: number of these parameters.
         kind: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "broadcast".
         group: label of the mesh axis, or name of the process group.
-        num_ranks: of the group.
-        num_bytes: the larger of its input and its output.
-        seconds: how long it takes alone on its links.
-        issued, began, finished: when it entered the queue of its group, moved, and ended.
-        needed: when compute asks for its result.
-        exposed_seconds: how long compute is expected to wait for it.
+        num_ranks: ranks of the group.
+        num_bytes: bytes of the larger of input and output.
+        seconds: its time alone on its links.
+        issued, began, finished: times at which it enters the queue of its group, starts to move, and ends.
+        needed: time at which compute needs its result.
+        exposed_seconds: the expected time that compute waits for it.
         cause: one of :data:`graphshard.inspection.exposure.CAUSES`; "" if nothing is exposed.
-        reason: why it could not end sooner, in words.
-        remedy: what would change that.
+        reason: why it could not end sooner.
+        remedy: how to change that.
     """
 
     name: str
@@ -116,12 +116,12 @@ class CollectiveEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleStep:
-    """Where a half starts a collective, or waits for one.
+    """A start of a collective, or a wait for one.
 
     Attributes:
-        collective: its index among the half's collectives.
-        is_start: a start, or a wait.
-        busy_seconds: how long the compute stream has computed and copied until then, its waits left out.
+        collective: its index among the collectives of the half.
+        is_start: True for a start, False for a wait.
+        busy_seconds: time that the compute stream has computed and copied until then, without waits.
     """
 
     collective: int
@@ -131,17 +131,17 @@ class ScheduleStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectivePrice:
-    """What a collective's time is made of, so that it can be priced for other links.
+    """The parts of a collective's time, from which its price on other links follows.
 
-    It takes ``fixed_seconds`` and the quickest way. A way is a few legs that run side by side, of which
-    the slowest counts; a leg is (seconds of latency, seconds of transfer).
+    The time is ``fixed_seconds`` plus the quickest way. A way is legs that run at the same time; its slowest leg
+    counts. A leg is (seconds of latency, seconds of transfer).
 
     Attributes:
         kind, group, num_bytes: as in :class:`CollectiveEvent`.
-        fixed_seconds: what no link changes.
-        overlapped_seconds: what of the whole passes while the collective in front of it in its group still moves.
-        overlapped_latency_seconds: what of that is latency; the rest is transfer.
-        spread_seconds: by how much it may end sooner or later; see :func:`graphshard.cost.prices.behind_wait`.
+        fixed_seconds: the part that does not depend on links.
+        overlapped_seconds: the part that passes while the previous collective of the group still moves.
+        overlapped_latency_seconds: the part of ``overlapped_seconds`` that is latency; the rest is transfer.
+        spread_seconds: the time by which it may end sooner or later; see :func:`graphshard.cost.prices.behind_wait`.
         ways: algorithms and protocols.
     """
 
@@ -157,12 +157,12 @@ class CollectivePrice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """Prices of the report's collectives, in their sizes, on a mesh of another size.
+    """Prices of the report's collectives on a mesh of another size; their bytes stay.
 
     Attributes:
         mesh: axis sizes, outermost first.
-        num_ranks: of the mesh.
-        prices: of each kind, group and size that occurs.
+        num_ranks: ranks of the mesh.
+        prices: a price for each kind, group and size in the report.
     """
 
     mesh: Mapping[str, int]
@@ -172,14 +172,14 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPoint:
-    """What is live at one moment: bytes by category, in the order of :data:`CATEGORIES`."""
+    """Live bytes at one moment by category, in the order of :data:`CATEGORIES`."""
 
     seconds: float
     num_bytes: tuple[int, ...]
 
     @property
     def total_bytes(self) -> int:
-        """Of all categories."""
+        """The sum over categories."""
         return sum(self.num_bytes)
 
 
@@ -189,10 +189,10 @@ class PassStep:
 
     Attributes:
         graph: "joint", "forward" or "backward".
-        name: of the pass; "captured" and "partitioned" before any.
-        seconds: how long the pass and its checks took.
-        num_nodes, num_collectives, collective_bytes: of the graph, bytes being those of the inputs.
-        counts, skipped: what the pass reports.
+        name: name of the pass; "captured" and "partitioned" before any pass.
+        seconds: duration of the pass and its checks.
+        num_nodes, num_collectives, collective_bytes: counts of the graph; bytes are those of the collectives' inputs.
+        counts, skipped: the report of the pass.
         text: the graph (:func:`graphshard.ir.graph_text.graph_text`); "" in JSON unless asked for.
     """
 
@@ -212,21 +212,21 @@ class HalfReport:
     """The forward, the backward, or the optimizer's step.
 
     Attributes:
-        name: "forward", "backward", "optimizer"; "graph" for a graph of one's own.
-        repeats: how often it runs in a step.
-        seconds: of one run; ``compute_seconds`` and ``exposed_seconds`` add up to it.
-        bound_seconds: what no schedule of its collectives can beat.
+        name: "forward", "backward", "optimizer"; "graph" in a report of ``inspect_graph``.
+        repeats: number of its runs in a step.
+        seconds: duration of one run: the sum of ``compute_seconds`` and ``exposed_seconds``.
+        bound_seconds: a lower bound of ``seconds`` over all schedules of its collectives.
         gap: ``seconds / bound_seconds - 1``.
         bounds: each lower bound by name.
-        solver: what found the plan (``Plan.solver``); "none" for the schedule of the passes.
+        solver: the search that found the plan (``Plan.solver``); "none" for the schedule of the passes.
         flops: operations executed, recomputation included, causal attention in full.
-        num_nodes: of the graph.
-        compute: the compute stream in order.
-        collectives: in the order of their starts.
-        schedule: their starts and waits in order, and the compute between.
+        num_nodes: nodes of the graph.
+        compute: the compute stream, in order.
+        collectives: its collectives, in the order of their starts.
+        schedule: starts and waits in order, with the compute time before each.
         memory: live bytes over its run, condensed; the peak is always among the points.
         peak: the point of the peak.
-        peak_where: node at the peak.
+        peak_where: the node at the peak.
     """
 
     name: str
@@ -255,11 +255,11 @@ class MemoryReport:
     Attributes:
         peak_bytes: sum of ``categories``.
         categories: bytes by category at the peak.
-        peak_half, peak_where: where the peak is.
+        peak_half, peak_where: the half and the node of the peak.
         persistent: bytes by category that live through the whole step.
-        capacity_bytes: of the device.
-        budget_bytes: what was asked for; None for the capacity.
-        fits: whether the peak is within the budget, or the capacity.
+        capacity_bytes: memory of the device.
+        budget_bytes: the memory budget; None without one.
+        fits: whether the peak is within the budget, or without a budget within the capacity.
     """
 
     peak_bytes: int
@@ -277,10 +277,10 @@ class CollectiveCount:
     """Equal collectives of one half.
 
     Attributes:
-        half, kind, group, num_bytes: what they have in common.
-        count: how many in a step, all micro-batches together.
-        seconds: of one.
-        exposed_seconds: of all, in a step.
+        half, kind, group, num_bytes: their common values.
+        count: their number in a step, over all micro-batches.
+        seconds: time of one.
+        exposed_seconds: exposed time of all, in a step.
     """
 
     half: str
@@ -294,7 +294,7 @@ class CollectiveCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exposure:
-    """A collective that compute waits for; ``step_seconds`` counts all micro-batches."""
+    """A collective that compute waits for; ``step_seconds`` is its exposed time over all micro-batches."""
 
     half: str
     collective: CollectiveEvent
@@ -303,15 +303,15 @@ class Exposure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """How well the hardware is used.
+    """Utilisation and rates.
 
     Attributes:
         model_flops: operations of one rank in a step without recomputation, causal attention in full.
-        executed_flops: with recomputation.
-        peak_flops: FLOP/s of the card in ``dtype``, in which most operations are.
-        mfu, hfu: model and executed FLOPs over the peak in the step's time.
-        tokens: of one rank and micro-batch, by the first input of whole numbers; None without one.
-        tokens_per_second_per_rank, tokens_per_second: of a rank, and of all ranks of the mesh.
+        executed_flops: the same with recomputation.
+        peak_flops: FLOP/s of the card in ``dtype``, the dtype of most operations.
+        mfu, hfu: model and executed FLOPs divided by the FLOPs at the peak in the time of the step.
+        tokens: elements of the first integer input, for one rank and micro-batch; None without such an input.
+        tokens_per_second_per_rank, tokens_per_second: rates of a rank, and of all ranks of the mesh.
     """
 
     model_flops: int
@@ -327,22 +327,23 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What one training step costs.
+    """Predicted time and memory of one training step.
 
     Attributes:
-        model: None for a graph of one's own.
+        model: the model; None in a report of ``inspect_graph``.
         mesh: axis sizes, outermost first.
-        num_ranks: of the mesh.
-        hardware: name of the card; ``card`` is all of it.
-        settings: what was asked for, as text or numbers.
-        halves: in the order in which they run.
-        step_seconds: of all repeats of all halves; so are the next three.
-        throughput: None for a graph of one's own.
-        exposures: the costliest, at most ten.
-        passes: graphs after each pass.
-        worlds: what the collectives would cost on this mesh and on others.
-        stage_seconds: how long each stage of the inspection took.
-        notes: what is modelled in which way, and what was left as it is.
+        num_ranks: ranks of the mesh.
+        hardware: name of the card; ``card`` is its data.
+        settings: the settings, as text or numbers.
+        halves: the halves in the order in which they run.
+        step_seconds: time of all repeats of all halves. ``compute_seconds``, ``exposed_seconds`` and
+            ``bound_seconds`` count all repeats too.
+        throughput: utilisation and rates; None in a report of ``inspect_graph``.
+        exposures: the largest exposures, at most ten.
+        passes: the graphs after each pass.
+        worlds: prices of the collectives on this mesh and on others.
+        stage_seconds: duration of each stage of the inspection.
+        notes: assumptions of the model, and collectives that passes left as they are.
     """
 
     model: ModelSummary | None
@@ -370,13 +371,13 @@ class Report:
         """The half of this name.
 
         Raises:
-            KeyError: there is none.
+            KeyError: there is no such half.
         """
         found = {half.name: half for half in self.halves}
         return found[name]
 
     def to_dict(self, *, texts: bool = False) -> dict[str, Any]:
-        """As JSON can hold it; see :func:`report_schema`.
+        """The report as JSON values; see :func:`report_schema`.
 
         Args:
             texts: keep the graph text after each pass, which is most of the size.
@@ -392,7 +393,7 @@ class Report:
 
 
 def _json_value(value: Any) -> Any:
-    """The same with lists for tuples."""
+    """A value with lists in place of tuples."""
     if isinstance(value, (tuple, list)):
         return [_json_value(part) for part in value]
     if isinstance(value, Mapping):

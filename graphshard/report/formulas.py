@@ -1,8 +1,8 @@
-"""What a training step costs as sympy expressions, and what follows from solving them.
+"""The cost of a training step as sympy expressions, and solutions of questions about them.
 
-Bytes are exact. Times are the roofline of :mod:`graphshard.cost.compute` with every kernel in the regime
-(bound by arithmetic or by memory) and at the efficiency it has at the reference point, and rings of
-:mod:`graphshard.cost.links` for collectives.
+Bytes are exact. Compute time is the roofline of :mod:`graphshard.cost.compute`, with the regime (bound by arithmetic or
+by memory) and the efficiency that each kernel has at the reference point. Collectives are rings of
+:mod:`graphshard.cost.links`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ class Formulas:
     """Expressions of one model; every symbol is a positive whole number.
 
     Attributes:
-        symbols: by name: the dynamic dims, then the mesh axes "shard" and "replicate".
-        reference: sizes of all of them at which graphs and regimes were taken.
-        memory: bytes of a rank. In the mesh axes: "parameters", "gradients", "optimizer"; in the dynamic
-            dims: "inputs", "activations" (what the forward keeps for the backward); "gathered" is what
-            the forward leaves gathered, and "largest unit" a whole unit in the dtype of the gathers.
-        peak: bytes of a rank at the peak of the step on the reference mesh, in the dynamic dims: the
-            largest of the moments that can be the peak.
-        traffic: bytes of all collectives of a step by kind, in the mesh axes; of each the larger of what
-            a rank sends and what it receives.
-        seconds: "forward compute", "backward compute" and "optimizer", "forward communication" and
-            "backward communication", and "step": each half as long as the longer of its two.
+        symbols: symbols by name: the dynamic dims, then the mesh axes "shard" and "replicate".
+        reference: the sizes of all symbols at which graphs and regimes were taken.
+        memory: bytes of a rank. In the mesh axes: "parameters", "gradients", "optimizer". In the dynamic dims:
+            "inputs", "activations" (saved for the backward). "gathered" is what the forward leaves gathered, and
+            "largest unit" a whole unit in the dtype of the gathers.
+        peak: bytes of a rank at the peak of the step on the reference mesh, in the dynamic dims: the maximum over the
+            moments that can be the peak.
+        traffic: bytes of all collectives of a step by kind, in the mesh axes; a collective counts with the larger of
+            input and output.
+        seconds: "forward compute", "backward compute", "optimizer", "forward communication", "backward communication",
+            and "step", in which a half takes the longer of its compute and its communication.
         checked: points at which another capture agreed to the byte.
-        solutions: what was solved, by question; None where nothing up to the limit of the search answers.
+        solutions: solutions by question; None if no size up to the limit of the search is one.
         notes: what the expressions leave out.
     """
 
@@ -46,18 +46,18 @@ class Formulas:
     notes: tuple[str, ...]
 
     def value(self, expression: sympy.Expr, **sizes: int) -> float | int:
-        """An expression at a point: an int for bytes, a float for seconds.
+        """The value of an expression: an int for bytes, a float for seconds.
 
         Args:
-            expression: one of these.
-            sizes: of symbols by name; the others are as at the reference.
+            expression: one of the expressions here.
+            sizes: sizes of symbols by name; other symbols have their reference sizes.
         """
         point = {self.symbols[name]: size for name, size in (dict(self.reference) | sizes).items()}
         found = expression.subs(point).doit()
         return int(found) if found.is_Integer else float(found)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it, expressions as text that sympy reads back."""
+        """The formulas as JSON values; expressions are texts that sympy reads back."""
         texts = {name: {what: str(one) for what, one in getattr(self, name).items()}
                  for name in ("memory", "traffic", "seconds")}  # fmt: skip
         return {
@@ -71,7 +71,7 @@ class Formulas:
         }
 
 
-#: How the step is put together; the expression itself repeats its parts.
+#: The composition of the step; its expression would repeat the parts.
 _STEP = (
     "optimizer + micro-batches * (Max(forward compute, forward communication) + "
     "Max(backward compute, backward communication))"
@@ -79,7 +79,7 @@ _STEP = (
 
 
 def formulas_text(formulas: Formulas) -> str:
-    """The expressions, one a line, for people and for diff."""
+    """The expressions as text, one a line."""
     return "\n".join(_lines(formulas)) + "\n"
 
 
@@ -108,5 +108,5 @@ def _lines(formulas: Formulas) -> Iterator[str]:
 
 
 def moments_of(peak: sympy.Expr) -> tuple[sympy.Expr, ...]:
-    """The expressions among which a peak is the largest."""
+    """The expressions whose maximum is the peak."""
     return tuple(peak.args) if isinstance(peak, sympy.Max) else (peak,)

@@ -1,8 +1,8 @@
-"""A report as one HTML file that needs no network: charts, tables, diffs of the passes, and sliders.
+"""Writes a report as one HTML file that needs no network: charts, tables, diffs of the passes, and sliders.
 
-The text and the tables are written here and can be read without scripts; the scripts in ``page/`` draw
-the timeline and the memory from the report's JSON, which the file holds, and rescale the step for other
-links, devices and budgets. A policy in the file forbids it to load anything.
+Text and tables are written here and can be read without scripts. The scripts in ``page/`` draw timeline and memory from
+the report's JSON in the file, and rescale the step for other links, devices and budgets. A policy in the file forbids
+it to load anything.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .html_parts import (
 )
 from .html_passes import passes_section
 
-#: In the order in which they are joined.
+#: The scripts in ``page/``, in the order in which they are joined.
 SCRIPTS = ("format", "simulate", "view", "timeline", "memory", "details", "whatif", "tables", "main")
 
 
@@ -65,7 +65,7 @@ def html_page(report: Report) -> str:
 
 
 def script_data(report: Report) -> str:
-    """The report's JSON, without graph texts, so that no text in it can end a script element."""
+    """The report's JSON without graph texts, escaped so that it cannot end a script element."""
     text = json.dumps(report.to_dict(), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
 

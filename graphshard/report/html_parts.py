@@ -1,4 +1,4 @@
-"""The parts of the page that are text: headline, tables, lists. All of it is readable without scripts."""
+"""The text of the HTML page: headline, tables, lists. It is readable without scripts."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _LANES = {
 
 
 def escaped(text: object) -> str:
-    """Text for an element or an attribute in double quotes."""
+    """Text escaped for an element, or for an attribute in double quotes."""
     return html.escape(str(text))
 
 
 def shown_time(seconds: float) -> str:
-    """Seconds for people, in three digits."""
+    """Seconds as text with three digits."""
     return time_text(float(f"{seconds:.3g}")).replace(" us", " µs")
 
 
 def share(part: float, whole: float) -> str:
-    """A part of a whole in percent."""
+    """A part of a whole as text in percent."""
     return f"{100 * part / whole:.1f} %" if whole else "0 %"
 
 
@@ -50,7 +50,7 @@ def _count(number: int) -> str:
 
 
 def asked(report: Report) -> str:
-    """The settings in one line, those that were left alone left out."""
+    """The settings in one line, without defaults."""
     found = []
     for name, value in report.settings.items():
         if value in (None, [], ()):
@@ -63,7 +63,7 @@ def asked(report: Report) -> str:
 
 
 def verdict(report: Report) -> str:
-    """What a reader wants to know first, in two sentences."""
+    """The main result in two sentences."""
     memory = report.memory
     limit = memory.capacity_bytes if memory.budget_bytes is None else memory.budget_bytes
     what = "the card has" if memory.budget_bytes is None else "the budget is"
@@ -128,7 +128,7 @@ def _tile(name: str, value: str, more: str, *, meter: tuple[float, float, str] |
     return f'<div class="tile">{texts}{bar}</div>'
 
 
-#: A cell: what is shown, and what is sorted by (None for the text itself).
+#: A cell: the HTML, and the sort key (None for the text).
 Cell = tuple[str, float | None]
 
 
@@ -138,11 +138,11 @@ def table(
     """A table that scrolls in its own box and sorts by any column.
 
     Args:
-        columns: heads, escaped here.
+        columns: heads of the columns, escaped here.
         rows: cells as HTML.
-        label: for those who do not see it.
-        identity: of the element.
-        left: how many columns are text.
+        label: description for screen readers.
+        identity: id of the element.
+        left: number of columns with text.
     """
     heads = "".join(
         f'<th scope="col"{" class=left" if index < left else ""}>{escaped(name)}</th>'
@@ -194,7 +194,7 @@ def lanes_legend(report: Report) -> str:
 
 
 def categories_legend(report: Report) -> str:
-    """The colours of the memory chart, as they lie on each other."""
+    """The colours of the memory chart, in the order of its layers."""
     seen = {
         name
         for half in report.halves
@@ -223,7 +223,7 @@ def timeline_note(report: Report) -> str:
 
 
 def memory_table(report: Report) -> str:
-    """Categories at the peak, and what of them lives throughout."""
+    """Bytes by category: at the peak, and persistent."""
     memory = report.memory
     rows = [
         [
@@ -245,7 +245,7 @@ def memory_table(report: Report) -> str:
 
 
 def collectives_table(report: Report) -> str:
-    """Equal collectives joined, with their rate."""
+    """One row for equal collectives, with their bandwidth."""
     if not report.collectives:
         return "<p>There are none.</p>"
     rows = [
@@ -276,7 +276,7 @@ def _rate(num_bytes: int, seconds: float) -> Cell:
 
 
 def exposures_list(report: Report) -> str:
-    """The costliest, with reason and remedy."""
+    """The largest exposures, with reason and remedy."""
     if not report.exposures:
         return "<p>Compute never waits for a collective.</p>"
     items = "\n".join(_exposure(one, report) for one in report.exposures)
@@ -300,7 +300,7 @@ def _sentence(text: str) -> str:
 
 
 def honest_notes(report: Report) -> str:
-    """What the sliders do and what they leave."""
+    """What the sliders change and what they do not."""
     plan = report.settings.get("plan")
     by_cost = plan == "auto" or any(half.solver != "none" for half in report.halves)
     links = (
@@ -334,7 +334,7 @@ def honest_notes(report: Report) -> str:
 
 
 def notes_list(report: Report) -> str:
-    """The report's notes, and how long it took."""
+    """The notes of the report, and the duration of the inspection."""
     took = sum(report.stage_seconds.values())
     notes = [*report.notes, f"Report schema {report.to_dict()['schema_version']}."]
     if took:

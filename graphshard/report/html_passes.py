@@ -9,16 +9,16 @@ from .html_parts import Cell, escaped, shown_time, table
 from .text import pass_diffs
 from .units import size_text
 
-#: Lines of a diff, and of a graph's text, that the page holds at most; longer ones say what is left out.
+#: The most lines of a diff or of a graph's text on the page; the page says how many are left out.
 MAX_LINES = 300
-#: Sentences on what a pass declined.
+#: The most sentences about what a pass skipped.
 MAX_DECLINED = 20
 
 _CLASSES = {"+": "a", "-": "r", "@": "h"}
 
 
 def passes_section(report: Report) -> str:
-    """A table of all passes, then the diff of each that changed its graph's text."""
+    """A table of all passes, then the diff of each pass that changed the text of its graph."""
     if not report.passes:
         return "<p>None ran.</p>"
     columns = ("Graph", "Pass", "Nodes", "Collectives", "Their input", "Took", "Reported")
@@ -27,7 +27,7 @@ def passes_section(report: Report) -> str:
 
 
 def _texts(report: Report) -> Iterator[str]:
-    """Each graph before its first pass, then what each pass changed, in the order of the passes."""
+    """The graphs before their first pass, and the diff of each pass, in the order of the passes."""
     diffs = {id(step): diff for step, diff in pass_diffs(report)}
     for step in report.passes:
         if id(step) not in diffs:

@@ -1,8 +1,8 @@
 """Unified diffs of long texts, in about linear time where most lines are unique, as in graphs.
 
-difflib alone takes time that grows with lines times changes. Here the lines that occur once in either
-text are matched first, the longest run of them that has one order in both ("patience" diff, Bram Cohen);
-difflib looks only between these.
+difflib takes time proportional to lines times changes. Here lines that occur once in each text are matched first: the
+longest sequence of them with the same order in both ("patience" diff, Bram Cohen). difflib compares only what lies
+between.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from difflib import Match, SequenceMatcher
 
-#: A stretch between matched lines is called replaced where it is longer than this, on both sides multiplied.
+#: A stretch between matched lines counts as replaced if the product of its lengths in both texts is above this.
 MOST_COMPARED = 1_000_000
 
 
@@ -31,12 +31,12 @@ def unified_lines(before: Sequence[str], after: Sequence[str], *, context: int =
 
 
 def _range(start: int, end: int) -> str:
-    """As diff writes it: the first line from 1, and how many."""
+    """A range as diff writes it: the first line, counted from 1, and the number of lines."""
     return f"{start + 1 if end > start else start},{end - start}"
 
 
 class _Anchored(SequenceMatcher):
-    """A matcher that finds its blocks between lines that are unique in both texts."""
+    """A matcher that compares only between lines that are unique in both texts."""
 
     def __init__(self, before: Sequence[str], after: Sequence[str]) -> None:
         super().__init__(None, before, after, autojunk=False)
@@ -73,11 +73,11 @@ def _between(
 
 
 def _anchors(before: Sequence[str], after: Sequence[str]) -> list[tuple[int, int]]:
-    """Places of unique common lines, the most of them that rise in both texts."""
+    """Positions of unique common lines: the longest sequence that rises in both texts."""
     counts, others = Counter(before), Counter(after)
     place = {line: index for index, line in enumerate(after) if others[line] == 1}
     pairs = [(i, place[line]) for i, line in enumerate(before) if counts[line] == 1 and line in place]
-    lowest: list[int] = []  # the least last place of a rising run, by its length
+    lowest: list[int] = []  # the smallest last position of a rising sequence, by its length
     at: list[int] = []
     behind: list[int] = []
     for number, (_, j) in enumerate(pairs):

@@ -1,4 +1,4 @@
-"""The report on a terminal, drawn with rich; without a terminal the same tables as plain text."""
+"""Prints a report on a terminal with rich; without a terminal, as plain text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sweep holds: the main numbers of a training step for each mesh and batch size."""
+"""A sweep as data: the main numbers of a training step for each mesh and batch size."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class SweepPoint:
 
     Attributes:
         mesh: axis sizes, outermost first.
-        num_ranks: of the mesh.
-        batch: of one rank and micro-batch.
+        num_ranks: ranks of the mesh.
+        batch: batch size of one rank and micro-batch.
         step_seconds, compute_seconds, exposed_seconds: as in :class:`graphshard.report.Report`.
-        samples_per_second, tokens_per_second: of all ranks; tokens only if the inputs say how many.
+        samples_per_second, tokens_per_second: rates of all ranks; None for tokens if the inputs have none.
         mfu: model FLOP utilisation; None for a model without products.
-        peak_bytes: of a rank; ``memory`` is the same by category.
-        fits: whether that is within the budget, or the capacity of the card.
+        peak_bytes: peak of a rank; ``memory`` is the same by category.
+        fits: whether the peak is within the budget, or the capacity of the card.
     """
 
     mesh: Mapping[str, int]
@@ -44,7 +44,7 @@ class SweepPoint:
 
     @property
     def exposed_share(self) -> float:
-        """Part of the step in which compute waits for communication."""
+        """The fraction of the step in which compute waits for communication."""
         return self.exposed_seconds / self.step_seconds if self.step_seconds else 0.0
 
 
@@ -52,9 +52,9 @@ def sweep_point(report: Report, batch: int, limit_bytes: int) -> SweepPoint:
     """The main numbers of a report.
 
     Args:
-        report: of any step.
-        batch: of one rank and micro-batch.
-        limit_bytes: what a rank may hold.
+        report: the report of a step.
+        batch: batch size of one rank and micro-batch.
+        limit_bytes: the most a rank may hold.
     """
     through = report.throughput
     samples = batch * report.halves[0].repeats * report.num_ranks
@@ -79,14 +79,14 @@ class Sweep:
     """All points of a sweep.
 
     Attributes:
-        model: its class.
+        model: name of its class.
         hardware: name of the card.
-        settings: what was asked for, mesh and batch apart.
-        limit_bytes: what a rank may hold: the budget, or the capacity of the card.
-        points: mesh by mesh, in each batch by batch.
-        between: batch sizes that were not captured but taken from the captures of the smallest and the largest.
-        num_captures: how often the model was captured.
-        capture_seconds, point_seconds: of all captures, and of everything behind them, processes added.
+        settings: the settings without mesh and batch.
+        limit_bytes: the most a rank may hold: the budget, or the capacity of the card.
+        points: all points, by mesh and then by batch.
+        between: batch sizes that were interpolated between the captures of the smallest and the largest.
+        num_captures: number of captures.
+        capture_seconds, point_seconds: time of all captures and of all points, summed over processes.
     """
 
     model: str
@@ -100,7 +100,7 @@ class Sweep:
     point_seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it."""
+        """The sweep as JSON values."""
         shares = [{"exposed_share": point.exposed_share} for point in self.points]
         data: dict[str, Any] = json.loads(json.dumps({"sweep_version": SWEEP_VERSION, **asdict(self)}))
         data["points"] = [point | share for point, share in zip(data["points"], shares, strict=True)]

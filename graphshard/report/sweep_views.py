@@ -1,4 +1,4 @@
-"""A sweep as a table, drawn with rich, and as a picture, drawn with matplotlib."""
+"""Renders a sweep: as a table with rich, and as a plot with matplotlib."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def rate_of(point: SweepPoint) -> float:
 
 
 def sweep_plot(sweep: Sweep, path: str | Path) -> None:
-    """Throughput, memory of a rank and exposed share against devices, one line for each batch size.
+    """Plots throughput, memory of a rank and exposed fraction over devices, with one line for each batch size.
 
-    Meshes with copies have lines of their own. Points that do not fit are hollow.
+    Meshes with replicas have lines of their own. Points that do not fit are hollow.
 
     Raises:
-        UsageError: matplotlib is not installed, or does not know the kind of file.
+        UsageError: matplotlib is not installed, or cannot write the file.
     """
     try:
         from matplotlib.figure import Figure

@@ -9,15 +9,15 @@ from .line_diff import unified_lines
 
 
 def report_text(report: Report) -> str:
-    """What each pass left, whole graphs, then the collectives with their predicted times.
+    """The graph after each pass, then the collectives with their predicted times.
 
-    Equal for equal inputs: no clock, path or random name is in it.
+    Equal inputs give equal texts: there are no clock times, paths or random names.
     """
     return "\n".join([*_passes(report), *_collectives(report)]) + "\n"
 
 
 def pass_diffs(report: Report) -> list[tuple[PassStep, str]]:
-    """Each pass with the unified diff of the graph text before and after it; "" where nothing moved."""
+    """Each pass with the unified diff of the graph text before and after it; "" if it changed nothing."""
     found = []
     before: dict[str, PassStep] = {}
     for step in report.passes:

@@ -1,8 +1,8 @@
-"""A report as a Chrome trace: opens in Perfetto (ui.perfetto.dev) and in chrome://tracing.
+"""Writes a report as a Chrome trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-One process holds a lane of compute, a lane of each group's collectives, and memory as counters. The
-halves follow each other as in the last micro-batch of a step. Times are microseconds (Trace Event
-Format, "JSON Array Format" with metadata).
+One process has a lane of compute, a lane for the collectives of each group, and memory as counters. The halves follow
+each other as in the last micro-batch of a step. Times are microseconds (Trace Event Format, "JSON Array Format" with
+metadata).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _COMPUTE_LANE = 1
 
 
 def trace_events(report: Report) -> dict[str, Any]:
-    """The trace as JSON can hold it."""
+    """The trace as JSON values."""
     lanes = {"compute": _COMPUTE_LANE}
     for half in report.halves:
         for one in half.collectives:
@@ -73,7 +73,7 @@ def _of_half(half: HalfReport, begin: float, lanes: dict[str, int]) -> list[dict
             "remedy": one.remedy,
         }
         lane = lanes[f"collectives over {one.group}"]
-        # What passes beside the collective in front is left out: slices of a lane must not overlap.
+        # The part that overlaps with the previous collective is left out: slices of a lane must not overlap.
         start = max(one.began, ended.get(lane, 0.0))
         ended[lane] = one.finished
         events.append(

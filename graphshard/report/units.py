@@ -1,4 +1,4 @@
-"""Numbers with units that people read."""
+"""Numbers as text with units."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ GIB = 2**30
 
 
 def size_text(num_bytes: float) -> str:
-    """Bytes for people: "1.24 GiB"."""
+    """Bytes as text: "1.24 GiB"."""
     for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.4g} {unit}"
@@ -14,7 +14,7 @@ def size_text(num_bytes: float) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Seconds for people: "12.3 ms"."""
+    """Seconds as text: "12.3 ms"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= size:
             return f"{seconds / size:.4g} {unit}"
