@@ -1,4 +1,4 @@
-"""What a training step costs, worked out without ranks or devices.
+"""Predicts time and memory of a training step, without ranks or devices.
 
 Imports: all rooms below.
 

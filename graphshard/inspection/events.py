@@ -1,6 +1,6 @@
-"""The events of a schedule: what the compute stream does when, and what each collective does.
+"""The events of a schedule: those of the compute stream, and those of each collective.
 
-Read off the states of the planner's own simulation, so the events add up to the simulated time.
+They come from the states of the planner's simulation, so they add up to the simulated time.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ..planner.search import BucketRun, Problem, Step, simulate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamEvent:
-    """One thing the compute stream does.
+    """One event of the compute stream.
 
     Attributes:
         kind: "compute", "copy" or "wait".
         task: index of the task that computes; -1 for copies and waits.
         members: collectives that are packed, unpacked or waited for; empty for a task.
-        start, seconds: when, and how long.
+        start, seconds: its start and its duration.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class StreamEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepEvent:
-    """A start or a wait; ``busy_seconds`` is the stream's clock there without its waits before."""
+    """A start or a wait; ``busy_seconds`` is the time of the stream until then, without waits."""
 
     members: tuple[int, ...]
     is_start: bool
@@ -44,10 +44,10 @@ class Walk:
     """All events of a schedule.
 
     Attributes:
-        stream: of compute, in order, without pauses between.
-        flights: in the order of their starts.
-        steps: starts and waits in order.
-        seconds: when all is over.
+        stream: events of the compute stream, in order, without gaps.
+        flights: collectives, in the order of their starts.
+        steps: starts and waits, in order.
+        seconds: the end of the schedule.
     """
 
     stream: tuple[StreamEvent, ...]
@@ -57,12 +57,12 @@ class Walk:
 
     @property
     def exposed_seconds(self) -> float:
-        """How long the compute stream waits for collectives."""
+        """The time that the compute stream waits for collectives."""
         return sum(event.seconds for event in self.stream if event.kind == "wait")
 
 
 def walk(problem: Problem, steps: Sequence[Step]) -> Walk:
-    """Carries out a schedule; errors are those of :func:`graphshard.planner.search.simulate.simulate`."""
+    """Simulates a schedule; errors are those of :func:`graphshard.planner.search.simulate.simulate`."""
     simulation = simulate(problem, steps)
     resumed = {run.members: run.resumed for run in simulation.runs}
     stream: list[StreamEvent] = []

@@ -1,7 +1,7 @@
-"""Why compute waits for a collective, and what would change it.
+"""Explains why compute waits for a collective, and how to change that.
 
-The cause is read off the schedule: what stood in the way of an earlier end. The remedy follows from
-the cause and from the numbers of this graph; it never promises more than the cause allows.
+The cause is what kept the collective from ending sooner in the schedule. The remedy follows from the cause and the
+numbers of the graph.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from ..planner.search import BucketRun, Collective, Problem
 from ..report import size_text
 from .events import Walk
 
-#: What can keep a collective from ending sooner.
+#: Causes that keep a collective from ending sooner.
 CAUSES = (
     "closed early",  # it is waited for before its result is read
     "spread",  # it should have ended, and may be late
     "queue",  # its group is busy with another collective
-    "first",  # it is at the beginning: nothing runs that could hide it
+    "first",  # it is at the beginning, where no compute could hide it
     "data",  # its input is made too late
-    "order",  # it reads what another collective gives
+    "order",  # it reads the result of another collective
     "schedule",  # the schedule starts it later than it could
 )
 
 
-#: Who placed the collectives: the passes' fixed rule, the planner by cost, or whoever made the graph.
+#: What placed the collectives: the fixed rule of the passes, the planner, or the author of the graph.
 SCHEDULES = ("passes", "plan", "graph")
 
 _CLOSED_EARLY = {
@@ -46,7 +46,7 @@ _MORE_OVERLAP = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """``cause`` is one of :data:`CAUSES`."""
+    """Why a collective is exposed; ``cause`` is one of :data:`CAUSES`."""
 
     cause: str
     reason: str
@@ -57,12 +57,12 @@ class Explainer:
     """Explains the exposed collectives of one schedule.
 
     Args:
-        problem: what was scheduled.
-        found: its events.
-        made_by: who placed the collectives: one of :data:`SCHEDULES`.
-        declined: for a collective, by name, why the schedule does not overlap it more.
-        unit_of: for a collective, by name, the unit it serves.
-        label_of: for a process group, by name, what to call it.
+        problem: the planning problem of the graph.
+        found: the events of its schedule.
+        made_by: what placed the collectives: one of :data:`SCHEDULES`.
+        declined: why a collective is not overlapped more, by its name.
+        unit_of: the unit of a collective, by its name.
+        label_of: the label of a process group, by its name.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Explainer:
             self._busy[queue] = self._busy.get(queue, 0.0) + flight.seconds
 
     def explain(self, flight: BucketRun) -> Explanation:
-        """Of a flight that is exposed."""
+        """Explains an exposed collective."""
         ones = [self._problem.collectives[index] for index in flight.members]
         earliest, deadline = max(one.earliest for one in ones), min(one.deadline for one in ones)
         name = ones[0].name
@@ -192,7 +192,7 @@ class Explainer:
         return _MORE_OVERLAP[self._made_by]
 
     def _more_room(self, flight: BucketRun) -> str:
-        """Between its start and its wait; a plan without a budget has taken what there is."""
+        """How to get more compute between start and wait; a plan without a budget has used all there is."""
         is_free = self._made_by == "plan" and self._problem.budget_bytes is None
         return self._less_to_send(flight) if is_free else self._more_overlap()
 

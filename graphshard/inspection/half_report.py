@@ -1,4 +1,4 @@
-"""One scheduled graph as a :class:`HalfReport`: times, events, memory, and why what is exposed is exposed."""
+"""Makes the :class:`HalfReport` of one scheduled graph: times, events, memory, and causes of exposed time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .events import StreamEvent, Walk, walk
 from .exposure import Explainer, Explanation
 from .memory_categories import CategorizedMemory
 
-#: How many points of memory, and stretches of compute, a half keeps at most.
+#: The most points of memory, and the most stretches of compute, that a half keeps.
 MAX_POINTS = 400
 MAX_STRETCHES = 1500
 
@@ -33,15 +33,15 @@ class ScheduledHalf:
     """A graph whose collectives stand where they will run.
 
     Attributes:
-        name: of the half.
+        name: name of the half.
         gm: the graph.
-        ctx: what is known of it.
-        prices: of the machine.
-        bounds: what no schedule can beat, if it is known; else it is taken from this graph.
-        made_by: who placed its collectives: one of :data:`graphshard.inspection.exposure.SCHEDULES`.
-        solver: of the plan; "none" without one.
-        skipped: what the passes declined to do, in sentences that begin with a node's name.
-        repeats: how often it runs in a step.
+        ctx: its context.
+        prices: the cost model.
+        bounds: lower bounds over all schedules, if known; else they are computed from this graph.
+        made_by: what placed its collectives: one of :data:`graphshard.inspection.exposure.SCHEDULES`.
+        solver: the search that found its plan; "none" without a plan.
+        skipped: what passes skipped, in sentences that begin with the name of a node.
+        repeats: number of its runs in a step.
     """
 
     name: str
@@ -56,12 +56,12 @@ class ScheduledHalf:
 
 
 def half_report(half: ScheduledHalf, memory: CategorizedMemory, outside: Sequence[int]) -> HalfReport:
-    """What the graph costs as it stands.
+    """The report of a graph in its own order.
 
     Args:
         half: the graph.
-        memory: of the same graph.
-        outside: bytes by category that live beside it.
+        memory: its memory.
+        outside: bytes by category that are live outside of the graph.
 
     Raises:
         UnpricedGroupError: a collective runs on a group without a price.
@@ -91,7 +91,7 @@ def half_report(half: ScheduledHalf, memory: CategorizedMemory, outside: Sequenc
 
 
 def brief_half_report(half: ScheduledHalf, memory: CategorizedMemory, outside: Sequence[int]) -> HalfReport:
-    """The numbers of :func:`half_report` without bounds, events, reasons and the curve of memory."""
+    """:func:`half_report` without bounds, events, causes and the curve of memory."""
     found = problem_of_graph(
         half.gm, half.prices, device_type=half.prices.card.device_type, measures_memory=False
     )
@@ -140,7 +140,7 @@ def _where(node: fx.Node, ctx: PassContext) -> str:
 
 
 def module_label(node: fx.Node, ctx: PassContext) -> str:
-    """The module a node computes for: its unit, and one part of the path more; "" where unknown."""
+    """The module that a node belongs to: its unit and the next part of the path; "" if unknown."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = ""
     for name, _ in stack.values():
@@ -154,7 +154,7 @@ def module_label(node: fx.Node, ctx: PassContext) -> str:
 
 
 def _stretches(ctx: PassContext, found: GraphProblem, events: Walk) -> Iterator[ComputeEvent]:
-    """The compute stream, neighbours of one module joined; coarser where there are too many."""
+    """The compute stream; neighbours of one module are joined, and more of them if there are too many."""
     labels: list[str] = []
     known: dict[int, str] = {}
     for event in events.stream:
@@ -252,13 +252,13 @@ def _schedule(events: Walk) -> Iterator[ScheduleStep]:
 
 
 def axis_label(ctx: PassContext, group: str) -> str:
-    """The mesh axis of a process group, or its own name."""
+    """The label of the mesh axis of a process group; without one, the name of the group."""
     axis = ctx.mesh.find(group)
     return axis.label if axis is not None else group
 
 
 def _node_times(gm: fx.GraphModule, found: GraphProblem, events: Walk) -> Iterator[float]:
-    """When each node of the graph runs: a task at its start, any other node with what is in front of it."""
+    """The time at which each node runs: that of its task, or for other nodes that of the node before."""
     starts = {found.tasks[event.task]: event for event in events.stream if event.task >= 0}
     waits = {flight.members: flight for flight in events.flights}
     by_node: Mapping[fx.Node, BucketRun] = {
@@ -277,7 +277,7 @@ def _node_times(gm: fx.GraphModule, found: GraphProblem, events: Walk) -> Iterat
 
 
 def _condensed(totals: Sequence[int], at_peak: int) -> list[int]:
-    """Indices of the first point, the last, the peak, and the most and the least in each stretch."""
+    """Indices of the points to keep: the first, the last, the peak, and maximum and minimum of each stretch."""
     if len(totals) <= MAX_POINTS:
         return list(range(len(totals)))
     kept = {0, len(totals) - 1, at_peak}

@@ -1,4 +1,4 @@
-"""``graphshard.inspect_graph``: what anyone's captured graph with collectives costs on a machine."""
+"""``graphshard.inspect_graph``: predicts time and memory of any captured graph with collectives."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ def inspect_graph(
     memory_budget: int | str | None = None,
     groups: Mapping[str, int | GroupTopology] | None = None,
 ) -> Report:
-    """Predicts time and memory of one graph in its own order; changes nothing.
+    """Predicts time and memory of one graph in its own order. The graph is not changed.
 
     Args:
-        gm: a forward, inference or backward graph with ``_c10d_functional`` collectives and
-            ``meta["val"]`` on its values; fake tensors and groups that exist only by name will do.
+        gm: a forward, inference or backward graph with ``_c10d_functional`` collectives and ``meta["val"]`` on its
+            values. Fake tensors, and groups that exist only by name, suffice.
         hardware, tables, groups: as in :func:`graphshard.schedule_graph`.
-        memory_budget: the most that may be live while it runs, inputs included.
+        memory_budget: the most bytes that may be live while it runs, inputs included.
 
     Returns:
-        A report with one half, "graph", and neither a model nor throughput.
+        A report with one half, "graph", without a model and throughput.
 
     Raises:
-        CardError, TableError, OptionError, OptionTypeError: an input that cannot be read.
-        UnpricedGroupError: nothing says how many ranks a group has.
-        UntypedGraphError: a collective without ``meta["val"]``.
-        BudgetError: it needs more than ``memory_budget``.
+        CardError, TableError, OptionError, OptionTypeError: an input cannot be read.
+        UnpricedGroupError: the number of ranks of a group is not known.
+        UntypedGraphError: a collective has no ``meta["val"]``.
+        BudgetError: the graph needs more than ``memory_budget``.
 
-    Warns (UserWarning), once each, of what ``tables`` lack.
+    Warns (UserWarning), once each, of sizes outside of ``tables``.
     """
     check_graph(gm)
     card = card_of(hardware)

@@ -1,7 +1,7 @@
-"""``graphshard.inspect``: what a training step costs on N devices, with no device and no process group.
+"""``graphshard.inspect``: predicts a training step on N devices, without a device or a process group.
 
-The model is captured on fake tensors, sharded and scheduled by the passes of training, and priced with
-a hardware card. Each half runs on its own; the step is all micro-batches of both, then the optimizer.
+The model is captured on fake tensors, sharded and scheduled by the passes of training, and priced with a hardware card.
+Each half is priced by itself. A step is all micro-batches of both halves, then the optimizer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .step_report import (
     with_accumulation,
 )
 
-#: Said in every report: what the numbers leave out.
+#: Assumptions that every report states.
 _MODELLED = (
     "Forward and backward are scheduled each on its own: no collective runs from one into the other.",
     "The optimizer is one fused kernel over the shards, after the last collective, bound by memory bandwidth.",
@@ -76,33 +76,33 @@ def inspect(
     """Predicts one training step of a model on the ranks of a mesh.
 
     Args:
-        model: a module, on the meta device or any other (it is neither run nor changed); one that has been
-            through ``fully_shard``, which says its mesh, units and policies; or an exported program.
-        args, kwargs: inputs of one rank and micro-batch; of tensors only shape and dtype count. None for
-            an exported program's own example inputs.
+        model: a module, on the meta device or any other (it is neither run nor changed); a module given to
+            ``fully_shard``, from which mesh, units and policies are read; or an exported program.
+        args, kwargs: inputs of one rank and micro-batch; only shape and dtype of tensors count. None takes the example
+            inputs of an exported program.
         mesh: sizes of the axes, outermost first: {"shard": 64}, {"replicate": 4, "shard": 16}.
-        hardware: a card: its name, its file or itself.
+        hardware: a card, its name or its file.
         tables: measured times of collectives (CSV), used where they have rows.
-        units: patterns of module paths ("layers.*"): each module that matches is a unit, as if
-            ``fully_shard`` were called on it; what is left is the root's.
+        units: patterns of module paths ("layers.*"). Each module that matches is a unit, as if ``fully_shard`` were
+            called on it. All other parameters belong to the root.
         loss: turns the model's output into a scalar; None if the model returns one.
         mp_policy, reshard_after_forward: as in ``fully_shard``.
         optimizer: one of :data:`graphshard.inspection.optimizers.OPTIMIZERS`; its state counts.
-        micro_batches: forward and backward run so often before the optimizer. Each backward reduces its
-            gradients, which are added to those of the micro-batches before.
+        micro_batches: runs of forward and backward before the optimizer. Each backward reduces its gradients and adds
+            them to those of earlier micro-batches.
         memory_budget: the most a rank may hold, everything included: bytes, or a text like "60GiB".
-        plan: "unit" for the schedule that training uses by default (one bucket a unit), "auto" for
-            buckets and an order chosen by cost.
-        checkpoint: patterns of modules whose activations are computed again in the backward, beside
-            those that the model itself checkpoints; "units" for every unit.
-        progress: is told the name of each stage as it begins.
+        plan: "unit" for the default schedule of training (one bucket a unit), "auto" for buckets and an order chosen by
+            cost.
+        checkpoint: patterns of modules whose activations are recomputed in the backward, besides those that the model
+            itself checkpoints; "units" for every unit.
+        progress: takes the name of each stage as it begins.
 
     Raises:
-        CaptureError: the model is no single graph, its shapes depend on data, the inputs do not fit, or
-            what it returns is no loss.
-        ShardingError: a mesh that cannot be, or does not fill the nodes of the card; idle patterns.
-        UnsupportedShardingError: a sharded model that cannot be followed (says why).
-        CardError, TableError, OptionError, OptionTypeError: an input that cannot be read.
+        CaptureError: the model is not one graph, its shapes depend on data, the inputs do not fit, or its result is no
+            loss.
+        ShardingError: the mesh is impossible or does not fill the nodes of the card; patterns match no module.
+        UnsupportedShardingError: a sharded model that cannot be followed; says why.
+        CardError, TableError, OptionError, OptionTypeError: an input cannot be read.
         BudgetError: the step needs more than ``memory_budget``.
     """
     name, module, args, kwargs, found = plain_inputs(model, args, kwargs)
@@ -142,15 +142,16 @@ def _name(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """One model on one machine, on its way through the halves.
+    """One inspection of one model on one machine.
 
     Attributes:
-        settings, captured: what was asked for, and the step; its halves are changed.
-        stages: is told of each stage.
-        is_brief: only the numbers of the step and its halves: no texts, events, bounds or checks of the
-            passes, in a fraction of the time.
-        orders: names of a half's nodes in an order to keep in place of the schedule, where ``is_brief``.
-        passes, notes: of the report, filled on the way.
+        settings: the settings.
+        captured: the step; its halves are edited in place.
+        stages: takes each stage.
+        is_brief: compute only the numbers of the step and its halves, without texts, events, bounds and checks of the
+            passes, which takes a fraction of the time.
+        orders: for brief inspections, the names of a half's nodes in an order that replaces the schedule.
+        passes, notes: parts of the report, collected during the inspection.
     """
 
     settings: Settings
@@ -162,15 +163,15 @@ class Inspection:
     notes: list[str] = field(default_factory=list)
 
     def report(self, name: str, module: nn.Module, tokens: int | None) -> Report:
-        """The whole report.
+        """The report of the step.
 
         Args:
-            name: of the model.
-            module: what was captured.
-            tokens: of one rank and micro-batch.
+            name: name of the model.
+            module: the captured module.
+            tokens: tokens of one rank and micro-batch.
 
         Raises:
-            BudgetError: more memory is needed than was allowed.
+            BudgetError: the step needs more than the memory budget.
         """
         captured, settings = self.captured, self.settings
         persistent = persistent_bytes(module, captured, settings.optimizer)
@@ -211,7 +212,7 @@ class Inspection:
     def scheduled_halves(
         self, always: Mapping[str, int]
     ) -> list[tuple[ScheduledHalf, CategorizedMemory, list[int]]]:
-        """Forward and backward with their collectives in place, their memory, and what lives beside it.
+        """Forward and backward with placed collectives, their memory, and the bytes that are live outside of them.
 
         Args:
             always: bytes by category that live throughout; see :func:`always_bytes`.
@@ -260,7 +261,7 @@ class Inspection:
         saved: Mapping[str, str] | None = None,
         behind: Sequence[SavedMemory] = (),
     ) -> tuple[ScheduledHalf, CategorizedMemory, list[int]]:
-        """Runs the passes on one half; what they make of it, its memory, and what lives beside it."""
+        """Runs the passes on one half; returns the half, its memory, and the bytes that are live outside of it."""
         settings, prices = self.settings, self.settings.prices(ctx.mesh)
         ctx = replace(ctx, device_type=settings.card.device_type)
         self.stages.begin(f"{name}: passes")
@@ -323,7 +324,7 @@ class Inspection:
         outside_bytes: int,
         given: frozenset[Fact],
     ) -> tuple[Bounds, str, PassRecord]:
-        """Merges and orders a half's collectives by cost, within what the budget leaves."""
+        """Merges and orders the collectives of a half by cost, within the rest of the budget."""
         budget = self.settings.budget_bytes
         left: int | str = "default" if budget is None else max(budget - outside_bytes, 1)
         ctx = replace(ctx, prices=prices)
@@ -355,7 +356,7 @@ def _row(values: Mapping[str, int]) -> list[int]:
 
 
 def _saved_memory(names: Sequence[str], memory: CategorizedMemory) -> list[SavedMemory]:
-    """What the backward takes over: the memory behind the saved values, by their names."""
+    """The memory of saved values, which the backward takes over, by the names of the values."""
     groups: dict[int, list[str]] = {}
     sizes: dict[int, int] = {}
     for name, buffer, num_bytes in zip(names, memory.output_buffers, memory.output_bytes, strict=True):

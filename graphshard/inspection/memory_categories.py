@@ -1,8 +1,8 @@
-"""What each buffer of a forward or backward graph is for, read from the data flow.
+"""Categorizes the buffers of a forward or backward graph by its data flow.
 
-A buffer takes its category from what made it and who reads it: full parameters come out of gathers
-of inputs, full gradients flow into reductions and nowhere else, activations leave the forward. No
-names are interpreted but those that the partitioner gives to the inputs of a backward.
+The category of a buffer follows from its producer and its readers: full parameters come out of gathers of inputs, full
+gradients flow into reductions and nowhere else, activations leave the forward. The only names that are interpreted are
+those of the inputs of a backward, which the partitioner gives.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class CategorizedMemory:
     """Live bytes by category over the nodes of one graph.
 
     Attributes:
-        nodes: the graph's order.
-        live: for each node bytes by category (the order of :data:`graphshard.report.data.CATEGORIES`),
+        nodes: the nodes, in the order of the graph.
+        live: for each node the live bytes by category (in the order of :data:`graphshard.report.data.CATEGORIES`),
             inputs that the caller keeps included.
-        kept: the part of these inputs.
-        outputs: category of each output; "" for one that is no tensor, or an input.
-        output_buffers: a number for the memory of each output, equal where it is the same; -1 for
-            memory of an input, or none.
-        output_bytes: size of that memory, of which an output may be a view; 0 where there is none.
+        kept: the bytes of these inputs.
+        outputs: category of each output; "" for an output that is no tensor, or an input.
+        output_buffers: a number for the memory of each output, equal for shared memory; -1 for memory of an input, or
+            none.
+        output_bytes: size of that memory, of which an output may be a view; 0 if there is none.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -49,7 +49,7 @@ class SavedMemory:
     """Memory that a backward takes over from its forward.
 
     Attributes:
-        names: inputs of the backward that look at it, which holds it until the last of them is read.
+        names: inputs of the backward in this memory; the last of them to be read frees it.
         num_bytes: its size; 0 if it belongs to an input that the caller keeps.
     """
 
@@ -70,11 +70,11 @@ def categorized_memory(
 
     Args:
         gm: a forward, inference or backward graph with collectives.
-        ctx: its parameters and, for a backward, where gradients leave.
-        device_type: where it will run; None for where its values are.
-        saved: for a backward, the category of each input that its forward saved, by name.
-        num_results: for a forward, how many outputs are results; the others are kept for the backward.
-        saved_memory: for a backward, what is behind these inputs; an input that is not named has its own.
+        ctx: its parameters and, for a backward, the positions of its gradients.
+        device_type: device type that it will run on; None for that of its values.
+        saved: for a backward, the category of each saved input, by name.
+        num_results: for a forward, the number of outputs that are results; the others are saved for the backward.
+        saved_memory: for a backward, the memory of these inputs; an input that is not named has memory of its own.
     """
     kept = kept_inputs(gm)
     model = MemoryModel(gm, kept=kept, device_type=device_type)
@@ -138,7 +138,7 @@ def _kept_bytes(gm: fx.GraphModule, kept: Sequence[fx.Node], ctx: PassContext, f
 
 
 def _take_over(gm: fx.GraphModule, model: MemoryModel, memory: Sequence[SavedMemory]) -> None:
-    """Makes one buffer of inputs that are one memory: the first holds the bytes, until all are read."""
+    """Joins inputs that share memory into one buffer: the first holds the bytes until all are read."""
     inputs = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
     for each in memory:
         known = [inputs[name] for name in each.names if name in inputs]
@@ -166,7 +166,7 @@ def _output_category(value: object, model: MemoryModel, category_of: Mapping[Buf
 
 
 class _Flow:
-    """Which nodes hold full parameters, which lie between compute and a reduction, and which behind it."""
+    """The data flow of parameters and gradients: full parameters, values on the way to a reduction, reduced values."""
 
     def __init__(self, graph: fx.Graph, kept: set[fx.Node], *, reduces: bool) -> None:
         self._from_inputs: set[fx.Node] = set(kept)
@@ -189,7 +189,7 @@ class _Flow:
                     found.add(node)
 
     def _find_reductions(self, nodes: Sequence[fx.Node]) -> None:
-        """Reductions whose results leave the graph through waits, layout and sums with inputs alone."""
+        """Finds reductions whose results reach the outputs through waits, layout nodes and sums with inputs alone."""
         behind: set[fx.Node] = set()
         for node in nodes:
             if is_collective(node) and node.target not in GATHERS:
@@ -222,7 +222,7 @@ class _Flow:
         return found
 
     def is_reduced(self, node: fx.Node) -> bool:
-        """True for what comes out of a reduction through waits and layout nodes."""
+        """True for the result of a reduction, behind waits and layout nodes too."""
         return node in self._reduced
 
     def category(self, buffer: Buffer, saved: Mapping[str, str]) -> str:
@@ -261,6 +261,6 @@ class _Flow:
 
 
 def _is_unpacked(gather: fx.Node) -> bool:
-    """True where full parameters are copied out of what a gather gives, or joined of it and others."""
+    """True if full parameters are copied out of the result of a gather, or joined from it and others."""
     readers = [reader for wait in gather.users for reader in wait.users]
     return bool(readers) and all(reader.target in (UNPACK, JOIN_PARTS) for reader in readers)

@@ -1,8 +1,8 @@
-"""What the optimizer's step costs: bytes read and written, and the state it keeps.
+"""The cost of an optimizer: the bytes that its step reads and writes, and its state.
 
-Every state has the shape and the dtype of its parameter's shard, as torch.optim makes it. A step reads
-and writes each of them once: that is a fused kernel (``fused=True``), bound by memory bandwidth, with
-no temporaries. The scalar ``step`` of each parameter is not counted.
+A state has the shape and dtype of the parameter's shard, as in torch.optim. A step reads and writes each state once, as
+a fused kernel does (``fused=True``): it is bound by memory bandwidth and has no temporaries. The scalar ``step`` of
+each parameter is not counted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..errors import OptionError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerKind:
-    """How many tensors of a shard's size an optimizer keeps, reads and writes in a step."""
+    """The number of tensors of a shard's size that an optimizer keeps, reads and writes in a step."""
 
     name: str
     num_states: int
@@ -43,7 +43,7 @@ def optimizer_kind(name: str) -> OptimizerKind:
     """The optimizer of this name.
 
     Raises:
-        OptionError: it is none of :data:`OPTIMIZERS`.
+        OptionError: the name is none of :data:`OPTIMIZERS`.
     """
     if name not in OPTIMIZERS:
         raise OptionError(f"optimizer={name!r} is unknown; known: {', '.join(OPTIMIZERS)}")
@@ -55,8 +55,8 @@ def step_seconds(kind: OptimizerKind, shard_bytes: int, num_elements: int, card:
 
     Args:
         kind: the optimizer.
-        shard_bytes: of the trained parameters' shards.
-        num_elements: of these shards.
+        shard_bytes: bytes of the shards of trained parameters.
+        num_elements: elements of these shards.
         card: the hardware.
     """
     moved = (kind.num_reads + kind.num_writes) * shard_bytes
@@ -68,7 +68,7 @@ def step_seconds(kind: OptimizerKind, shard_bytes: int, num_elements: int, card:
 
 
 def accumulation_seconds(gradient_bytes: int, card: HardwareCard) -> float:
-    """Seconds of adding one more micro-batch's reduced gradients: two reads and a write."""
+    """Seconds to add the reduced gradients of one more micro-batch: two reads and a write."""
     if not gradient_bytes:
         return 0.0
     return card.kernel_overhead_seconds + memory_seconds(3 * gradient_bytes, card)

@@ -1,7 +1,7 @@
-"""What the collectives of a report would cost on meshes of other sizes, for a page that lets one try.
+"""Prices of a report's collectives on meshes of other sizes, for the sliders of the HTML page.
 
-Only prices: the graphs are those of the mesh that was inspected, and so are the sizes of its
-collectives, of which padding is a negligible part.
+Only prices change. Graphs, and the bytes of collectives, are those of the inspected mesh; padding is a negligible part
+of these bytes.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from ..cost import CostModel
 from ..ir import MeshAxis, MeshLayout
 from ..report import CollectivePrice, HalfReport, World
 
-#: The outermost axis is halved and doubled so often.
+#: How many times the outermost axis is halved and doubled.
 HALVED, DOUBLED = 4, 5
 
 
 def worlds_of(
     halves: Sequence[HalfReport], prices: CostModel, mesh: Mapping[str, int], layout: MeshLayout
 ) -> tuple[World, ...]:
-    """Prices on this mesh and on others, whose outermost axis has other sizes; by rising size.
+    """Prices on this mesh and on meshes with another outermost axis, by rising size.
 
     Args:
-        halves: with their collectives.
-        prices: of the machine and the mesh.
-        mesh: axis sizes, outermost first; where there are none, only ``prices`` as they are.
+        halves: the halves with their collectives.
+        prices: the cost model of this mesh.
+        mesh: axis sizes, outermost first; an empty mesh gives this mesh only.
         layout: the same mesh, parts of axes included.
     """
     if not mesh:
@@ -44,13 +44,13 @@ def worlds_of(
 
 
 def _resized(axis: MeshAxis, outermost: str, before: int, size: int) -> MeshAxis:
-    """Further groups over all ranks of the outermost axis grow with it; smaller parts stay."""
+    """An axis on the other mesh: groups over all ranks of the outermost axis grow with it, smaller parts stay."""
     is_whole = axis.label == outermost or (axis.part_of == outermost and axis.size == before)
     return replace(axis, size=size) if is_whole else axis
 
 
 def _sizes(mesh: Mapping[str, int], layout: MeshLayout, ranks_per_node: int) -> list[int]:
-    """Sizes of the outermost axis with which the ranks fill nodes; the one of the mesh is among them."""
+    """Sizes of the outermost axis for which ranks fill nodes; the size of the mesh is among them."""
     (name, outermost), *inner = mesh.items()
     parts = [axis for axis in layout.axes if axis.part_of == name and axis.size < outermost]
     others = math.prod(size for _, size in inner)
@@ -63,7 +63,7 @@ def _sizes(mesh: Mapping[str, int], layout: MeshLayout, ranks_per_node: int) -> 
 
 
 def _is_possible(size: int, others: int, parts: Sequence[MeshAxis], ranks_per_node: int) -> bool:
-    """Whether the ranks fill nodes, and the parts of the axis divide it."""
+    """Whether ranks fill nodes and the parts of the axis divide its size."""
     num_ranks = size * others
     fills = num_ranks <= ranks_per_node or not num_ranks % ranks_per_node
     return fills and all(size > part.size and not size % part.size for part in parts)

@@ -15,9 +15,10 @@ from .optimizers import OptimizerKind
 
 
 def persistent_bytes(module: nn.Module, captured: CapturedStep, optimizer: OptimizerKind) -> dict[str, int]:
-    """Bytes of a rank that live through the whole step, by category, and what the optimizer works on.
+    """Bytes of a rank that live through the whole step, by category.
 
-    "trained" are the shards that it updates; "elements" how many elements these have.
+    Two further entries are for the optimizer: "trained" is the bytes of the shards that it updates, "elements" the
+    number of their elements.
     """
     gradients = output_values(captured.backward.graph)
     return _persistent(module, captured.context, gradients, captured.forward, optimizer)
@@ -67,7 +68,7 @@ def _persistent(
 
 
 def always_bytes(persistent: Mapping[str, int], micro_batches: int) -> dict[str, int]:
-    """Bytes by category that live beside a half: gradients only if earlier micro-batches left some."""
+    """Bytes by category that live outside of a half; gradients only if earlier micro-batches left some."""
     return {
         "parameters": persistent["parameters"],
         "optimizer": persistent["optimizer"],

@@ -1,4 +1,4 @@
-"""What an inspection is told: settings, and a model with its inputs, each checked as it is read."""
+"""Reads and checks the settings of an inspection, and its model with inputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLANS = ("unit", "auto")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What was asked for, checked."""
+    """The settings of an inspection, checked."""
 
     card: HardwareCard
     tables: CollectiveTables | None
@@ -35,11 +35,11 @@ class Settings:
     checkpoint: tuple[str, ...]
 
     def prices(self, layout: MeshLayout) -> CostModel:
-        """Of this machine and mesh."""
+        """The cost model of this machine and mesh."""
         return CostModel.of_mesh(self.card, layout, tables=self.tables)
 
     def as_dict(self) -> dict[str, Any]:
-        """For the report."""
+        """The settings as texts and numbers, for the report."""
         policy = self.rules.mp_policy
         return {
             "units": list(self.rules.units),
@@ -56,10 +56,10 @@ class Settings:
 
 
 def refuse_sharded(found: ShardingRules | None) -> None:
-    """For what looks at many meshes, or at none in particular.
+    """Refuses a sharded model, for functions that look at several meshes.
 
     Raises:
-        UnsupportedShardingError: the model has been through ``fully_shard``, for one mesh.
+        UnsupportedShardingError: the model was given to ``fully_shard``, which fixed its mesh.
     """
     if found is not None:
         raise UnsupportedShardingError(
@@ -69,10 +69,10 @@ def refuse_sharded(found: ShardingRules | None) -> None:
 
 
 def refuse_what_is_known(**given: Any) -> None:
-    """For a sharded model: what ``fully_shard`` was told must not be said again.
+    """Refuses options that a sharded model already has; ``given`` holds options, None if not given.
 
     Raises:
-        OptionError: a value is given; None for those that are not.
+        OptionError: an option is given.
     """
     named = {"reshard": "reshard_after_forward"}
     if double := [named.get(name, name) for name, value in given.items() if value is not None]:
@@ -96,7 +96,7 @@ def read_settings(
     plan: str,
     checkpoint: str | Sequence[str],
 ) -> Settings:
-    """What :func:`graphshard.inspect` was told, checked; ``rules`` of a sharded model stand for its own."""
+    """Checks the arguments of :func:`graphshard.inspect`; ``rules`` of a sharded model replace its own."""
     card = card_of(hardware)
     units = (units,) if isinstance(units, str) else tuple(units)
     rules = rules or ShardingRules(
@@ -148,7 +148,7 @@ def plain_inputs(
     args: Sequence[Any] | None,
     kwargs: Mapping[str, Any] | None,
 ) -> tuple[str, nn.Module, Sequence[Any], Mapping[str, Any], ShardingRules | None]:
-    """Name, module and inputs of what is to be inspected, and its rules if it is sharded."""
+    """Name, module and inputs of the model to inspect, and its rules if it is sharded."""
     if isinstance(model, torch.export.ExportedProgram):
         example_args, example_kwargs = model.example_inputs or ((), {})
         is_given = args is not None or kwargs is not None
@@ -166,7 +166,7 @@ def _dtype_name(dtype: torch.dtype | None) -> str | None:
 
 
 def count_tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """Elements of the first input of whole numbers."""
+    """Elements of the first integer input; None without one."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64) and value.dim():
             return value.numel()

@@ -1,4 +1,4 @@
-"""Which units keep gathered parameters in an inspected step, and which activations are saved, without ranks."""
+"""Chooses which units keep gathered parameters in an inspected step, and which activations it saves, without ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .settings import Settings
 def choose_inspected(
     settings: Settings, module: nn.Module, gm: fx.GraphModule, context: PassContext, tag: Pipeline
 ) -> StepChoice | None:
-    """The choice where the step is planned by cost; None where units keep what the settings say.
+    """The choice for a step that is planned by cost; None for a step that follows the settings.
 
     Args:
-        settings: what was asked for.
+        settings: the settings.
         module: the model.
         gm: the joint graph at level 1; it is not changed.
-        context: what passes on it know.
+        context: the context of passes on it.
         tag: the joint passes that follow.
 
     Raises:

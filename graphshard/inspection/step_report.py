@@ -1,4 +1,4 @@
-"""Halves put together: the step's time, memory, throughput, and what stands out."""
+"""Combines halves into the report of a step: time, memory, throughput, and the largest exposures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..report import (
 )
 from .optimizers import accumulation_seconds
 
-#: So many exposures are listed.
+#: The most exposures listed.
 NUM_EXPOSURES = 10
 
 
@@ -45,11 +45,11 @@ def report_of_halves(
     """A report without its throughput and its worlds.
 
     Args:
-        halves: in the order in which they run.
+        halves: the halves, in the order in which they run.
         model, mesh, settings, passes, notes: as in :class:`Report`.
         card: the hardware.
         persistent: bytes by category that live throughout.
-        budget_bytes: the most a rank may hold; None for the card's capacity.
+        budget_bytes: the most a rank may hold; None for the capacity of the card.
     """
     num_ranks = 1
     for size in mesh.values():
@@ -117,7 +117,7 @@ def _exposures(halves: Sequence[HalfReport]) -> list[Exposure]:
 
 
 def optimizer_half(name: str, seconds: float, live: Sequence[int], flops: int) -> HalfReport:
-    """The optimizer's step: one stretch of compute, over what is live then, by category."""
+    """The step of the optimizer: one stretch of compute; ``live`` are the bytes live then, by category."""
     start = MemoryPoint(seconds=0.0, num_bytes=tuple(live))
     stretch = ComputeEvent(label=name, kind="compute", start=0.0, seconds=seconds, num_nodes=1)
     return HalfReport(
@@ -142,7 +142,7 @@ def optimizer_half(name: str, seconds: float, live: Sequence[int], flops: int) -
 
 
 def with_accumulation(half: HalfReport, gradient_bytes: int, card: HardwareCard) -> HalfReport:
-    """A backward that adds its gradients to those of earlier micro-batches."""
+    """A backward with the time to add its gradients to those of earlier micro-batches."""
     seconds = accumulation_seconds(gradient_bytes, card)
     stretch = ComputeEvent(
         label="accumulate gradients", kind="compute", start=half.seconds, seconds=seconds, num_nodes=1
@@ -177,9 +177,9 @@ def throughput(
     """Utilisation and tokens per second; None for a model without products.
 
     Args:
-        report: with its times.
-        joint_flops: of one micro-batch's forward and backward without recomputation, by dtype.
-        tokens: of one rank and micro-batch.
+        report: a report with its times.
+        joint_flops: operations of forward and backward of one micro-batch without recomputation, by dtype.
+        tokens: tokens of one rank and micro-batch.
         card: the hardware.
     """
     if not joint_flops or not report.step_seconds:
@@ -204,7 +204,7 @@ def throughput(
 
 
 def pass_step(graph: str, record: PassRecord) -> PassStep:
-    """What a pass did to a graph."""
+    """A pass in the report, from its record."""
     return PassStep(
         graph=graph,
         name=record.name,

@@ -1,11 +1,10 @@
 """``graphshard.sweep``: one model on many meshes and with many batch sizes.
 
-The model is captured with the smallest and the largest batch, and in each further process with one more; a
-batch size in between takes its numbers from those two captures where their graphs are the same
-(:mod:`graphshard.capture.change_batch`, which also says what that can miss), and is captured where not. Every mesh
-takes
-a copy of a capture, with other numbers of ranks in it, through the passes (:mod:`graphshard.capture.change_mesh`), and
-gives exactly the numbers of :func:`graphshard.inspect`.
+1. The model is captured with the smallest and the largest batch, and in each further process with one more.
+2. A batch size in between is interpolated if both graphs are the same (:mod:`graphshard.capture.change_batch` says what
+   this can miss), and captured otherwise.
+3. For every mesh a copy of a capture, with other numbers of ranks (:mod:`graphshard.capture.change_mesh`), goes through
+   the passes. Its numbers are exactly those of :func:`graphshard.inspect`.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from .inspect_model import Inspection
 from .settings import Settings, count_tokens, plain_inputs, read_settings, refuse_sharded
 from .step_choice import choose_inspected
 
-#: What of ``sweep(captures=...)`` there is.
+#: Values of ``sweep(captures=...)``.
 CAPTURES = ("ends", "all")
 
 #: Model, positional and keyword inputs for a batch size.
@@ -65,23 +64,23 @@ def sweep(
     """Predicts a training step for every mesh with every batch size.
 
     Args:
-        make: model and inputs of one rank for a batch size; :func:`resized` makes one from example inputs.
+        make: returns model and inputs of one rank for a batch size; :func:`resized` makes one from example inputs.
         meshes: sizes of the axes, outermost first, of each mesh.
-        batches: sizes for one rank and micro-batch.
-        loss: as in :func:`graphshard.inspect`, or how to find it.
-        num_processes: captures are shared out among so many; with more than one, ``make`` and
-            ``loss`` must be functions that can be pickled, or a :class:`Later`.
-        captures: "ends" for the smallest and the largest batch, and those in between only where their graphs
-            differ (:mod:`graphshard.capture.change_batch` says what that may miss); "all" for each, as with
-            ``plan="auto"``.
-        progress: is told what is being done, how many points are done, and how many there are.
-        options: others of :func:`graphshard.inspect`: hardware, tables, units, mp_policy,
-            reshard_after_forward, optimizer, micro_batches, plan, checkpoint. ``memory_budget`` is what
-            a point must keep to fit; nothing is refused for exceeding it.
+        batches: batch sizes of one rank and micro-batch.
+        loss: as in :func:`graphshard.inspect`, or a :class:`Later` that finds it.
+        num_processes: number of processes. With more than one, ``make`` and ``loss`` must pickle; for ``loss``, a
+            :class:`Later` does too.
+        captures: "ends" captures the smallest and the largest batch, and those in between only if their graphs differ
+            (:mod:`graphshard.capture.change_batch` says what this may miss); "all" captures each, as ``plan="auto"``
+            always does.
+        progress: takes what is being done, the number of points done, and the number of all points.
+        options: other options of :func:`graphshard.inspect`: hardware, tables, units, mp_policy, reshard_after_forward,
+            optimizer, micro_batches, plan, checkpoint, and ``memory_budget``, which decides whether a point fits but is
+            no error to exceed.
 
     Raises:
-        OptionError: no meshes or no batch sizes, or ones that are no whole numbers; an unknown option, or
-            ``captures``.
+        OptionError: there are no meshes or batch sizes, or they are not whole numbers; an option or ``captures`` is
+            unknown.
         CaptureError: a batch size cannot be captured, or a process died.
         GraphShardError: as :func:`graphshard.inspect`.
     """
@@ -93,7 +92,7 @@ def sweep(
         raise OptionError("meshes: there must be one at least")
     batches, meshes = list(dict.fromkeys(batches)), _distinct(meshes)
     each = [_read_options(options, mesh) for mesh in meshes]
-    # With plans, units may keep their parameters for some batch sizes and not for others.
+    # A plan may keep the parameters of a unit for some batch sizes and not for others.
     is_each = captures == "all" or each[0].plan == "auto"
     captured, others = _shared_out(sorted(batches), len(batches) if is_each else num_processes)
     jobs = [
@@ -128,21 +127,21 @@ def sweep(
 
 @dataclass(frozen=True, slots=True)
 class Later:
-    """A loss that is looked up in the process that captures.
+    """A loss that is found in the process that captures.
 
     Attributes:
-        load: gives the loss; it can be pickled, and the loss need not be.
+        load: returns the loss. It must pickle; the loss need not.
     """
 
     load: Callable[[], Callable[[Any], torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class resized:  # noqa: N801 - used as a function, and must be pickled
+class resized:  # noqa: N801 - used as a function, and must pickle
     """A ``make`` for :func:`sweep` that resizes dim 0 of every tensor among example inputs.
 
     Attributes:
-        example: a function that gives model, positional and keyword inputs.
+        example: a function that returns model, positional and keyword inputs.
     """
 
     example: Callable[[], Inputs]
@@ -151,7 +150,7 @@ class resized:  # noqa: N801 - used as a function, and must be pickled
         """The example with another batch size.
 
         Raises:
-            CaptureError: the tensors do not have one size of dim 0 in common, or there are none.
+            CaptureError: the tensors differ in the size of dim 0, or there are none.
         """
         model, args, kwargs = self.example()
         named = [*((f"args[{index}]", value) for index, value in enumerate(args)), *kwargs.items()]
@@ -175,12 +174,12 @@ class resized:  # noqa: N801 - used as a function, and must be pickled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """One batch size that is captured, and all meshes.
+    """One batch size to capture, with all meshes.
 
     Attributes:
-        others: batch sizes between ``ends``, whose numbers are put into this capture.
-        has_others: whether any job has such.
-        ends: the smallest and the largest batch size of all.
+        others: batch sizes between ``ends`` that are interpolated in this capture.
+        has_others: whether any job has ``others``.
+        ends: the smallest and the largest of all batch sizes.
     """
 
     make: Callable[[int], Inputs]
@@ -205,7 +204,7 @@ class _Result:
 
 
 def _shared_out(batches: Sequence[int], num_processes: int) -> tuple[list[int], list[tuple[int, ...]]]:
-    """Batch sizes to capture, both ends among them, and for each the others that its process does."""
+    """Batch sizes to capture, both ends included, and for each the interpolated ones that its process does."""
     num_captured = min(max(num_processes, 2), len(batches))
     captured = [batches[0], *batches[len(batches) - num_captured + 1 :]]
     rest = batches[1 : len(batches) - num_captured + 1]
@@ -276,7 +275,7 @@ def _run(
 
 
 def _messages(told: Any, futures: list[Future[_Result]]) -> Iterator[tuple[str, bool]]:
-    """What the processes say, until all have ended or one has failed."""
+    """The messages of the processes, until all have ended or one has failed."""
     while True:
         is_over = all(future.done() for future in futures) or any(
             future.done() and future.exception() for future in futures
@@ -289,16 +288,16 @@ def _messages(told: Any, futures: list[Future[_Result]]) -> Iterator[tuple[str, 
 
 
 class _StoppedError(CaptureError):
-    """Another process of the sweep failed, and its error is the one to show."""
+    """Another process of the sweep failed. The error of that process is the one to show."""
 
 
-#: In place of batch size and class of meshes, once a process has failed.
+#: Takes the place of batch size and class of meshes once a process has failed.
 _FAILED = (-1, -1)
 
 
 def _work_elsewhere(job: _Job, environment: Mapping[str, str], told: Any, numbers: Any) -> _Result:
     torch.set_num_threads(1)
-    os.environ.clear()  # a fork server has that of its own start
+    os.environ.clear()  # a fork server has the environment of its own start
     os.environ.update(environment)
 
     def stop_with_others() -> None:
@@ -330,12 +329,12 @@ def _work_elsewhere(job: _Job, environment: Mapping[str, str], told: Any, number
 
 
 class _Work:
-    """One job: a capture for each class of meshes, every mesh of its batch size, then other batch sizes.
+    """Runs one job: a capture for each class of meshes, every mesh of its batch size, then the other batch sizes.
 
     Args:
-        job: what to do.
-        tell: what is done, and whether it was a point.
-        put, get: the numbers of captures by batch size and class of meshes; ``get`` waits for them.
+        job: the job.
+        tell: takes what is done, and whether it was a point.
+        put, get: pass on the numbers of captures by batch size and class of meshes; ``get`` waits for them.
     """
 
     def __init__(
@@ -352,7 +351,7 @@ class _Work:
         self._captured: list[tuple[CapturedStep, StepNumbers | None]] = []
 
     def capture(self) -> None:
-        """The job's own batch size."""
+        """Does the batch size of the job."""
         name, module, args, kwargs = self._inputs(self._job.batch)
         self.result.model = name
         for number, indices in enumerate(self._classes):
@@ -363,7 +362,7 @@ class _Work:
             self._points(self._job.batch, indices, captured, module, args, kwargs)
 
     def do_others(self) -> None:
-        """The batch sizes in between."""
+        """Does the batch sizes in between."""
         for batch in self._job.others:
             name, module, args, kwargs = self._inputs(batch)
             for number, indices in enumerate(self._classes):
@@ -427,7 +426,7 @@ class _Work:
 
 
 def _classes_of_meshes(settings: Sequence[Settings]) -> list[list[int]]:
-    """Indices of the meshes that can share a capture; with plans none do, since units may keep parameters on some."""
+    """Indices of the meshes that share a capture. With plans none do, since units may keep parameters on some."""
     classes: list[list[int]] = []
     for index, one in enumerate(settings):
         for known in classes:

@@ -1,8 +1,8 @@
-"""``graphshard.formulas``: what a training step costs as expressions in its dynamic dims and the mesh.
+"""``graphshard.formulas``: the cost of a training step as expressions in its dynamic dims and the mesh axes.
 
-The step is captured at a few sizes of its dynamic dims. Every number of bytes is then a polynomial in
-these, found exactly and checked at further, random sizes by further captures: one byte off is an error.
-Bytes in the mesh axes follow from the shapes of parameters, and are checked the same way.
+The step is captured at a few sizes of its dynamic dims. Bytes are then polynomials in these dims, found exactly, and
+checked by captures at random sizes: one byte off is an error. Bytes in the mesh axes follow from the shapes of
+parameters, and are checked the same way.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from .mesh import by_kind, largest_unit, shard_bytes, traffic_expressions
 from .polynomials import Basis, expression, fit, undominated, value_at
 from .sampling import Group, Sample, Sampler, groups_of, works_of
 
-#: Degrees in each dim that are tried, in this order: bytes are rarely more than quadratic in a dim.
+#: Degrees in each dim, in the order in which they are tried. Bytes are rarely more than quadratic in a dim.
 _DEGREES = (1, 2)
 
-#: So many random points check the expressions.
+#: Random points that check the expressions.
 _NUM_CHECKS = 2
 
-#: The largest size of a dim that a search looks at.
+#: The largest size of a dim in a search.
 _LARGEST = 1 << 40
 
-#: So many meshes are tried one by one before memory is taken to fall with the ranks.
+#: Meshes that a search tries one by one. Beyond them it assumes that memory falls with the number of ranks.
 _NUM_TRIED = 12
 
-#: The widest mesh axis that a search looks at.
+#: The widest mesh axis in a search.
 _MOST_RANKS = 1 << 16
 
 _NOTES = (
@@ -65,22 +65,21 @@ def formulas(
     seed: int = 0,
     **options: Any,
 ) -> Formulas:
-    """Expressions of memory, communication and time, and what solving them says.
+    """Expressions of memory, communication and time, and their solutions.
 
     Args:
         model, args, kwargs, loss: as in :func:`graphshard.inspect`; the sizes of the inputs are the reference.
-        dynamic: names of dims of the inputs: {"batch": 0, "sequence": 1}. Every input tensor whose size
-            there is that of the first one is resized.
+        dynamic: names for dims of the inputs: {"batch": 0, "sequence": 1}. Every input tensor that has the size of the
+            first one in this dim is resized.
         mesh: the reference mesh; default 64 shards.
-        progress: is told the name of each stage as it begins.
-        seed: of the random points.
-        options: others of :func:`graphshard.inspect`: hardware, tables, units, mp_policy,
-            reshard_after_forward, optimizer, micro_batches, checkpoint. ``memory_budget`` is the limit
-            in what is solved; ``plan`` is "unit".
+        progress: takes the name of each stage as it begins.
+        seed: seed of the random points.
+        options: other options of :func:`graphshard.inspect`: hardware, tables, units, mp_policy, reshard_after_forward,
+            optimizer, micro_batches, checkpoint, and ``memory_budget``, the limit in solutions. ``plan`` is "unit".
 
     Raises:
-        OptionError: ``dynamic`` names no dims of the inputs, or names that the mesh uses; unknown options.
-        FormulaError: the graph changes with the sizes, or a capture disagrees with the expressions.
+        OptionError: ``dynamic`` names no dims of the inputs, or has names of mesh axes; options are unknown.
+        FormulaError: the graph changes with the sizes, or a capture differs from the expressions.
         GraphShardError: as :func:`graphshard.inspect`.
     """
     known: dict[str, Any] = dict.fromkeys(("tables", "mp_policy", "reshard_after_forward", "memory_budget"))
@@ -245,7 +244,7 @@ class _Fitted:
         dims: Sequence[sympy.Symbol],
         card: HardwareCard,
     ) -> sympy.Expr:
-        """Seconds of a half's kernels: work over the rate that each group has at the reference."""
+        """Seconds of the kernels of a half: the work of each group over its rate at the reference."""
         works = works_of(kernels, groups)
         spent = dict.fromkeys(works, 0.0)
         for kernel, group in zip(kernels, groups, strict=True):
@@ -257,7 +256,7 @@ class _Fitted:
         return sympy.expand(total)
 
     def _check_meshes(self, result: Formulas) -> None:
-        """Bytes in the mesh axes against the passes on another mesh, whose sizes divide little."""
+        """Checks bytes in the mesh axes against the passes, on a mesh whose sizes divide few dims."""
         copies = {"replicate": 3} if "replicate" in result.symbols else {}
         for num_shards in (7, 24):
             mesh = copies | {"shard": num_shards}
@@ -275,10 +274,10 @@ class _Fitted:
                     )
 
     def _largest(self, index: int, moments: Sequence[tuple[Fraction, ...]], limit: int) -> int | None:
-        """The largest size of a dim, the others at the reference, that fits: the expression's, confirmed.
+        """The largest size of a dim that fits, with the other dims at the reference.
 
-        The schedule may choose another order at another size, so captures at the size and the next one
-        have the last word, and move the answer until they agree.
+        The schedule may choose another order at another size. So captures at the expression's answer and at the next
+        size decide, and move the answer until they agree.
         """
 
         def at(size: int) -> tuple[int, ...]:
@@ -301,10 +300,10 @@ class _Fitted:
         return size - too_large - 1 or None
 
     def _smallest_mesh(self, persistent: sympy.Expr, limit: int) -> int | None:
-        """The smallest shard axis on which the reference fits, by the passes on that very mesh.
+        """The smallest shard axis on which the reference fits, by the passes on that mesh.
 
-        Meshes on which not even ``persistent`` fits are skipped. Padding can make a wider mesh need more,
-        so the first ones are tried one by one; beyond them, memory is taken to fall with the ranks.
+        Meshes on which ``persistent`` alone does not fit are skipped. Padding can make a wider mesh need more, so the
+        first meshes are tried one by one. Beyond them memory is assumed to fall with the number of ranks.
         """
         settings = self.sampler.settings
         copies = {name: size for name, size in settings.rules.mesh.items() if name == "replicate"}
@@ -328,12 +327,12 @@ class _Fitted:
 
 
 def _valid_sizes(per_node: int, most: int) -> list[int]:
-    """Axis sizes from 2: within a node any, beyond it whole nodes."""
+    """Axis sizes from 2 on: any size within a node, whole nodes beyond."""
     return [*range(2, per_node + 1), *range(2 * per_node, most + 1, per_node)]
 
 
 def _last_true(holds: Callable[[int], bool], first: int, most: int) -> int | None:
-    """The last number for which something holds that holds up to some number; None if not for the first."""
+    """The last number for which ``holds`` is true, if it is true up to some number; None if not for the first."""
     if not holds(first):
         return None
     step, low = 1, first
@@ -348,7 +347,7 @@ def _last_true(holds: Callable[[int], bool], first: int, most: int) -> int | Non
 
 
 def _grid(size: int) -> list[int]:
-    """Sizes to measure a dim at; 1 is special to torch, so it is none of them."""
+    """Sizes at which a dim is measured, without 1, which torch treats specially."""
     start = size if size > 1 else 2
     return [start, 2 * start, 3 * start]
 

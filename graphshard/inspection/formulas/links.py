@@ -1,7 +1,7 @@
-"""Seconds of communication as expressions in the mesh axes: algorithms of :mod:`graphshard.cost.links`.
+"""Seconds of communication as expressions in the mesh axes, by algorithms of :mod:`graphshard.cost.links`.
 
-Within a node a ring; between nodes the fastest of one ring around all ranks, of two stages (across the
-nodes by a ring or by doubling, then inside each), and for an all-reduce of two trees.
+Within a node the algorithm is a ring. Between nodes it is the fastest of: a ring around all ranks; two stages (a ring
+or doubling across nodes, then a ring inside each); and, for an all-reduce, two trees.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Traffic:
 
     Attributes:
         kind: as in :mod:`graphshard.cost.links`.
-        num_bytes: of all, each the larger of what a rank sends and receives.
-        count: how many they are.
+        num_bytes: bytes of all of them, each with the larger of input and output.
+        count: their number.
         ranks: the mesh axis over which they run.
     """
 
@@ -33,12 +33,12 @@ class Traffic:
 
 
 def traffic_seconds(traffic: Traffic, ranks_in_node: sympy.Expr, card: HardwareCard) -> sympy.Expr:
-    """Seconds of all of them, one after the other, each of the average size.
+    """Seconds of all collectives, one after the other, each of the average size.
 
     Args:
         traffic: the collectives.
-        ranks_in_node: how many ranks of a group share a node.
-        card: links.
+        ranks_in_node: ranks of a group on one node.
+        card: the links.
     """
     ranks, near = traffic.ranks, ranks_in_node
     num_bytes = traffic.num_bytes / traffic.count if traffic.count else sympy.Integer(0)
@@ -86,24 +86,24 @@ def halves_seconds(
     """Seconds of each half's compute and communication, and of the step.
 
     Args:
-        compute: of each half, once.
-        traffic: of each half by kind, once.
-        symbols: those of the mesh axes are "shard" and "replicate".
-        card: links.
-        optimizer: seconds of its step.
-        micro_batches: how often the halves run.
+        compute: seconds of compute of one run of each half.
+        traffic: collectives of one run of each half, by kind.
+        symbols: symbols by name; the mesh axes are "shard" and "replicate".
+        card: the links.
+        optimizer: seconds of the optimizer's step.
+        micro_batches: number of runs of the halves.
     """
     per_node = sympy.Integer(int(card.ranks_per_node))
     shard = symbols["shard"]
     in_node = {shard: sympy.Min(shard, per_node)}
-    if "replicate" in symbols:  # the outer axis: neighbours along it are as far apart as there are shards
+    if "replicate" in symbols:  # the outer axis: the distance of neighbours along it is the number of shards
         neighbours = sympy.Max(1, sympy.floor(per_node / shard))
         in_node[symbols["replicate"]] = sympy.Min(symbols["replicate"], neighbours)
     found: dict[str, sympy.Expr] = {}
     step = optimizer
     for half, seconds in compute.items():
         ours = (one for (name, _), one in traffic.items() if name == half)
-        queues: dict[sympy.Symbol, sympy.Expr] = {}  # groups along other axes talk at the same time
+        queues: dict[sympy.Symbol, sympy.Expr] = {}  # groups of other axes communicate at the same time
         for one in ours:
             seconds_of_one = traffic_seconds(one, in_node[one.ranks], card)
             queues[one.ranks] = queues.get(one.ranks, sympy.Integer(0)) + seconds_of_one
@@ -114,7 +114,7 @@ def halves_seconds(
 
 
 def stops_hiding(formulas: Formulas, card: HardwareCard, most: int) -> int | None:
-    """The smallest shard axis, whole nodes beyond one, on which a half communicates longer than it computes."""
+    """The smallest shard axis (whole nodes beyond one) on which a half communicates longer than it computes."""
     symbols = formulas.symbols
     shard = symbols["shard"]
     others = {symbols[name]: size for name, size in formulas.reference.items() if name != "shard"}

@@ -1,4 +1,4 @@
-"""Bytes in the mesh axes: what shards and collectives weigh, as expressions in the number of ranks."""
+"""Bytes of shards and collectives as expressions in the mesh axes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .sampling import Sample
 
 
 def _pieces(rows: Mapping[int, int], num_shards: sympy.Symbol) -> sympy.Expr:
-    """Bytes of padded shards: for each number of rows, bytes of all that share it."""
+    """Bytes of padded shards; ``rows`` maps a number of rows to the bytes of all rows of such parameters."""
     return sympy.Add(*(row_bytes * sympy.ceiling(sympy.Integer(num_rows) / num_shards)
                        for num_rows, row_bytes in sorted(rows.items())))  # fmt: skip
 
 
 def shard_bytes(module: nn.Module, captured: CapturedStep, num_shards: sympy.Symbol) -> dict[str, sympy.Expr]:
-    """Shards of all parameters, of those that are trained, and of their gradients."""
+    """Bytes of the shards of all parameters, of trained parameters, and of their gradients."""
     calls = [ReduceGradCall(*node.args)
              for node in captured.backward.graph.find_nodes(op="call_function", target=REDUCE_GRAD)]  # fmt: skip
     trained = {call.name: call.dtype.itemsize for call in calls}
@@ -38,7 +38,7 @@ def shard_bytes(module: nn.Module, captured: CapturedStep, num_shards: sympy.Sym
 
 
 def largest_unit(captured: CapturedStep) -> int:
-    """Bytes of the largest unit, gathered."""
+    """Bytes of the largest gathered unit."""
     full: dict[str, dict[str, int]] = {}
     for node in captured.forward.graph.find_nodes(op="call_function", target=UNSHARD):
         call, value = UnshardCall(*node.args), node.meta["val"]
@@ -49,7 +49,7 @@ def largest_unit(captured: CapturedStep) -> int:
 def traffic_expressions(
     captured: CapturedStep, sample: Sample, num_shards: sympy.Symbol, num_replicas: sympy.Symbol | None
 ) -> dict[tuple[str, str], Traffic]:
-    """Bytes of each half's collectives by kind, of one micro-batch, and how many they are."""
+    """The collectives of each half in one micro-batch, by kind."""
     gathered: dict[str, dict[int, int]] = {"forward": {}, "backward": {}}
     reduced: dict[int, int] = {}
     for half, gm in (("forward", captured.forward), ("backward", captured.backward)):
@@ -86,7 +86,7 @@ def _add_rows(rows: dict[int, int], full: torch.Tensor, dtype: torch.dtype | Non
 
 
 def by_kind(traffic: Mapping[tuple[str, str], Traffic]) -> dict[str, sympy.Expr]:
-    """Bytes of both halves together."""
+    """Bytes by kind, summed over both halves."""
     found: dict[str, sympy.Expr] = {}
     for (_, kind), one in traffic.items():
         found[kind] = found.get(kind, sympy.Integer(0)) + one.num_bytes

@@ -1,7 +1,7 @@
 """Exact polynomials through measured whole numbers.
 
-Bytes and operations of one graph are polynomials in its dynamic dims. Their coefficients follow from as
-many measurements as there are monomials, in rational arithmetic; nothing is rounded.
+Bytes and operations of one graph are polynomials in its dynamic dims. One measurement for each monomial determines the
+coefficients, in rational arithmetic without rounding.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Basis:
     """Monomials, and the points at which a polynomial of them is measured.
 
     Attributes:
-        monomials: exponents, one for each dim.
-        points: as many sizes of the dims, on a grid, so that the polynomial is determined.
+        monomials: for each monomial the exponents of the dims.
+        points: sizes of the dims, on a grid: as many points as monomials.
     """
 
     monomials: tuple[Monomial, ...]
@@ -50,7 +50,7 @@ class Basis:
         return found
 
     def solver(self) -> list[list[Fraction]]:
-        """The matrix that makes coefficients of values at the points."""
+        """The matrix that maps values at the points to coefficients."""
         inverse = sympy.Matrix([self.row(point) for point in self.points]).inv()
         size = len(self.points)
         return [
@@ -59,11 +59,11 @@ class Basis:
 
 
 def fit(basis: Basis, values: Mapping[tuple[int, ...], Sequence[int]]) -> list[tuple[Fraction, ...]]:
-    """Coefficients of each polynomial whose values at the points of the basis are given.
+    """Coefficients of polynomials with given values at the points of the basis.
 
     Args:
         basis: monomials and points.
-        values: for each point the value of every polynomial, in one order.
+        values: for each point the values of all polynomials, in one order.
     """
     solver = basis.solver()
     columns = zip(*(values[point] for point in basis.points), strict=True)
@@ -79,7 +79,7 @@ def fit(basis: Basis, values: Mapping[tuple[int, ...], Sequence[int]]) -> list[t
 
 
 def value_at(basis: Basis, coefficients: Sequence[Fraction], point: Sequence[int]) -> Fraction:
-    """The value of a polynomial."""
+    """The value of a polynomial at a point."""
     return sum((a * b for a, b in zip(coefficients, basis.row(point), strict=True)), Fraction())
 
 
@@ -93,7 +93,7 @@ def expression(basis: Basis, coefficients: Sequence[Fraction], symbols: Sequence
 
 
 def undominated(polynomials: Sequence[tuple[Fraction, ...]]) -> list[tuple[Fraction, ...]]:
-    """Those that can be the largest somewhere: none of the others has every coefficient as large."""
+    """The polynomials that can be the largest somewhere: no other one has every coefficient as large."""
     found: list[tuple[Fraction, ...]] = []
     for one in sorted(set(polynomials), reverse=True):
         if not any(all(a >= b for a, b in zip(other, one, strict=True)) for other in found):

@@ -1,4 +1,4 @@
-"""What expressions are fitted to: the numbers of a step, captured at one point and scheduled on one mesh."""
+"""Samples to which expressions are fitted: the numbers of a step at one point, scheduled on one mesh."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Sample:
 
     Attributes:
         structure: names of the nodes, in order, of both halves before any pass.
-        orders: names of the nodes of each half as its collectives were placed.
+        orders: names of the nodes of each half, with its collectives placed.
         persistent: see :func:`graphshard.inspection.persistent_bytes.persistent_bytes`.
         activations, gathered: bytes at the end of the forward.
-        live: bytes at each node of the forward, then of the backward, then in the optimizer's step.
-        kernels: of each half with its sums merged, those around its collectives apart.
-        copy_seconds: of each half, of the kernels around its collectives.
-        traffic: bytes, and number, of the collectives of one micro-batch, by half and kind.
+        live: live bytes at each node of the forward, then of the backward, then in the optimizer's step.
+        kernels: kernels of each half with merged sums, without the kernels around its collectives.
+        copy_seconds: seconds of the kernels around the collectives of each half.
+        traffic: (bytes, number) of the collectives of one micro-batch, by half and kind.
     """
 
     structure: tuple[str, ...]
@@ -55,19 +55,19 @@ class Sample:
     traffic: Mapping[tuple[str, str], tuple[int, int]]
 
     def whole_numbers(self, groups: Sequence[Sequence[Group]]) -> list[int]:
-        """Everything that is fitted, in one order."""
+        """All numbers that are fitted, in one order."""
         works = [works_of(kernels, of_half) for kernels, of_half in zip(self.kernels, groups, strict=True)]
         values = [self.activations, self.persistent["inputs"], self.gathered]
         return [*values, *(work for half in works for work in half.values()), *self.live]
 
 
-#: What bounds a kernel: "memory", or its class and dtype.
+#: The bound of a kernel: "memory", or its class and dtype.
 Group = str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """Captures of one model at any sizes of its dynamic dims."""
+    """Captures one model at any sizes of its dynamic dims."""
 
     module: nn.Module
     args: Sequence[Any]
@@ -99,7 +99,7 @@ class Sampler:
         mesh: Mapping[str, int] | None = None,
         orders: Mapping[str, Sequence[str]] | None = None,
     ) -> Sample:
-        """The step at a point on a mesh, default the reference's; in given orders, or as it is scheduled."""
+        """The step at a point on a mesh, by default the reference mesh; in given orders, or as scheduled."""
         mesh = mesh or self.settings.rules.mesh
         rules = replace(self.settings.rules, mesh=mesh)
         settings = replace(self.settings, rules=rules, budget_bytes=None)
@@ -147,7 +147,7 @@ class Sampler:
 
 
 def _before_placing(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
-    """A half as it is before its collectives are placed, but for what lowering adds."""
+    """A half as lowering leaves it before collectives are placed, but with its shard ops."""
     copied = copy_graph(gm)
     for step in LOWERING.passes[1:]:
         step.run(copied, context)
@@ -159,7 +159,7 @@ def _seconds(kernels: Sequence[Kernel], card: HardwareCard) -> float:
 
 
 def traffic_of(gm: fx.GraphModule) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Bytes, and number, of the collectives of each kind."""
+    """(bytes, number) of the collectives, by kind."""
     found: dict[str, tuple[int, int]] = {}
     for node in filter(is_collective, gm.graph.nodes):
         num_bytes, count = found.get(collective_kind(node), (0, 0))
@@ -168,7 +168,7 @@ def traffic_of(gm: fx.GraphModule) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def groups_of(kernels: Sequence[Kernel], card: HardwareCard) -> list[Group]:
-    """What bounds each kernel."""
+    """The bound of each kernel."""
     found = []
     for kernel in kernels:
         seconds = kernel_seconds(kernel, card) - card.kernel_overhead_seconds
@@ -180,7 +180,7 @@ def groups_of(kernels: Sequence[Kernel], card: HardwareCard) -> list[Group]:
 
 
 def works_of(kernels: Sequence[Kernel], groups: Sequence[Group]) -> dict[Group, int]:
-    """Bytes or operations of each group."""
+    """The work of each group: bytes or operations."""
     found = dict.fromkeys(sorted(set(groups)), 0)
     for kernel, group in zip(kernels, groups, strict=True):
         if group == "memory":
