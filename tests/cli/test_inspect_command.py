@@ -8,66 +8,12 @@ import jsonschema
 import pytest
 import torch
 from support.cost_cards import ROUND_CARD
+from support.factories import MODULE
 
 from graphshard.cli.inspect_command import parse_mesh
 from graphshard.cli.main import main
 from graphshard.errors import UsageError
 from graphshard.report import report_schema
-
-MODULE = """
-import torch
-from torch import nn
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x, scale=1.0):
-        return self.second(torch.relu(self.first(x))) * scale
-
-class Breaks(Model):
-    def forward(self, x):
-        y = self.first(x)
-        torch._dynamo.graph_break()
-        return y.sum()
-
-class Selects(Model):
-    def forward(self, x):
-        y = self.first(x)
-        return y[y > 0].sum()
-
-def loss(output):
-    return output.square().mean()
-
-def make():
-    with torch.device("meta"):
-        return Model(), (torch.empty(2, 4),), {"scale": 2.0}
-
-def short():
-    with torch.device("meta"):
-        return Model(), (torch.empty(2, 4),)
-
-def breaks():
-    return Breaks(), (torch.ones(2, 4),)
-
-def selects():
-    return Selects(), (torch.ones(2, 4),)
-
-def nothing():
-    return None
-
-def only_a_model():
-    return Model()
-
-def tensor_as_args():
-    return Model(), torch.ones(2, 4)
-
-def fails():
-    raise KeyError("no weights here")
-
-number = 3
-"""
 
 
 @pytest.fixture

@@ -11,10 +11,18 @@ import pytest
 import torch
 import torch._functorch.config as functorch_config
 from support.cost_cards import round_card
+from support.inspected import (
+    CARD,
+    POLICY,
+    TINY,
+    graph_with_a_gather,
+    inspect_linears,
+    inspect_llama,
+    mean_square,
+)
 from support.llama_example import llama_model
 from support.small_models import MODELS, Blocks, WithHead, example_batch, shard_units
-from torch import Tensor, fx, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch import Tensor, nn
 
 import graphshard
 from graphshard.cost import CostModel, mesh_topologies
@@ -35,35 +43,12 @@ from graphshard.report import CATEGORIES, SCHEMA_VERSION, Report, report_schema
 from graphshard.report.text import pass_diffs, report_text
 from graphshard.report.trace import trace_events
 
-CARD = round_card()
 CPU_CARD = round_card(device_type="cpu")
-TINY = llama_model.LlamaConfig(
-    num_layers=2, width=64, hidden=128, num_heads=4, num_kv_heads=2, vocabulary=80
-)
-POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def _mean_square(output: Tensor) -> Tensor:
-    return output.square().mean()
-
-
-def _llama(**options) -> Report:
-    config = replace(TINY, **options.pop("config", {}))
-    model, args, kwargs = llama_model.on_meta(config, 2, 16)
-    given = {"mesh": {"shard": 8}, "hardware": CARD, "units": ["layers.*"], "mp_policy": POLICY}
-    return graphshard.inspect(model, args, kwargs, **(given | options))
 
 
 @pytest.fixture(scope="module")
 def llama() -> Report:
-    return _llama()
-
-
-def _linears(**options) -> Report:
-    """Two layers: 4 to 5 and 5 to 3, a batch of any rows."""
-    batch = example_batch("two_linears")
-    given = {"mesh": {"shard": 2}, "hardware": CARD, "units": ["first", "second"], "loss": _mean_square}
-    return graphshard.inspect(MODELS["two_linears"](), [batch], **(given | options))
+    return inspect_llama()
 
 
 def test_categories_add_up_to_the_peak(llama):
@@ -105,7 +90,7 @@ def test_memory_is_that_of_the_memory_model(half, monkeypatch):
 
     inspection_half = inspection.half_report
     monkeypatch.setattr(inspection, "half_report", remember)
-    report = _llama()
+    report = inspect_llama()
     gm, outside = graphs[half]
     timeline = memory_timeline(gm, kept=kept_inputs(gm), device_type="cuda")
     assert report.half(half).peak.total_bytes == timeline.peak_bytes + timeline.kept_bytes + outside
@@ -178,7 +163,7 @@ def test_gathered_parameters_and_activations_are_told_apart(llama):
     last = dict(zip(CATEGORIES, llama.half("forward").memory[-1].num_bytes, strict=True))
     read_again = model.output.weight.numel() + model.norm.weight.numel()
     assert last["gathered"] == 2 * read_again  # bfloat16; the backward of the embedding does not read it
-    checkpointed = _llama(checkpoint="units")
+    checkpointed = inspect_llama(checkpoint="units")
     less = dict(zip(CATEGORIES, checkpointed.half("forward").memory[-1].num_bytes, strict=True))
     assert 0 < less["activations"] < 0.7 * last["activations"]
     again = checkpointed.throughput
@@ -206,7 +191,7 @@ def test_collectives_are_those_counted_by_hand(llama):
 
 
 def test_hybrid_mesh_reduces_over_copies():
-    report = _linears(mesh={"replicate": 2, "shard": 4})
+    report = inspect_linears(mesh={"replicate": 2, "shard": 4})
     kinds = {(one.kind, one.group) for one in report.collectives}
     assert kinds == {("all_gather", "shard"), ("reduce_scatter", "shard"), ("all_reduce", "replicate")}
     assert report.num_ranks == 8
@@ -214,7 +199,7 @@ def test_hybrid_mesh_reduces_over_copies():
 
 def test_utilisation_is_that_computed_by_hand():
     """Forward: two products; backward: one product each for the weights and one for the inner input."""
-    report = _linears()
+    report = inspect_linears()
     rows = example_batch("two_linears").shape[0]
     first, second = 2 * rows * 4 * 5, 2 * rows * 5 * 3
     through = report.throughput
@@ -270,7 +255,7 @@ def test_each_exposure_has_a_cause_a_reason_and_a_remedy(llama):
 
 
 def test_planning_by_cost_is_no_slower(llama):
-    planned = _llama(plan="auto")
+    planned = inspect_llama(plan="auto")
     assert planned.step_seconds <= llama.step_seconds * (1 + 1e-9)
     assert {planned.half(name).solver for name in ("forward", "backward")} <= {"beam", "exact"}
     assert planned.bound_seconds <= planned.step_seconds
@@ -280,7 +265,7 @@ def test_planning_by_cost_is_no_slower(llama):
 
 def test_micro_batches_repeat_the_halves(llama):
     """Twice forward and backward, and once more two reads and a write of the gradients each time."""
-    two = _llama(micro_batches=2)
+    two = inspect_llama(micro_batches=2)
     model, _, _ = llama_model.on_meta(TINY, 2, 16)
     shards = _shard_bytes(model, 8)
     added = CARD.kernel_overhead_seconds + 3 * shards / CARD.memory_bandwidth
@@ -297,7 +282,7 @@ def test_micro_batches_repeat_the_halves(llama):
     ("optimizer", "states", "moved"), [("adamw", 2, 7), ("sgd", 0, 3), ("sgd-momentum", 1, 5), ("none", 0, 0)]
 )
 def test_optimizer_moves_what_it_reads_and_writes(optimizer, states, moved):
-    report = _linears(optimizer=optimizer)
+    report = inspect_linears(optimizer=optimizer)
     shards = _shard_bytes(MODELS["two_linears"](), 2)
     assert report.memory.persistent["optimizer"] == states * shards
     half = report.half("optimizer")
@@ -310,7 +295,7 @@ def test_optimizer_moves_what_it_reads_and_writes(optimizer, states, moved):
 
 def test_frozen_parameters_have_no_state():
     report = graphshard.inspect(
-        MODELS["frozen_first"](), [example_batch("frozen_first")], mesh={"shard": 2}, hardware=CARD, loss=_mean_square
+        MODELS["frozen_first"](), [example_batch("frozen_first")], mesh={"shard": 2}, hardware=CARD, loss=mean_square
     )
     model = MODELS["frozen_first"]()
     trained = sum(
@@ -322,7 +307,7 @@ def test_frozen_parameters_have_no_state():
 def test_world_size_does_not_change_the_graphs():
     """With dims that either number divides, into shards of 16 bytes at least: copies take nodes of their own."""
     sizes = {"num_layers": 1, "width": 4096, "hidden": 4096, "num_kv_heads": 4, "vocabulary": 8192}
-    small, large = (_llama(mesh={"shard": num_ranks}, config=sizes) for num_ranks in (8, 512))
+    small, large = (inspect_llama(mesh={"shard": num_ranks}, config=sizes) for num_ranks in (8, 512))
     assert [step.num_nodes for step in large.passes] == [step.num_nodes for step in small.passes]
     assert large.num_ranks == 512
     assert large.memory.persistent["parameters"] * 64 == small.memory.persistent["parameters"]
@@ -333,7 +318,7 @@ def test_copies_of_the_backend_are_those_of_the_card():
     at_peak = {
         card.device_type: max(
             dict(zip(CATEGORIES, point.num_bytes, strict=True))["buckets"]
-            for point in _linears(hardware=card).half("forward").memory
+            for point in inspect_linears(hardware=card).half("forward").memory
         )
         for card in (CARD, CPU_CARD)
     }
@@ -341,9 +326,9 @@ def test_copies_of_the_backend_are_those_of_the_card():
 
 
 def test_process_groups_change_nothing(fake_group):
-    alone = _linears().to_dict(texts=True)
+    alone = inspect_linears().to_dict(texts=True)
     fake_group(2)
-    together = _linears().to_dict(texts=True)
+    together = inspect_linears().to_dict(texts=True)
     for report in (alone, together):
         report["stage_seconds"] = {}
         for step in report["passes"]:
@@ -384,7 +369,7 @@ def test_text_has_every_pass_and_no_clock(llama):
     text = report_text(llama)
     for name in ("joint: captured", "joint: insert_shards", "forward: partitioned", "backward: schedule_collectives"):
         assert f"# {name}" in text
-    assert text == report_text(_llama())
+    assert text == report_text(inspect_llama())
     moved = {(step.graph, step.name): diff for step, diff in pass_diffs(llama)}
     assert "+%unshard_0" in moved["joint", "insert_shards"]
     assert "+%all_gather_into_tensor_0" in moved["forward", "lower_shards"]
@@ -394,7 +379,7 @@ def test_text_has_every_pass_and_no_clock(llama):
 @pytest.mark.parametrize("overlapped", [0.0, 5e-6])
 def test_trace_opens_and_nests(llama, overlapped):
     if overlapped:
-        llama = _llama(hardware=round_card(overlapped_latency_seconds=overlapped))
+        llama = inspect_llama(hardware=round_card(overlapped_latency_seconds=overlapped))
     trace = json.loads(json.dumps(trace_events(llama), allow_nan=False))
     slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     names = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
@@ -416,7 +401,7 @@ def test_trace_opens_and_nests(llama, overlapped):
 
 def test_progress_names_each_stage():
     stages = []
-    report = _linears(progress=stages.append)
+    report = inspect_linears(progress=stages.append)
     assert stages == list(report.stage_seconds)
     assert stages[0] == "capture" and "backward: schedule" in stages
 
@@ -425,28 +410,15 @@ def test_exported_program_costs_what_its_module_costs():
     with torch.device("meta"):
         model, batch = MODELS["blocks_2"](), torch.empty(2, 6)
     exported = torch.export.export(model, (batch,))
-    options = {"mesh": {"shard": 4}, "hardware": CARD, "units": ["blocks.*"], "loss": _mean_square}
+    options = {"mesh": {"shard": 4}, "hardware": CARD, "units": ["blocks.*"], "loss": mean_square}
     found, expected = (graphshard.inspect(one, [batch], **options) for one in (exported, model))
     assert found.memory == replace(expected.memory, peak_where=found.memory.peak_where)
     assert found.step_seconds == pytest.approx(expected.step_seconds)
     assert graphshard.inspect(exported, **options).step_seconds == found.step_seconds
 
 
-def _graph_with_a_gather() -> fx.GraphModule:
-    graph = fx.Graph()
-    shard, x = graph.placeholder("shard"), graph.placeholder("x")
-    c10d = torch.ops._c10d_functional
-    gathered = graph.call_function(c10d.all_gather_into_tensor.default, (shard, 4, "mine"))
-    waited = graph.call_function(c10d.wait_tensor.default, (gathered,))
-    product = graph.call_function(torch.ops.aten.mm.default, (x, waited))
-    graph.output((product,))
-    for node, shape in ((shard, (2, 8)), (x, (16, 8)), (gathered, (8, 8)), (waited, (8, 8)), (product, (16, 8))):
-        node.meta["val"] = torch.empty(shape, device="meta")
-    return fx.GraphModule(nn.Module(), graph)
-
-
 def test_a_graph_of_ones_own():
-    gm = _graph_with_a_gather()
+    gm = graph_with_a_gather()
     report = graphshard.inspect_graph(gm, hardware=CARD)
     (half,) = report.halves
     model = CostModel(card=CARD, groups=mesh_topologies({"mine": 4}, 8))
@@ -467,7 +439,7 @@ def test_a_graph_of_ones_own():
 
 def test_what_stays_in_a_graph_of_ones_own_is_counted_and_priced():
     """A sum in place of 16 x 8 floats, on a group that was not named otherwise."""
-    gm = _graph_with_a_gather()
+    gm = graph_with_a_gather()
     (product,) = gm.graph.output_node().all_input_nodes
     c10d = torch.ops._c10d_functional
     with gm.graph.inserting_after(product):
@@ -475,7 +447,7 @@ def test_what_stays_in_a_graph_of_ones_own_is_counted_and_priced():
     with gm.graph.inserting_after(started):
         waited = gm.graph.call_function(c10d.wait_tensor.default, (started,))
     started.meta["val"] = waited.meta["val"] = product.meta["val"]
-    without = graphshard.inspect_graph(_graph_with_a_gather(), hardware=CARD)
+    without = graphshard.inspect_graph(graph_with_a_gather(), hardware=CARD)
     report = graphshard.inspect_graph(gm, hardware=CARD, groups={"other": 8})
     model = CostModel(card=CARD, groups=mesh_topologies({"other": 8}, 8))
     expected = model.collective_seconds("all_reduce", 16 * 8 * 4, "other")
@@ -490,7 +462,7 @@ def test_what_stays_in_a_graph_of_ones_own_is_counted_and_priced():
 def test_a_plan_without_a_budget_is_faster_than_the_passes_and_holds_no_more(card):
     def step(**options) -> Report:
         return graphshard.inspect(
-            Blocks(3), [torch.zeros(3, 6)], mesh={"shard": 2}, hardware=card, units=["blocks.*"], loss=_mean_square,
+            Blocks(3), [torch.zeros(3, 6)], mesh={"shard": 2}, hardware=card, units=["blocks.*"], loss=mean_square,
             **options,
         )  # fmt: skip
 
@@ -543,15 +515,15 @@ def test_a_plan_computes_activations_again_where_the_budget_is_too_small_for_the
 @pytest.mark.parametrize("plan", ["unit", "auto"])
 def test_a_budget_that_cannot_be_kept(plan):
     with pytest.raises(BudgetError, match=r"memory_budget: 50 bytes a rank, but .* needs? \d+ bytes; allow") as caught:
-        _linears(plan=plan, memory_budget=50, optimizer="none")
+        inspect_linears(plan=plan, memory_budget=50, optimizer="none")
     assert caught.value.needed_bytes > 50
     budget = caught.value.needed_bytes
     try:
-        kept = _linears(plan=plan, memory_budget=budget, optimizer="none")
+        kept = inspect_linears(plan=plan, memory_budget=budget, optimizer="none")
     except BudgetError as error:  # planned half by half: the backward needs more than the forward
         assert plan == "auto" and error.needed_bytes > budget
         budget = error.needed_bytes
-        kept = _linears(plan=plan, memory_budget=budget, optimizer="none")
+        kept = inspect_linears(plan=plan, memory_budget=budget, optimizer="none")
     assert kept.memory.fits and kept.memory.peak_bytes <= budget == kept.memory.budget_bytes
 
 
@@ -574,7 +546,7 @@ def test_a_budget_that_cannot_be_kept(plan):
 )
 def test_options_that_cannot_be(options, error, message):
     with pytest.raises(error, match=message) as caught:
-        _linears(**options)
+        inspect_linears(**options)
     assert "\n" not in str(caught.value)
 
 
@@ -587,7 +559,7 @@ def test_inputs_that_do_not_fit():
 def test_a_model_without_training():
     model = MODELS["two_linears"]().requires_grad_(False)
     with pytest.raises(CaptureError, match="nothing is trained"):
-        graphshard.inspect(model, [example_batch("two_linears")], mesh={"shard": 2}, hardware=CARD, loss=_mean_square)
+        graphshard.inspect(model, [example_batch("two_linears")], mesh={"shard": 2}, hardware=CARD, loss=mean_square)
 
 
 @pytest.mark.parametrize("name", ["blocks_2", "tied_embedding", "frozen_first"])
@@ -595,7 +567,7 @@ def test_a_sharded_model_costs_what_the_plain_one_costs(name, fake_group):
     units = {"blocks_2": ["blocks.*"], "tied_embedding": [], "frozen_first": ["first", "second"]}[name]
     sharded = shard_units(MODELS[name](), fake_group(2))
     before = {path: type(module) for path, module in sharded.named_modules()}
-    options = {"hardware": CARD, "loss": _mean_square, "optimizer": "sgd-momentum"}
+    options = {"hardware": CARD, "loss": mean_square, "optimizer": "sgd-momentum"}
     found = graphshard.inspect(sharded, [example_batch(name)], **options)
     assert {path: type(module) for path, module in sharded.named_modules()} == before
     expected = graphshard.inspect(MODELS[name](), [example_batch(name)], mesh={"shard": 2}, units=units, **options)

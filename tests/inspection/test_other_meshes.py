@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.cost_cards import round_card, with_rows
+from support.cost_cards import round_card
+from support.inspected import inspect_linears, inspect_llama, measured_card
 from support.replayed import at_mesh, neutral, replay, with_links
-from test_inspect import _linears, _llama
 
 from graphshard.cost import CostModel, GroupTopology, known_cards, load_card
 from graphshard.cost.links import formula_seconds, formula_ways
@@ -23,7 +23,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"
 
 @pytest.fixture(scope="module")
 def llama():
-    return _llama(micro_batches=2)
+    return inspect_llama(micro_batches=2)
 
 
 @given(
@@ -56,7 +56,7 @@ def test_ways_of_measured_times():
 @pytest.mark.parametrize("plan", ["unit", "auto"])
 def test_the_schedule_gives_the_step_again(plan, overlapped, spread):
     card = round_card(overlapped_latency_seconds=overlapped, collective_spread_seconds=spread)
-    report = _llama(plan=plan, micro_batches=2, hardware=card)
+    report = inspect_llama(plan=plan, micro_batches=2, hardware=card)
     step, exposed = replay(report, neutral(report))
     assert step == pytest.approx(report.step_seconds, rel=1e-12)
     assert exposed == pytest.approx(report.exposed_seconds, rel=1e-12) and exposed > 0
@@ -66,24 +66,16 @@ def test_the_schedule_gives_the_step_again(plan, overlapped, spread):
 
 
 def test_a_step_is_shorter_where_latencies_pass_side_by_side(llama):
-    report = _llama(micro_batches=2, hardware=round_card(overlapped_latency_seconds=5e-6))
+    report = inspect_llama(micro_batches=2, hardware=round_card(overlapped_latency_seconds=5e-6))
     assert report.step_seconds < llama.step_seconds
     flights = [one for half in report.halves for one in half.collectives]
     assert any(after.began < before.finished for before, after in itertools.pairwise(flights))
     assert neutral(report).prices[0].overlapped_seconds == 5e-6
 
 
-def measured_card():
-    """Collectives of eight ranks overlap by 1 us of latency and by half of their transfer."""
-    link = round_card().intra_node
-    for op in ("all_gather", "reduce_scatter", "all_reduce"):
-        link = with_rows(link, op, 8, (2**10, 2e-6, 1e-6), (2**14, 12e-6, 6e-6), (2**20, 120e-6, 60e-6))
-    return round_card(intra_node=link, overlapped_latency_seconds=1e-6)
-
-
 @pytest.mark.parametrize("plan", ["unit", "auto"])
 def test_the_schedule_gives_the_step_again_where_transfers_overlap(llama, plan):
-    report = _llama(plan=plan, micro_batches=2, hardware=measured_card())
+    report = inspect_llama(plan=plan, micro_batches=2, hardware=measured_card())
     step, exposed = replay(report, neutral(report))
     assert step == pytest.approx(report.step_seconds, rel=1e-12)
     assert exposed == pytest.approx(report.exposed_seconds, rel=1e-12) and exposed > 0
@@ -97,7 +89,7 @@ def test_the_schedule_gives_the_step_again_where_transfers_overlap(llama, plan):
 
 def test_the_schedule_gives_the_step_again_where_collectives_take_of_the_core():
     card = round_card(device_type="cpu", comm_compute_seconds_per_byte=5e-11, collective_start_seconds=1e-6)
-    report = _llama(micro_batches=2, hardware=card)
+    report = inspect_llama(micro_batches=2, hardware=card)
     step, exposed = replay(report, neutral(report))
     assert step == pytest.approx(report.step_seconds, rel=1e-12)
     assert exposed == pytest.approx(report.exposed_seconds, rel=1e-12) and exposed > 0
@@ -106,13 +98,13 @@ def test_the_schedule_gives_the_step_again_where_collectives_take_of_the_core():
 @pytest.mark.parametrize(("plan", "remedy"), [("unit", 'plan="auto"'), ("auto", "less to send at this point")])
 def test_who_may_wait_for_what_is_late_is_told_what_is_possible(plan, remedy):
     """A plan without a budget has taken all the room there is: no budget would help."""
-    report = _llama(plan=plan, micro_batches=2, hardware=round_card(collective_spread_seconds=4e-5))
+    report = inspect_llama(plan=plan, micro_batches=2, hardware=round_card(collective_spread_seconds=4e-5))
     late = [one.collective for one in report.exposures if one.collective.cause == "spread"]
     assert late and all(one.remedy.startswith(remedy) for one in late)
 
 
 def test_a_step_is_longer_where_ends_are_spread(llama):
-    report = _llama(micro_batches=2, hardware=round_card(collective_spread_seconds=4e-5))
+    report = inspect_llama(micro_batches=2, hardware=round_card(collective_spread_seconds=4e-5))
     assert report.step_seconds > llama.step_seconds
     assert neutral(report).prices[0].spread_seconds == 4e-5
     late = [one.collective for one in report.exposures if one.collective.cause == "spread"]
@@ -125,7 +117,7 @@ def test_a_step_is_longer_where_ends_are_spread(llama):
 @pytest.mark.parametrize(("bandwidth", "latency"), [(0.25, 1.0), (1.0, 8.0), (50.0, 0.1)])
 def test_other_links_give_what_inspecting_with_them_gives(llama, bandwidth, latency):
     """The schedule of the passes does not depend on prices, so rescaling is exact."""
-    again = _llama(micro_batches=2, hardware=with_links(round_card(), bandwidth, latency))
+    again = inspect_llama(micro_batches=2, hardware=with_links(round_card(), bandwidth, latency))
     step, exposed = replay(llama, neutral(llama), bandwidth=bandwidth, latency=latency)
     assert step == pytest.approx(again.step_seconds, rel=1e-9)
     assert exposed == pytest.approx(again.exposed_seconds, rel=1e-9)
@@ -134,7 +126,7 @@ def test_other_links_give_what_inspecting_with_them_gives(llama, bandwidth, late
 
 def test_other_meshes_come_close_to_inspecting_on_them():
     sizes = {"width": 512, "hidden": 1024, "vocabulary": 1024, "num_kv_heads": 4}
-    report, again = (_llama(mesh={"shard": size}, config=sizes) for size in (8, 32))
+    report, again = (inspect_llama(mesh={"shard": size}, config=sizes) for size in (8, 32))
     world = at_mesh(report, {"shard": 32})
     step, _ = replay(report, world, shard_factor=8 / 32)
     assert step == pytest.approx(again.step_seconds, rel=0.02)
@@ -149,7 +141,7 @@ def test_worlds_fill_nodes_and_have_a_price_for_everything(llama):
     for world in llama.worlds:
         assert {(one.kind, one.group, one.num_bytes) for one in world.prices} == keys
         assert math.prod(world.mesh.values()) == world.num_ranks
-    hybrid = _linears(mesh={"replicate": 3, "shard": 8})
+    hybrid = inspect_linears(mesh={"replicate": 3, "shard": 8})
     assert [world.mesh["replicate"] for world in hybrid.worlds] == [3, 6, 12, 24, 48, 96]
     assert {world.mesh["shard"] for world in hybrid.worlds} == {8}
 

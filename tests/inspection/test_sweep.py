@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 from support.cost_cards import ROUND_CARD, round_card
+from support.factories import MODULE
 from support.llama_example import llama_model
 from support.small_models import MODELS
-from test_inspect_command import MODULE
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard

@@ -7,9 +7,8 @@ import pytest
 from PIL import Image
 from support.chromium import PATH, Chromium
 from support.cost_cards import round_card
+from support.inspected import graph_with_a_gather, inspect_linears, inspect_llama, measured_card
 from support.replayed import at_mesh, neutral, replay, with_links
-from test_inspect import _graph_with_a_gather, _linears, _llama
-from test_inspect_worlds import measured_card
 
 import graphshard
 from graphshard.report.html import write_html
@@ -22,7 +21,7 @@ PHONE, DESKTOP = (390, 844), (1280, 900)
 
 @pytest.fixture(scope="module")
 def llama():
-    return _llama(micro_batches=2)
+    return inspect_llama(micro_batches=2)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +76,7 @@ def _num_colours(browser, canvas):
 )
 def test_neutral_sliders_give_the_reports_time(browser, tmp_path, plan, overlapped, spread):
     card = round_card(overlapped_latency_seconds=overlapped, collective_spread_seconds=spread)
-    report = _llama(plan=plan, micro_batches=3, hardware=card)
+    report = inspect_llama(plan=plan, micro_batches=3, hardware=card)
     write_html(report, tmp_path / "page.html")
     browser.open(tmp_path / "page.html", *DESKTOP)
     data = browser.data()
@@ -89,7 +88,7 @@ def test_neutral_sliders_give_the_reports_time(browser, tmp_path, plan, overlapp
 
 @pytest.mark.parametrize(("bandwidth", "latency"), [(1.0, 1.0), (0.25, 4.0), (16.0, 0.125)])
 def test_sliders_of_links_where_transfers_overlap(browser, tmp_path, bandwidth, latency):
-    report = _llama(micro_batches=2, hardware=measured_card())
+    report = inspect_llama(micro_batches=2, hardware=measured_card())
     write_html(report, tmp_path / "page.html")
     browser.open(tmp_path / "page.html", *DESKTOP, fragment=f"bandwidth={bandwidth}&latency={latency}")
     step, exposed = replay(report, neutral(report), bandwidth=bandwidth, latency=latency)
@@ -100,7 +99,7 @@ def test_sliders_of_links_where_transfers_overlap(browser, tmp_path, bandwidth, 
 
 @pytest.mark.parametrize(("bandwidth", "latency"), [(0.25, 4.0), (16.0, 0.125)])
 def test_sliders_of_links_give_what_inspecting_with_them_gives(browser, llama, page, bandwidth, latency):
-    again = _llama(micro_batches=2, hardware=with_links(round_card(), bandwidth, latency))
+    again = inspect_llama(micro_batches=2, hardware=with_links(round_card(), bandwidth, latency))
     browser.open(page, *DESKTOP, fragment=f"bandwidth={bandwidth}&latency={latency}")
     data = browser.data()
     assert float(data["stepSeconds"]) == pytest.approx(again.step_seconds, rel=1e-9)
@@ -306,7 +305,7 @@ def test_everything_is_reached_by_tab(browser, page):
 
 
 def test_budgets_of_a_link_and_of_the_report(browser, tmp_path):
-    report = _llama(memory_budget="1MiB")
+    report = inspect_llama(memory_budget="1MiB")
     write_html(report, tmp_path / "page.html")
     out = "document.querySelector('[name=budget-out]').value"
     browser.open(tmp_path / "page.html", *DESKTOP)
@@ -355,13 +354,13 @@ def test_a_failing_script_is_shown_and_reported(browser, page, tmp_path):
 @pytest.mark.parametrize("which", ["own graph", "one rank", "no collectives", "two axes"])
 def test_unusual_reports_have_a_page_that_works(browser, tmp_path, which):
     if which == "own graph":
-        report = graphshard.inspect_graph(_graph_with_a_gather(), hardware=round_card())
+        report = graphshard.inspect_graph(graph_with_a_gather(), hardware=round_card())
     elif which == "one rank":
-        report = _linears(mesh={"shard": 1})
+        report = inspect_linears(mesh={"shard": 1})
     elif which == "two axes":
-        report = _linears(mesh={"replicate": 2, "shard": 4})
+        report = inspect_linears(mesh={"replicate": 2, "shard": 4})
     else:
-        whole = _linears()
+        whole = inspect_linears()
         halves = [replace(half, collectives=(), schedule=(), compute=tuple(e for e in half.compute if e.kind != "wait"),
                           seconds=half.compute_seconds, exposed_seconds=0.0) for half in whole.halves]  # fmt: skip
         seconds = sum(half.seconds for half in halves)

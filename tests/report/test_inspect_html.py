@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 from importlib import resources
 
 import pytest
-from test_inspect import _graph_with_a_gather, _linears, _llama
+from support.inspected import graph_with_a_gather, inspect_linears, inspect_llama
 
 import graphshard
 from graphshard.report.data import PassStep
@@ -58,7 +58,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def llama():
-    return _llama(micro_batches=2)
+    return inspect_llama(micro_batches=2)
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def test_long_graphs_are_cut_and_say_so(llama):
 
 
 def test_the_page_says_what_is_rescaled():
-    fixed, planned = (html_page(_linears(plan=plan)) for plan in ("unit", "auto"))
+    fixed, planned = (html_page(inspect_linears(plan=plan)) for plan in ("unit", "auto"))
     for text in (fixed, planned):
         assert "Nothing is planned again in the browser." in text
         assert "parameters, optimizer state, gradients and the optimizer's time go with 1 / shard" in text
@@ -180,7 +180,7 @@ def test_the_page_says_what_is_rescaled():
 
 
 def test_a_graph_of_ones_own_has_a_page(tmp_path):
-    report = graphshard.inspect_graph(_graph_with_a_gather(), hardware="h100-sxm", groups={"mine": 4})
+    report = graphshard.inspect_graph(graph_with_a_gather(), hardware="h100-sxm", groups={"mine": 4})
     write_html(report, tmp_path / "graph.html")
     text = (tmp_path / "graph.html").read_text()
     parsed = Page(text)
