@@ -1,8 +1,8 @@
 """The passes of graphshard, one a file, installed as ``graphshard.passes``.
 
 Imports: ``ir``, ``memory``, ``pipeline``, ``planner``. A pass imports ``graphshard`` by absolute names, so that its
-file can be copied. For a pass of your own, copy ``merge_waits`` (the shortest) or ``bucket_collectives`` (with an
-option).
+file can be copied. For a pass of your own, copy ``keep_gathered`` (small) or ``bucket_collectives`` (edits
+collectives).
 
 In reading order. Any captured joint graph: ``insert_shards``. The joint graph: ``merge_waits``, ``merge_unshards``,
 ``spread_parameters``, ``keep_gathered``, ``tag_recompute``, ``recompute_activations``. Each half: ``lower_shards``,

@@ -1,4 +1,4 @@
-"""merge_waits: one wait for each result of a collective.
+"""merge_waits: one wait for each result of a collective, and one collective for each value.
 
 A tensor of tensor parallelism that is read in several places may be traced with a wait for each of them (torch 2.14
 does so). This pass keeps the first wait only. Later passes move a collective together with its one wait.
@@ -19,8 +19,8 @@ After::
     %mm_2: f32[4, 8] = mm(%wait_0, %primals_3)
 
 Collectives that communicate the same values become one. A forward and its backward may each ask for the same
-collective of the same tensor: DTensor from torch 2.14 on redistributes the input of a layer norm again in the backward.
-AOTAutograd's partitioner merges such collectives, but from 2.14 on it keeps their waits apart.
+collective of the same tensor: DTensor from torch 2.14 on redistributes the input of a layer norm again in the
+backward. AOTAutograd's partitioner merges such collectives, but from 2.14 on it keeps their waits apart.
 
 A model may call a collective as an op with a derivative of its own (``_c10d_functional_autograd``). It becomes the
 plain op here: the joint graph already holds its gradient.
@@ -29,7 +29,8 @@ Numerics: bitwise the same.
 
 Does not handle:
 
-- waits for memory that a collective writes to in place: they stay.
+- waits for memory that a collective writes to in place: they stay;
+- equal collectives of random numbers, or with a possible write to memory between them: both stay.
 """
 
 from __future__ import annotations
@@ -76,13 +77,12 @@ class MergeWaits:
 
 
 def _merge_equal_collectives(graph: fx.Graph) -> int:
-    """Erases collectives that repeat an earlier one, whose result takes their place; returns how many.
+    """Erases collectives that repeat an earlier one, whose result takes their place; returns their number.
 
-    Two collectives are equal if their ops, arguments and operands are, where operands are compared by what computes
-    them. What draws random numbers, or what an op may write to in between, equals nothing. If the graph returns the
-    result of either one, the repeated one becomes a copy: a caller may write to what it gets.
-
-    The collective that is left has the waits of all.
+    Two collectives are equal if their ops and arguments are equal, and if their operands are computed in the same
+    way. Random ops, and ops with a possible write between them, count as different. The collective that is left has
+    the waits of all. If the graph returns the result of either one, the repeated one becomes a copy, since a caller
+    may write to what it gets.
     """
     num_merged = 0
     for node, first in _repeated(graph).items():
@@ -119,7 +119,7 @@ def _repeated(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def _may_write(node: fx.Node) -> bool:
-    """Whether an op writes to what it is given, or no schema says that it does not."""
+    """Whether an op writes to its inputs, or has no schema that rules it out."""
     if isinstance(node.target, torch._ops.OpOverload):
         return is_c10d_op(node) or (not is_wait(node) and bool(written_operands(node)))
     is_number = isinstance(node.meta.get("val"), (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
@@ -127,7 +127,7 @@ def _may_write(node: fx.Node) -> bool:
 
 
 def _key(value: Any, first_of: dict[fx.Node, fx.Node]) -> Any:
-    """Something hashable that is equal for equal arguments."""
+    """A hashable key that is equal for equal arguments."""
     if isinstance(value, fx.Node):
         return first_of[value]
     if isinstance(value, (list, tuple)):
@@ -142,7 +142,7 @@ def _is_returned(node: fx.Node) -> bool:
 
 
 def _read_copy(graph: fx.Graph, wait: fx.Node) -> None:
-    """Puts a copy of a wait's result where that was read."""
+    """Replaces the readings of a wait's result by readings of a copy."""
     with graph.inserting_after(wait):
         copied = GraphEmitter(graph, origin=wait)(aten.clone.default, wait)
     wait.replace_all_uses_with(copied, delete_user_cb=lambda user: user is not copied)
