@@ -142,7 +142,8 @@ def capture_step(
         primals = [node for node in placeholders if not node.name.startswith("tangents_")]
         if len(primals) == len(placeholders):
             raise CaptureError(
-                "nothing is trained: what the model returns does not depend on a parameter in a way that has a gradient"
+                "nothing is trained: what the model returns does not depend on a parameter in a way that has a "
+                "gradient; return a loss that does"
             )
         num_results = len(output_values(joint.graph)) - len(primals)
         if needs_loss:

@@ -112,7 +112,9 @@ def export_step(
     stack: ExitStack, traced: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> fx.GraphModule:
     if not any(param.requires_grad for param in traced.parameters()):
-        raise CaptureError("nothing is trained: no parameter that the model reads requires a gradient")
+        raise CaptureError(
+            "nothing is trained: no parameter that the model reads requires a gradient; set requires_grad on some"
+        )
     try:
         joint = export_joint_of_blocks(stack, traced, args, kwargs, inductor_decompositions())
     except (RuntimeError, *DATA_DEPENDENT) as error:  # AOTAutograd raises plain RuntimeErrors

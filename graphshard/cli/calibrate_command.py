@@ -27,7 +27,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
     """Measures this machine and writes a card."""
     device = options.device or ("cuda" if is_launched() and torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch sees no CUDA device here")
+        raise UsageError("--device cuda: torch sees no CUDA device here; use --device cpu")
     if options.like:
         load_card(options.like)  # an unknown card is an error before measuring
     ranks_here = int(os.environ["LOCAL_WORLD_SIZE"]) if is_launched() else max(options.nproc, 1)

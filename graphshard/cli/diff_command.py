@@ -24,7 +24,9 @@ def run_diff(options: argparse.Namespace) -> int:
 
     out = options.json
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise UsageError(f"--json {out}: its folder does not exist, or it is a folder itself")
+        raise UsageError(
+            f"--json {out}: its folder does not exist, or it is a folder itself; name a file in another"
+        )
     diff = diff_reports(options.before, options.after)
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(diff_tables(diff, str(options.before), str(options.after)), crop=False)

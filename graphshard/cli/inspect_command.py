@@ -91,7 +91,7 @@ def run_inspect(options: argparse.Namespace) -> int:
     model, args, kwargs = make_inputs(options.factory)
     if dynamic is not None:
         if given.pop("plan") != "unit":
-            raise UsageError(f"--plan {options.plan}: --formulas are those of --plan unit")
+            raise UsageError(f"--plan {options.plan}: --formulas are those of --plan unit; leave --plan out")
         return _print_formulas(
             options, (model, args, kwargs), dynamic=dynamic, mesh=mesh, loss=loss, progress=progress, **given
         )
@@ -139,7 +139,9 @@ def refuse_missing_folders(options: argparse.Namespace, names: Sequence[str]) ->
     for name in names:
         path = getattr(options, name)
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise UsageError(f"--{name} {path}: its folder does not exist, or it is a folder itself")
+            raise UsageError(
+                f"--{name} {path}: its folder does not exist, or it is a folder itself; name a file in another"
+            )
 
 
 def inspect_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -190,7 +192,7 @@ def parse_mesh(words: list[str], option: str = "--mesh") -> dict[str, int]:
                 example = "AXIS=N, as in --mesh replicate=4,shard=16"
             raise UsageError(f"{option} {word}: write {example}")
         if name.strip() in mesh:
-            raise UsageError(f"{option} names the axis {name.strip()!r} twice")
+            raise UsageError(f"{option} names the axis {name.strip()!r} twice; give each axis once")
         mesh[name.strip()] = int(size)
     return mesh
 

@@ -167,7 +167,7 @@ def parse_meshes(words: Sequence[str]) -> list[dict[str, int]]:
             if equals:
                 name = before.strip()
                 if name in texts:
-                    raise UsageError(f"--mesh names the axis {name!r} twice")
+                    raise UsageError(f"--mesh names the axis {name!r} twice; give each axis once")
                 texts[name] = [after]
             elif name:
                 texts[name].append(part)

@@ -71,7 +71,7 @@ def calibrate(
     if is_launched():
         return _calibrate_launched(job, report)
     if num_ranks < 2:
-        raise CalibrationError(f"collectives need at least 2 ranks, not {num_ranks}")
+        raise CalibrationError(f"collectives need at least 2 ranks, not {num_ranks}; give more (--nproc)")
     if job.device_type != "cpu":
         raise CalibrationError("without torchrun only the CPU can be measured; start one rank per device")
     with tempfile.TemporaryDirectory() as folder:

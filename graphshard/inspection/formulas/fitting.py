@@ -270,7 +270,8 @@ class _Fitted:
                 have = result.value(one, **mesh)
                 if have != num_bytes:
                     raise FormulaError(
-                        f"{name} on {mesh}: the expression gives {have} bytes, the passes {num_bytes}"
+                        f"{name} on {mesh}: the expression gives {have} bytes, the passes {num_bytes}; inspect the "
+                        "meshes you need instead"
                     )
 
     def _largest(self, index: int, moments: Sequence[tuple[Fraction, ...]], limit: int) -> int | None:
