@@ -1,10 +1,8 @@
 """``graphshard.sweep``: one model on many meshes and with many batch sizes.
 
 1. The model is captured with the smallest and the largest batch, and in each further process with one more.
-2. A batch size in between is interpolated if both graphs are the same (:mod:`graphshard.capture.change_batch` says what
-   this can miss), and captured otherwise.
-3. For every mesh a copy of a capture, with other numbers of ranks (:mod:`graphshard.capture.change_mesh`), goes through
-   the passes. Its numbers are exactly those of :func:`graphshard.inspect`.
+2. A batch size between is interpolated if both graphs are equal (:mod:`graphshard.capture.change_batch`), or captured.
+3. A copy of a capture for each mesh (:mod:`graphshard.capture.change_mesh`) goes through the passes, as in ``inspect``.
 """
 
 from __future__ import annotations
