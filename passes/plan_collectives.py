@@ -119,7 +119,9 @@ class PlanCollectives:
             UnpricedGroupError: a collective runs on a group without a price.
         """
         if ctx.prices is None:
-            raise PassError("plan_collectives: the context has no prices (PassContext.prices, a CostModel)")
+            raise PassError(
+                "plan_collectives: the context has no prices; give PassContext(prices=CostModel(...))"
+            )
         prices, wishes, places = ctx.prices, self._wishes(gm, ctx), row_places(gm, ctx)
 
         def plan(memory_budget: int | str | None) -> PlannedGraph:

@@ -306,7 +306,7 @@ class FSDPModule:
         comms = _unit(self).settings.comms
         if comms.all_gather is not None or comms.reduce_scatter is not None:
             raise ConflictingCommError(
-                f"{method}: this unit has a custom collective, which allocates its own buffers"
+                f"{method}: this unit has a custom collective, which allocates its own buffers; leave out one"
             )
         raise UnsupportedShardingError(
             f"{method} is not supported: the buffers of a compiled graph belong to Inductor; give the unit "

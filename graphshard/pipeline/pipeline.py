@@ -176,7 +176,9 @@ class Pipeline:
             if report.new_signature:
                 signature = _signature(gm)
             if _signature(gm) != signature:
-                raise PassError(f"{step.name} changed the inputs or the types of the outputs of the graph")
+                raise PassError(
+                    f"{step.name} changed the inputs or the types of the outputs of the graph; a pass must keep both"
+                )
             records.append(_record(step, report, time.perf_counter() - started, gm, after))
             before = after
         gm.recompile()
@@ -249,7 +251,9 @@ def _check_step(
 ) -> None:
     if reported != moved:
         did = "changed" if moved else "did not change"
-        raise PassError(f"{step.name} reported changed={reported}, but it {did} the graph text")
+        raise PassError(
+            f"{step.name} reported changed={reported}, but it {did} the graph text; correct its report"
+        )
     for fact in sorted(held, key=lambda fact: fact.name):
         if problems := CHECKERS[fact](gm, ctx):
             shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")

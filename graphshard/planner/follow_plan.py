@@ -25,7 +25,8 @@ def ways_to_follow(problem: Problem, known: KnownPlan) -> Iterator[list[Step]]:
     members = sorted(index for step in steps if step.is_start for index in step.members)
     if members != list(range(len(problem.collectives))):
         raise PlanError(
-            f"the plan to follow is one of {len(members)} collectives, but there are {len(problem.collectives)}"
+            f"the plan to follow is one of {len(members)} collectives, but there are {len(problem.collectives)}; "
+            "compile the same graph with the same options on every rank"
         )
     if known.num_tasks == len(problem.tasks):
         yield steps

@@ -106,7 +106,9 @@ def problem_of_graph(
             seconds[wait] = _seconds_alone(node, prices)
     bad = [f"{node.name}: {value}" for node, value in seconds.items() if not 0.0 <= value < float("inf")]
     if bad:
-        raise PriceError(f"prices must be finite and not negative, but these are not: {', '.join(bad[:5])}")
+        raise PriceError(
+            f"prices must be finite and not negative, but these are not: {', '.join(bad[:5])}; correct them"
+        )
     reader = _Reader(gm, movable, moving, seconds, places or {}, device_type)
     collectives = wishes.held_back(movable, reader.collectives(), notes)
     tasks = [Task(seconds=seconds.get(node, 0.0)) for node in reader.tasks]
@@ -174,7 +176,9 @@ def _check_groups(collectives: list[fx.Node], prices: Prices) -> None:
             unknown.setdefault(group_name(node), f"{node.name}, {short_name(node)}")
             continue
         if not 0.0 <= value < float("inf"):
-            raise PriceError(f"{node.name} ({short_name(node)}) cannot take {value} seconds")
+            raise PriceError(
+                f"{node.name} ({short_name(node)}) cannot take {value} seconds; correct its price"
+            )
     if unknown:
         listed = "; ".join(f"{group!r} (of {which})" for group, which in unknown.items())
         raise UnpricedGroupError(

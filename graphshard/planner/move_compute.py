@@ -143,7 +143,8 @@ class Moving:
             if head is None or flight is None or group is None or self.move(head, group, flight) != move:
                 raise PlanError(
                     f"the plan to follow moves {move.op} number {move.number} beside collective {move.flight}, with "
-                    f"the collectives {list(move.carried)}, which this graph does not allow"
+                    f"the collectives {list(move.carried)}, which this graph does not allow; compile "
+                    "the same graph with the same options on every rank"
                 )
 
 

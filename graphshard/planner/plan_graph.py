@@ -250,7 +250,8 @@ def _known_splits(gm: fx.GraphModule, known: KnownPlan) -> dict[fx.Node, int]:
     for index, num_parts in known.splits:
         if index >= len(collectives) or num_parts > num_rows(collectives[index]):
             raise PlanError(
-                f"the plan to follow has collective {index} in {num_parts} parts, which it cannot have here"
+                f"the plan to follow has collective {index} in {num_parts} parts, which it cannot have here; "
+                "compile the same graph with the same options on every rank"
             )
     return {collectives[index]: num_parts for index, num_parts in known.splits}
 

@@ -148,7 +148,9 @@ def _axis_of(request: _Request, mesh: MeshLayout) -> MeshAxis:
     name = next((arg for arg in reversed(request.args) if isinstance(arg, str) and arg in names), None)
     axis = mesh.find(name) if name is not None else None
     if axis is None:
-        raise CollectiveMismatchError(f"{request.text()} runs on a group that is not of the mesh ({names})")
+        raise CollectiveMismatchError(
+            f"{request.text()} runs on a group that is not of the mesh ({names}); add its axis"
+        )
     return axis
 
 
