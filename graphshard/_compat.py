@@ -93,7 +93,7 @@ def collective_op(name: str) -> Any:
     return None if packet is None else packet.default
 
 
-#: Whether ``DTensor.from_local`` takes placements for gradients (checked: 2.11 does not, 2.13 to 2.15 do). If not, a
+#: Whether ``DTensor.from_local`` takes placements for gradients (checked: 2.11 does not, 2.12 to 2.15 do). If not, a
 #: gradient is placed like its value, and cannot stay unsummed, which ``dp_mesh_dims`` needs.
 from_local_takes_grad_placements = "grad_placements" in inspect.signature(DTensor.from_local).parameters
 

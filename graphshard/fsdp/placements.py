@@ -320,7 +320,7 @@ def _layout_on_named(
         )
     if not from_local_takes_grad_placements:
         raise UnsupportedShardingError(
-            f"fully_shard: parameter {name}: dp_mesh_dims needs torch 2.13, where DTensor.from_local takes "
+            f"fully_shard: parameter {name}: dp_mesh_dims needs torch 2.12, where DTensor.from_local takes "
             f"grad_placements, and this is {torch.__version__}; make the parameter a DTensor on the other axes alone, "
             "and pass the mesh of the data-parallel axes without dp_mesh_dims"
         )

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 from support.small_graphs import GraphBuilder, aten
+from support.torch_versions import NEEDS_MESSAGES
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._guards import TracingContext, tracing
 from torch._inductor.async_compile import AsyncCompile
@@ -57,7 +58,7 @@ def test_planned_order_of_a_coalesced_collective():
     assert planned_order(gm) == ["start all_reduce_coalesced 0", *["wait all_reduce_coalesced 0"] * 2]
 
 
-@pytest.mark.skipif(not hasattr(c10d, "isend"), reason="this torch has no messages between two ranks")
+@NEEDS_MESSAGES
 def test_planned_order_of_what_writes_to_memory_it_is_given_is_in_the_words_of_what_is_emitted():
     """Also where the wait reads that memory; messages between two ranks are ordered too."""
     build = GraphBuilder()

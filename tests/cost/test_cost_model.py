@@ -7,6 +7,7 @@ import pytest
 from support.cost_cards import ROUND_CARD, round_card, with_rows
 from support.small_graphs import GROUP, LOWERING, GraphBuilder, one_axis, two_axes
 from support.small_models import MODELS
+from support.torch_versions import NEEDS_MESSAGES
 
 from graphshard.cost import CostModel, GroupTopology, compute_seconds, load_card
 from graphshard.cost.cards import LinkClass, MeasuredCollective
@@ -98,6 +99,7 @@ def test_groups_are_topologies(value):
         CostModel(card=ROUND_CARD, groups={"g": value} | GROUPS)
 
 
+@NEEDS_MESSAGES
 def test_a_message_between_two_ranks_has_no_price():
     build = GraphBuilder()
     node = build(c10d.isend.default, build.input("primals_1", 2), 1, 0, GROUP)

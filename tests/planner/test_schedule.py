@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.planner_graphs import MESH, PRICES, NodePrices, in_memory_graph, inputs_of, random_graph
 from support.problems import LinePrices
 from support.small_graphs import GraphBuilder, aten, text_of
+from support.torch_versions import NEEDS_MESSAGES
 
 from graphshard.errors import (
     InfeasibleBudgetError,
@@ -23,7 +24,6 @@ from graphshard.ir.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
     FUNCTIONAL_FORMS,
-    POINT_TO_POINT,
     REDUCE_SCATTER,
     WAIT,
     c10d,
@@ -369,7 +369,7 @@ def test_a_wait_for_the_memory_it_writes_to_is_a_wait_for_it():
     assert not check_waited(gm, CONTEXT)
 
 
-@pytest.mark.skipif(not POINT_TO_POINT, reason="this torch has no such ops")
+@NEEDS_MESSAGES
 def test_beside_a_message_between_two_ranks_nothing_moves():
     """Another rank may have another graph, so that another order could stop both."""
     build = GraphBuilder()

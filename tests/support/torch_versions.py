@@ -23,3 +23,6 @@ NEEDS_MESH_DIMS = pytest.mark.skipif(DataParallelMeshDims is None, reason="torch
 NEEDS_REGION_BUDGET = pytest.mark.skipif(
     region_activation_memory_budget is None, reason="torch 2.11 and 2.12: no memory budget of a region"
 )
+NEEDS_MESSAGES = pytest.mark.skipif(
+    not hasattr(torch.ops._c10d_functional, "isend"), reason="torch 2.11: no op sends a message to one rank"
+)
