@@ -49,5 +49,5 @@ def run_on_gloo_ranks(gloo_pools: GlooPools, request: pytest.FixtureRequest) -> 
 
     In a run without the slow tests, halves are interpreted unless the test is marked `inductor`.
     """
-    through_inductor = is_thorough(request.config) or request.node.get_closest_marker("inductor") is not None
+    through_inductor = is_thorough() or request.node.get_closest_marker("inductor") is not None
     return partial(gloo_pools.run, interprets=not through_inductor)
