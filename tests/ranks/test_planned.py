@@ -119,6 +119,7 @@ def exceed_the_budget() -> str:
     return str(caught.value.inner_exception)
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("workload", ["mlp_16_17_8", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_merged_and_placed_by_cost(run_on_gloo_ranks, tmp_path: Path, workload):
     options = {"hardware": SLOW_LINK, "bucket": "auto", "dump": str(tmp_path)}
@@ -134,6 +135,7 @@ def test_merged_and_placed_by_cost(run_on_gloo_ranks, tmp_path: Path, workload):
         assert 0 < planned.count(collective) < lowered.count(collective)
 
 
+@pytest.mark.inductor
 def test_over_large_collectives_are_split(run_on_gloo_ranks, tmp_path: Path):
     """On a card of which each has half of a collective pass beside the one in front of it."""
     card = load_card(SLOW_LINK)
@@ -160,6 +162,7 @@ def test_gathers_as_fsdp1_prefetches_and_limits_them(run_on_gloo_ranks, prefetch
     run_on_gloo_ranks(2, train_planned, "mlp_16_17_8", 2, options)
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("bucket", ["unit", "none"])
 def test_placed_by_cost_within_a_budget(run_on_gloo_ranks, bucket):
     options = {"hardware": SLOW_LINK, "bucket": bucket, "memory_budget": "1MB"}
