@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
+from support.run_order import order_items
 from support.sampling import mark_unsampled
 from support.small_models import MODELS, example_batch, shard_units
 from support.thorough import note_run
@@ -35,6 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before the tests marked slow are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_unsampled(items)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        order_items(items)
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ import graphshard.backend.entry  # noqa: F401  (loads the modules that are patch
 class InterpretedHalf:
     """Called as Inductor's result is: with a list of inputs, which it empties."""
 
-    _boxed_call = True
     source_code = ""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.interpreter = fx.Interpreter(gm)
+        self._boxed_call = True  # of the instance: AOTAutograd's wrappers take over its own attributes only
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
         return self.interpreter.boxed_run(inputs)
