@@ -1,6 +1,5 @@
 """In which order two workers run the tests: see docs/extend/testing.md."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
