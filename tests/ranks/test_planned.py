@@ -257,7 +257,7 @@ def search_for_a_batch(batches: list[list[int]], is_fresh: bool) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("is_fresh", [False, True])
+@pytest.mark.parametrize("is_fresh", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_after_a_batch_that_does_not_fit_a_smaller_one_is_trained(run_on_gloo_ranks, is_fresh):
     """On the same model, and on a new one with the same parameters."""
     first, second = run_on_gloo_ranks(2, search_for_a_batch, [[2048, 2], [2048, 2]], is_fresh)
