@@ -12,7 +12,7 @@ SECONDS: dict[str, int] = {
     "inspection/test_inspect.py": 60,
     "backend/test_inductor_order.py": 50,
     "inspection/test_sweep.py": 40,
-    "planner/test_choose_splits.py": 40,
+    "planner/search/test_choose_splits.py": 40,
     "planner/search/test_exact.py": 30,
     "passes/test_plan_collectives.py": 25,
     "planner/test_schedule.py": 25,
