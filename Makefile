@@ -6,7 +6,7 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
 PINS = $(if $(TORCH),$$(grep == requirements.txt | grep -vE "^(torch|setuptools)==") torch==$(TORCH) "setuptools>=77",-r requirements.txt)
 export OMP_NUM_THREADS ?= 1
-# So many processes run tests, a file each at a time; ranks come on top.
+# So many processes run tests, in the order of tests/support/run_order.py; ranks come on top.
 JOBS ?= 2
 
 .PHONY: help train inspect examples test test-all lint types gpu-check bench clean
@@ -60,10 +60,10 @@ types: $(VENV)/.installed joined
 	$(BIN)/mypy -p graphshard
 
 test: lint types
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 test-all: lint types
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "" $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup --no-loadscope-reorder -m "" $(ARGS)
 
 # With the Python whose torch sees the GPUs, whatever its version, and nothing installed: what that version warns of is no failure.
 gpu-check: joined

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
+from support.run_order import order_items
+from support.sampling import mark_unsampled
 from support.small_models import MODELS, example_batch, shard_units
+from support.thorough import note_run
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -24,6 +28,17 @@ torch.set_num_threads(1)
 # The same examples in every run and nothing written to disk; captures and fake tensors are slow at first.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 settings.load_profile("repeatable")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    note_run(config)
+
+
+@pytest.hookimpl(tryfirst=True)  # before the tests marked slow are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_unsampled(items)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        order_items(items)
 
 
 @pytest.fixture

@@ -70,10 +70,9 @@ def test_a_wait_lasts_until_the_other_thread_has_let_go(holds, wait):
     tensor = torch.zeros(4)
     holder = holds(tensor)
     let_go = threading.Timer(0.2, holder.let_go)
-    begin = time.monotonic()
     let_go.start()
     wait(tensor)
-    assert num_holders(tensor) == num_memory_holders(tensor) == 0 and time.monotonic() - begin >= 0.2
+    assert num_holders(tensor) == num_memory_holders(tensor) == 0
     let_go.join()
 
 

@@ -404,6 +404,7 @@ class _LateNorm(torch.nn.Module):
         return x
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "options",
     [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -118,12 +117,10 @@ def test_ranks_go_on_agreeing(stores):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_alone_with_an_agreed_sequence_returns_at_once(stores, rank):
-    """Its last batch was smaller: it compiles again, the others do not."""
+    """Its last batch was smaller: it compiles again, the others do not. Waiting for them would end in an error."""
     agreements = _agreements(stores(2), timeout_seconds=30.0)
     assert _require_all(agreements, [GATHERS] * 2) == [None, None]
-    started = time.monotonic()
     agreements[rank].require(GATHERS, what="smaller batch")
-    assert time.monotonic() - started < 5.0
     assert _require_all(agreements, [["next"]] * 2) == [None, None]
 
 
@@ -135,9 +132,7 @@ def test_a_mismatched_sequence_is_not_taken_for_agreed(stores):
 
 def test_missing_ranks_are_named_within_the_limit(stores):
     agreements = _agreements(stores(4), timeout_seconds=1.0)
-    started = time.monotonic()
     errors = _require_all(agreements, [GATHERS, None, GATHERS, None])
-    assert time.monotonic() - started < 8.0
     assert errors[1] is errors[3] is None
     for error in (errors[0], errors[2]):
         assert "rank(s) [1, 3] did not compile a graph with new collectives within 1 s" in error
@@ -146,15 +141,13 @@ def test_missing_ranks_are_named_within_the_limit(stores):
 
 @pytest.mark.parametrize("refusing", [0, 1])
 def test_a_refusal_ends_the_waiting_and_leaves_nothing_behind(stores, refusing):
-    """The rank that refuses has taken part in fewer exchanges than the others."""
+    """The rank that refuses has taken part in fewer exchanges than the others, whose limit has an error of its own."""
     agreements = _agreements(stores(3), timeout_seconds=30.0)
     assert _require_all(agreements, [["first"]] * 3) == [None] * 3
     sequences = [GATHERS if rank != refusing else None for rank in range(3)]
     timer = threading.Timer(0.2, agreements[refusing].refusals.refuse, (0, "the budget is too small"))
-    started = time.monotonic()
     timer.start()
     errors = _require_all(agreements, sequences)
-    assert time.monotonic() - started < 10.0
     assert [error for error in errors if error] == ["the budget is too small"] * 2
     for rank in range(3):
         agreements[rank].refusals.leave(0)

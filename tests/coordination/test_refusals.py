@@ -49,7 +49,7 @@ def test_waiting_ends_with_the_key_the_limit_or_a_refusal():
     first, second = _boards(store=dist.PrefixStore("refusals", store))
     started = time.monotonic()
     assert not second.wait(store, ["key"], 0, 0.3)
-    assert 0.3 <= time.monotonic() - started < 5.0
+    assert time.monotonic() - started >= 0.3
     timer = threading.Timer(0.2, store.set, ("key", "1"))
     timer.start()
     assert second.wait(store, ["key"], 0, 30.0)

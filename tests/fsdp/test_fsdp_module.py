@@ -115,9 +115,12 @@ def test_own_buffers_contradict_own_collectives(fake_group: Mesh, method: str) -
 
 def test_switches_without_effect_are_accepted(fake_group: Mesh) -> None:
     model = _sharded(fake_group(2))
+    settings = model._graphshard_unit.settings
+    before = str(settings)
     model.set_allocate_memory_from_process_group_for_comm(False)
     model.set_unshard_in_backward(False)
     model._set_unshard_async_op(True)
+    assert model._graphshard_unit.settings is settings and str(settings) == before
 
 
 def test_the_largest_number_of_buffers_counts(fake_group: Mesh) -> None:

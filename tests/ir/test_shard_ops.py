@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.all_ranks import pieces, run_values
 from support.small_graphs import GraphBuilder, ParameterSpec, parameter_graph, reduce_grad, two_axes
+from support.thorough import examples
 from torch import nn
 
 import graphshard
@@ -144,7 +145,7 @@ def test_fake_results_follow_the_arguments(fake_group):
     assert reduced.shape == (0, 3) and reduced.device.type == "meta"
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(rows=st.integers(1, 9), columns=st.integers(1, 4), dim=st.integers(0, 1), num_ranks=st.integers(2, 5))
 def test_all_ranks_unpadded(rows, columns, dim, num_ranks):
     """Every rank holds its `torch.chunk`, possibly nothing, and reduces to a shard of the same shape."""

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.all_ranks import assert_same, pieces, run_halves, run_values, step_inputs
 from support.small_graphs import (
@@ -20,6 +20,7 @@ from support.small_graphs import (
     run_twice,
     text_of,
 )
+from support.thorough import examples
 
 from graphshard.errors import OptionError
 from graphshard.ir.bucket_ops import JOIN, PACK
@@ -194,7 +195,7 @@ SPECS = st.integers(1, 3).flatmap(
 )
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(specs=st.lists(SPECS, min_size=1, max_size=5), num_ranks=st.integers(2, 4))
 def test_any_mix_of_units_shapes_dims_and_dtypes(specs, num_ranks):
     gm, ctx = parameter_graph(specs, num_ranks)

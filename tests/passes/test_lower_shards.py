@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.all_ranks import assert_same, pieces, run_joint, run_values, step_inputs
 from support.small_graphs import (
@@ -14,6 +14,7 @@ from support.small_graphs import (
     run_pass,
     text_of,
 )
+from support.thorough import examples
 
 from graphshard.errors import PipelineError
 from graphshard.ir.collectives import ALL_GATHER, REDUCE_SCATTER, short_name
@@ -88,7 +89,7 @@ SPECS = st.integers(1, 3).flatmap(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(specs=st.lists(SPECS, min_size=1, max_size=3), num_ranks=st.integers(2, 4))
 def test_any_shape_on_any_dim(specs, num_ranks):
     gm, ctx = parameter_graph(specs, num_ranks)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.all_ranks import assert_same, pieces, run_halves, run_values, step_inputs
 from support.small_graphs import (
@@ -21,6 +21,7 @@ from support.small_graphs import (
     text_of,
     unshard,
 )
+from support.thorough import examples
 
 from graphshard.errors import OptionError
 from graphshard.ir.collectives import (
@@ -377,7 +378,7 @@ def _random_program(steps, gathers_first, rows=4, num_replicas=1):
     return gm, ctx
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(
     steps=STEPS.filter(lambda steps: any(step != "reduce" for step in steps)),
     gathers_first=st.booleans(),

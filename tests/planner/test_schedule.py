@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.planner_graphs import MESH, PRICES, NodePrices, in_memory_graph, inputs_of, random_graph
 from support.problems import LinePrices
 from support.small_graphs import GraphBuilder, aten, text_of
+from support.thorough import examples
 from support.torch_versions import NEEDS_MESSAGES
 
 from graphshard.errors import (
@@ -76,7 +77,7 @@ def _assert_valid(gm):
     assert not check_typed(gm, CONTEXT) and not check_waited(gm, CONTEXT)
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(seed=SEEDS)
 def test_a_planned_graph_is_valid_no_slower_and_computes_the_same(seed):
     gm = random_graph(seed)
@@ -91,7 +92,7 @@ def test_a_planned_graph_is_valid_no_slower_and_computes_the_same(seed):
         assert all(map(torch.equal, one, other))
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(seed=SEEDS, share=st.floats(0.8, 1.6))
 def test_the_budget_is_kept_by_the_memory_model_or_refused(seed, share):
     gm = random_graph(seed)
@@ -144,7 +145,7 @@ def test_a_graph_that_keeps_the_budget_stays_where_it_is_faster_than_the_plan_th
     assert text_of(again, CONTEXT) == text_of(gm, CONTEXT) and plan.peak_bytes == _peak(gm)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(seed=SEEDS, share=st.floats(0.6, 1.0))
 def test_a_budget_is_refused_only_where_the_leanest_plan_does_not_keep_it(seed, share):
     """Planned only once: what the memory model finds beyond the budget is not planned away."""
@@ -171,7 +172,7 @@ def test_where_no_search_finds_one_within_the_budget_the_leanest_plan_is_taken(s
     assert plan.solver == "leanest" and _peak(planned) == plan.peak_bytes <= budget == plan.budget_bytes
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(seed=SEEDS)
 def test_names_of_nodes_do_not_matter(seed):
     one, plan = _planned(random_graph(seed))
@@ -180,7 +181,7 @@ def test_names_of_nodes_do_not_matter(seed):
     assert text_of(one, CONTEXT) == text_of(other, CONTEXT)
 
 
-@settings(max_examples=8, deadline=None)
+@examples(8)
 @given(seed=SEEDS)
 def test_a_planned_graph_can_be_planned_again(seed):
     first, _ = _planned(random_graph(seed))
@@ -189,7 +190,7 @@ def test_a_planned_graph_can_be_planned_again(seed):
     assert again.seconds <= again.unplanned_seconds
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(seed=SEEDS)
 def test_the_memory_of_the_graph_as_it_came_is_met(seed):
     """The problem's account of it is within the two copies of the largest value of the memory model's."""
@@ -296,7 +297,7 @@ def _assert_computes_the_same(planned, gm, seed=0):
         assert all(map(torch.equal, one, other))
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(seed=SEEDS)
 def test_what_writes_to_memory_it_is_given_stays_and_the_graph_computes_the_same(seed):
     gm = in_memory_graph(seed)

@@ -1,24 +1,53 @@
-"""The one fixture of the distributed tests: run a function on every rank of a persistent gloo group."""
+"""The one fixture of the distributed tests: run a function on every rank of a persistent gloo group.
+
+`make test` leaves out what proves nothing of graphshard, and interprets most halves; `make test-all` does neither.
+"""
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.gloo_pool import GlooPools
+from support.thorough import is_thorough
+
+HERE = Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)  # before the tests marked slow are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A case of torch's own FSDP2 is slow: it shows that a test asks for what torch does, and changes with torch only.
+
+    Tests that compare graphshard with FSDP2 run both and are no such cases.
+    """
+    for item in items:
+        arguments = item.callspec.params if hasattr(item, "callspec") else {}
+        if HERE in item.path.parents and arguments.get("implementation") == "fsdp2":
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="package")
-def run_on_gloo_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
-    """`run_on_gloo_ranks(world_size, function, *args)`: see `GlooPools.run`.
+def gloo_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GlooPools]:
+    """The ranks of a test run share one Inductor cache folder: equal kernels are built by the C++ compiler once.
 
-    The ranks of a test run share one Inductor cache folder: equal kernels are built by the C++ compiler once,
-    and nothing is carried over from an earlier run. They end with the tests of this folder.
+    Nothing is carried over from an earlier run. The ranks end with the tests of this folder.
     """
     base = tmp_path_factory.getbasetemp()
     # Each worker of a run has a folder in that of the run.
     cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "inductor_cache"
     cache.mkdir(exist_ok=True)
     pools = GlooPools(cache)
-    yield pools.run
+    yield pools
     pools.close()
+
+
+@pytest.fixture
+def run_on_gloo_ranks(gloo_pools: GlooPools, request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """`run_on_gloo_ranks(world_size, function, *args)`: see `GlooPools.run`.
+
+    In a run without the slow tests, halves are interpreted unless the test is marked `inductor`.
+    """
+    through_inductor = is_thorough() or request.node.get_closest_marker("inductor") is not None
+    return partial(gloo_pools.run, interprets=not through_inductor)

@@ -113,7 +113,7 @@ def compile_composable() -> None:
         model = build_checkpointed("composable")
         if implementation == "compiled":
             shard_units(implementation, model, units_of("composable", model))
-        backend = "graphshard" if implementation == "compiled" else "inductor"
+        backend = "graphshard" if implementation == "compiled" else "aot_eager"
         inputs = torch.randn(4, 6)
         with pytest.raises(torch._dynamo.exc.Unsupported, match="_checkpoint_without_reentrant_generator"):
             torch.compile(model, backend=backend, fullgraph=True)(inputs)
@@ -253,6 +253,7 @@ def test_compiled_trains_like_unsharded(run_on_gloo_ranks, form, reshard_after_f
     run_on_gloo_ranks(2, train_checkpointed, form, "compiled", reshard_after_forward)
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize(
     ("implementation", "options"),
     [
@@ -326,6 +327,7 @@ def test_weights_changed_before_another_forward(run_on_gloo_ranks):
     assert not any(all(equal) for equal in run_on_gloo_ranks(2, change_between_two_forwards))
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("form", ["function", "selective"])
 def test_checkpointing_changes_no_bit(run_on_gloo_ranks, form):
     run_on_gloo_ranks(1, compare_with_and_without, form)

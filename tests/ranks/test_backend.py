@@ -152,6 +152,7 @@ def test_dump_holds_the_graphs_of_forward_and_backward(run_on_gloo_ranks, tmp_pa
     assert "all_to_all_single(" in last and "reduce_scatter" not in last
 
 
+@pytest.mark.inductor
 def test_a_half_for_another_state_is_dumped_beside_the_first(run_on_gloo_ranks, tmp_path: Path):
     run_on_gloo_ranks(2, accumulate_with_dump, str(tmp_path))
     for rank in ("0", "1"):
@@ -168,6 +169,7 @@ def test_a_half_for_another_state_is_dumped_beside_the_first(run_on_gloo_ranks, 
         assert "reduce_grad(" in planned[1] and "%saved.unreduced_0" in planned[1]
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize(
     "options",
     [{"bucket": "unit"}, {"bucket": "none"}, {"overlap": False}, {"verify": "full"}],
@@ -177,6 +179,7 @@ def test_parity_holds_under_each_option(run_on_gloo_ranks, options):
     run_on_gloo_ranks(2, train_with_options, options)
 
 
+@pytest.mark.inductor
 def test_reductions_on_gloo_are_exchanges(run_on_gloo_ranks):
     run_on_gloo_ranks(2, train_compiled_on_gloo)
 

@@ -84,6 +84,7 @@ def train_with_custom_collectives(implementation: str) -> tuple[list[int], list[
     return gather.sizes, reduce.sizes
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("implementation", EVERY)
 def test_custom_collectives_serve_their_unit(
     run_on_gloo_ranks: Callable[..., list[Any]], implementation: str
@@ -160,6 +161,7 @@ def train_with_hook(implementation: str, hybrid: bool) -> list[int]:
     return sizes
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("implementation", EVERY)
 def test_a_hook_changes_the_sum(run_on_gloo_ranks: Callable[..., list[Any]], implementation: str) -> None:
     assert run_on_gloo_ranks(2, train_with_hook, implementation, False) == [[3 * 4 + 3]] * 2

@@ -165,6 +165,7 @@ def train_mixture(implementation: str, arrangement: str) -> None:
             )
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize(
     ("implementation", "arrangement"),
     [

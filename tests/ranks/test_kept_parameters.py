@@ -166,6 +166,7 @@ def accumulate_cubes(reshard_after_forward: bool | int, dtype: torch.dtype | Non
         reference.zero_grad()
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize(
     ("num_ranks", "reshard_after_forward", "dtype"),
     [(2, False, None), (2, False, torch.float32), (2, True, None), (1, True, torch.float32), (4, 2, None)],

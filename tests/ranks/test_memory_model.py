@@ -97,6 +97,7 @@ def _lowest_peak(folder: str, num_results: int, block: Callable[[int], nn.Module
     return min(_peaks_of_steps(folder, num_results, block))
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize(("num_results", "block"), [(0, _Residual), (1024, _Residual), (0, _Gated)])
 def test_the_predicted_peak_is_what_a_compiled_step_allocates(
     run_on_gloo_ranks, tmp_path: Path, num_results: int, block: type
@@ -144,6 +145,7 @@ def _convolutions_within(folder: str) -> tuple[int, int, int]:
     return budget, *_convolution_step(folder, budget)
 
 
+@pytest.mark.inductor
 def test_convolutions_hold_no_more_than_their_budget(run_on_gloo_ranks, tmp_path: Path):
     """Inductor's copies in channels-last would take half as much again, and so do those inside oneDNN."""
     for budget, held, held_by_inference in run_on_gloo_ranks(2, _convolutions_within, str(tmp_path)):
@@ -168,6 +170,7 @@ def _held_within(folder: str, share: float) -> tuple[int, int, int]:
     return budget, 4 * (shards + 512 * 64) + peak, peak - int(re.match(r"peak (\d+) bytes", path.read_text())[1])
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("share", [1.0, pytest.param(1.2, marks=pytest.mark.slow)])
 def test_a_step_holds_no_more_than_its_budget(run_on_gloo_ranks, tmp_path: Path, share: float):
     """Activations are computed again here, which Inductor's fusions would make dearer than planned."""
@@ -217,6 +220,7 @@ def _language_within(dtype: torch.dtype) -> tuple[int, int]:
     return budget, _language_step(dtype, budget)
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize(("dtype", "least"), [(torch.float32, 0.99), (torch.bfloat16, 0.7)], ids=["f32", "bf16"])
 def test_logits_are_counted_once(run_on_gloo_ranks, dtype, least):
     """Beside the step, the loss and its gradient are held; of bfloat16's products the most they may take is counted."""

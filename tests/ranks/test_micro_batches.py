@@ -60,6 +60,7 @@ def check_evaluation(reference: nn.Module, forward: Callable[..., Tensor], numbe
         assert_close(forward(batch), expected)
 
 
+@pytest.mark.inductor
 def test_with_room_parameters_are_gathered_once_a_step(run_on_gloo_ranks):
     for first, *others in run_on_gloo_ranks(2, accumulate, "1GB"):
         assert first > 0 and others == [0, 0]
@@ -77,7 +78,7 @@ def test_what_the_user_decided_stays(run_on_gloo_ranks):
         assert min(gathers) > 0 and len(set(gathers)) == 1
 
 
-@pytest.mark.parametrize("between", ["evaluation", "state dict"])
+@pytest.mark.parametrize("between", ["evaluation", pytest.param("state dict", marks=pytest.mark.slow)])
 def test_what_is_gathered_stays_so(run_on_gloo_ranks, between):
     for first, *others in run_on_gloo_ranks(2, accumulate, "1GB", None, between):
         assert first > 0 and others == [0, 0]

@@ -42,6 +42,7 @@ def train_offloaded(implementation: str, pin_memory: bool) -> None:
     lockstep.train(3)
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("implementation", EVERY)
 def test_a_cpu_mesh_trains_with_the_policy(
     run_on_gloo_ranks: Callable[..., list[Any]], implementation: str

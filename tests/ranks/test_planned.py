@@ -119,6 +119,7 @@ def exceed_the_budget() -> str:
     return str(caught.value.inner_exception)
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("workload", ["mlp_16_17_8", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_merged_and_placed_by_cost(run_on_gloo_ranks, tmp_path: Path, workload):
     options = {"hardware": SLOW_LINK, "bucket": "auto", "dump": str(tmp_path)}
@@ -134,6 +135,7 @@ def test_merged_and_placed_by_cost(run_on_gloo_ranks, tmp_path: Path, workload):
         assert 0 < planned.count(collective) < lowered.count(collective)
 
 
+@pytest.mark.inductor
 def test_over_large_collectives_are_split(run_on_gloo_ranks, tmp_path: Path):
     """On a card of which each has half of a collective pass beside the one in front of it."""
     card = load_card(SLOW_LINK)
@@ -160,6 +162,7 @@ def test_gathers_as_fsdp1_prefetches_and_limits_them(run_on_gloo_ranks, prefetch
     run_on_gloo_ranks(2, train_planned, "mlp_16_17_8", 2, options)
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("bucket", ["unit", "none"])
 def test_placed_by_cost_within_a_budget(run_on_gloo_ranks, bucket):
     options = {"hardware": SLOW_LINK, "bucket": bucket, "memory_budget": "1MB"}
@@ -167,7 +170,7 @@ def test_placed_by_cost_within_a_budget(run_on_gloo_ranks, bucket):
 
 
 @pytest.mark.parametrize(
-    ("budget", "kept"), [pytest.param("1GB", {"2", "root"}, marks=pytest.mark.slow), ("102kB", {"root"})]
+    ("budget", "kept"), [("1GB", {"2", "root"}), pytest.param("102kB", {"root"}, marks=pytest.mark.slow)]
 )
 def test_with_a_budget_units_keep_what_fits(run_on_gloo_ranks, tmp_path: Path, budget, kept):
     """Unit 0 is read by nothing in the backward; the others keep their parameters where there is room."""
@@ -189,7 +192,7 @@ def test_with_a_budget_units_keep_what_fits(run_on_gloo_ranks, tmp_path: Path, b
     [
         pytest.param("mlp", "1.06MB", [512, 512], marks=pytest.mark.slow),
         ("mlp", "1.06MB", [512, 16]),
-        ("transformer", "620kB", [64, 64]),
+        pytest.param("transformer", "620kB", [64, 64], marks=pytest.mark.slow),
     ],
 )
 def test_with_little_memory_activations_are_computed_again(run_on_gloo_ranks, tmp_path: Path, name, budget, sizes):
@@ -254,7 +257,7 @@ def search_for_a_batch(batches: list[list[int]], is_fresh: bool) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("is_fresh", [False, True])
+@pytest.mark.parametrize("is_fresh", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_after_a_batch_that_does_not_fit_a_smaller_one_is_trained(run_on_gloo_ranks, is_fresh):
     """On the same model, and on a new one with the same parameters."""
     first, second = run_on_gloo_ranks(2, search_for_a_batch, [[2048, 2], [2048, 2]], is_fresh)

@@ -74,6 +74,7 @@ def compare_with_no_checkpointing(implementation: str, form: str, reshard_after_
         assert_close(other, one)
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("form", ["none", "function"])
 @pytest.mark.parametrize("implementation", EVERY)
 def test_one_rank_draws_what_unsharded_draws(run_on_gloo_ranks, implementation, form):
@@ -95,6 +96,7 @@ def test_recomputation_draws_the_same_masks(run_on_gloo_ranks, implementation, f
     run_on_gloo_ranks(2, compare_with_no_checkpointing, implementation, form, True)
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize(("form", "reshard_after_forward"), [("function", True), ("submodule", False)])
 def test_compiled_recomputation_draws_the_same_masks(run_on_gloo_ranks, form, reshard_after_forward):
     run_on_gloo_ranks(2, compare_with_no_checkpointing, "compiled", form, reshard_after_forward)

@@ -175,6 +175,7 @@ def test_the_scripts_differ_by_the_import_and_one_line():
     assert [line for line in compiled if line not in sharded] == [f"    {COMPILE_LINE}"]
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize(
     ("layout", "num_ranks", "tolerance"),
     [

@@ -250,6 +250,7 @@ def test_every_row_of_a_tied_embedding_is_trained(run_on_gloo_ranks, implementat
     run_on_gloo_ranks(world_size, train_every_row_of_a_tied_embedding, implementation)
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("implementation", GRAPHSHARD)
 def test_parameter_tied_across_units(run_on_gloo_ranks, implementation):
     """FSDP2 refuses this model at its first forward."""

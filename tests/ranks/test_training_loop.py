@@ -239,6 +239,7 @@ def test_dropout_draws_the_unsharded_mask(run_on_gloo_ranks, implementation):
     run_on_gloo_ranks(2, apply_dropout, implementation)
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("implementation", EVERY)
 def test_smaller_last_batch_compiles_once_more_at_most(run_on_gloo_ranks, implementation):
     num_graphs = run_on_gloo_ranks(2, train_with_batch_sizes, implementation, [[8, 8, 8, 5, 3]] * 2)

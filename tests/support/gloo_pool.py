@@ -34,6 +34,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from support.interpreted_halves import interpreted_halves
+
 CALL_TIMEOUT_S = 240.0
 """A call that takes longer is a hang. Generous: a slow machine compiles a small transformer within it."""
 
@@ -53,6 +55,7 @@ PRELOADED_MODULES = [
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
+    "graphshard.backend.entry",
     "pytest",
 ]
 SINGLE_THREAD_ENVIRONMENT = {
@@ -91,6 +94,8 @@ class Task:
     arguments: bytes
     """Pickled apart from the task, so that `module` is imported before its classes are needed."""
     timeout_s: float
+    interprets: bool
+    """Halves are interpreted: see `interpreted_halves`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +113,9 @@ class RankSetup:
         return self.folder / f"rank{self.rank}.txt"
 
 
-def describe_task(function: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float) -> Task:
+def describe_task(
+    function: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float, interprets: bool = False
+) -> Task:
     """Refer to a module-level function by name. Raises ValueError for a lambda or a nested function."""
     if "<" in function.__qualname__:
         raise ValueError(f"{function.__qualname__} cannot run on ranks: define it at module level")
@@ -120,6 +127,7 @@ def describe_task(function: Callable[..., Any], arguments: tuple[Any, ...], time
         qualname=function.__qualname__,
         arguments=pickle.dumps(arguments),
         timeout_s=timeout_s,
+        interprets=interprets,
     )
 
 
@@ -136,7 +144,8 @@ def run_task(task: Task) -> Any:
     gc.collect()
     random.seed(0)
     torch.manual_seed(0)
-    with warnings.catch_warnings():
+    halves = interpreted_halves() if task.interprets else contextlib.nullcontext()
+    with halves, warnings.catch_warnings():
         warnings.simplefilter("error")
         for category, pattern in TOLERATED_WARNINGS:
             warnings.filterwarnings("ignore", message=pattern, category=category)
@@ -292,13 +301,17 @@ class GlooPools:
         function: Callable[..., Any],
         *arguments: Any,
         timeout_s: float = CALL_TIMEOUT_S,
+        interprets: bool = False,
     ) -> list[Any]:
-        """Run `function(*arguments)` on every rank of a pool of `world_size`; results in rank order."""
+        """Run `function(*arguments)` on every rank of a pool of `world_size`; results in rank order.
+
+        With `interprets`, what `torch.compile` makes of sharded models on the ranks is interpreted.
+        """
         __tracebackhide__ = True
         pool = self.pools.get(world_size)
         if pool is None or not pool.is_open:
             pool = self.pools[world_size] = GlooPool(world_size, self.inductor_cache)
-        return pool.call(describe_task(function, arguments, timeout_s))
+        return pool.call(describe_task(function, arguments, timeout_s, interprets))
 
     def close(self) -> None:
         for pool in self.pools.values():

@@ -162,6 +162,13 @@ def _only_a_reduction():
     return build.finish(build.reduction(build(aten.mm.default, x, y), 2))
 
 
+@pytest.fixture(scope="module")
+def split_gather():
+    """The graph of nothing but a gather, and its plan, in which that is split; neither is changed."""
+    gm = _only_a_gather()
+    return gm, plan_graph(gm, BESIDE)
+
+
 def _whole(monkeypatch, gm, prices, **options):
     """The plan without any trial of parts."""
     with monkeypatch.context() as patch:
@@ -186,7 +193,7 @@ def test_a_part_of_a_gather_runs_where_the_whole_does_not_fit(monkeypatch):
     assert "all_gather_into_tensor_default is split into 4 parts" in str(planned.plan)
 
 
-@pytest.mark.parametrize("make", [_only_a_gather, _only_a_reduction])
+@pytest.mark.parametrize("make", [pytest.param(_only_a_gather, marks=pytest.mark.slow), _only_a_reduction])
 def test_parts_that_pass_beside_each_other_are_faster_than_the_whole(monkeypatch, make):
     gm = make()
     for prices, expected in ((EVEN, []), (BESIDE, [8])):
@@ -270,10 +277,16 @@ def test_what_the_user_names_stays_whole():
     (gather,) = filter(is_collective, gm.graph.nodes)
     for wishes in (Wishes(fixed_buckets=[[gather]]), Wishes(merge=False)):
         assert not plan_graph(gm, BESIDE, wishes=wishes).plan.splits
-    assert plan_graph(gm, BESIDE, wishes=Wishes(max_gathers=8, max_reductions=1)).plan.splits
-    reduction = _only_a_reduction()
-    assert not plan_graph(reduction, BESIDE, wishes=Wishes(max_reductions=1)).plan.splits
-    assert plan_graph(reduction, BESIDE, wishes=Wishes(max_gathers=1)).plan.splits
+    assert not plan_graph(_only_a_reduction(), BESIDE, wishes=Wishes(max_reductions=1)).plan.splits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("make", "wishes"),
+    [(_only_a_gather, Wishes(max_gathers=8, max_reductions=1)), (_only_a_reduction, Wishes(max_gathers=1))],
+)
+def test_limits_that_parts_keep_do_not_stop_them(make, wishes):
+    assert plan_graph(make(), BESIDE, wishes=wishes).plan.splits
 
 
 def test_wishes_are_said_of_a_copy_of_the_graph():
@@ -333,9 +346,8 @@ def test_a_budget_that_parts_do_not_keep_keeps_the_whole():
         plan_graph(gm, BESIDE, memory_budget=smallest - MIB, device_type="cuda")
 
 
-def test_another_rank_follows_the_parts():
-    gm = _only_a_gather()
-    planned = plan_graph(gm, BESIDE)
+def test_another_rank_follows_the_parts(split_gather):
+    gm, planned = split_gather
     followed = plan_graph(gm, EVEN, known=planned.known)  # of itself it would not split
     assert planned.known.splits == ((0, 8),)
     assert [node.name for node in followed.gm.graph.nodes] == [node.name for node in planned.gm.graph.nodes]
@@ -345,11 +357,9 @@ def test_another_rank_follows_the_parts():
             plan_graph(gm, EVEN, known=replace(planned.known, splits=(wrong,)))
 
 
-def test_the_graph_itself_stays_as_it_is():
-    gm = _only_a_gather()
-    before = [node.name for node in gm.graph.nodes]
-    planned = plan_graph(gm, BESIDE)
-    assert [node.name for node in gm.graph.nodes] == before
+def test_the_graph_itself_stays_as_it_is(split_gather):
+    gm, planned = split_gather
+    assert [node.name for node in gm.graph.nodes] == [node.name for node in _only_a_gather().graph.nodes]
     assert num_targets(planned.gm, JOIN_PARTS) == 1
 
 
@@ -371,8 +381,8 @@ def test_random_graphs_with_parts_compute_the_same_and_are_no_slower(monkeypatch
             torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
-def test_planning_again_changes_nothing():
-    planned = plan_graph(_only_a_gather(), BESIDE)
+def test_planning_again_changes_nothing(split_gather):
+    _, planned = split_gather
     again = plan_graph(planned.gm, BESIDE)
     assert [node.name for node in again.gm.graph.nodes] == [node.name for node in planned.gm.graph.nodes]
     assert not again.plan.splits and again.plan.seconds == planned.plan.seconds

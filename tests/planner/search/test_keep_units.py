@@ -3,8 +3,9 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.thorough import examples
 
 from graphshard.errors import InfeasibleBudgetError
 from graphshard.planner.search.keep_units import KeepingCost, choose_kept, extend_kept
@@ -56,7 +57,7 @@ def test_of_many_units_few_choices_are_tried():
     assert len(asked) == len(set(asked)) <= 10
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     costs=st.lists(st.tuples(st.floats(1, 2), st.integers(50, 150)), min_size=16, max_size=16),
     default=st.sets(st.sampled_from(UNITS)),

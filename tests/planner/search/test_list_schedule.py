@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.problems import LinePrices, random_problem
+from support.thorough import examples
 
 from graphshard.planner.search.beam import Beam, good_schedule
 from graphshard.planner.search.bound import lower_bounds
@@ -68,7 +69,7 @@ def test_names_of_groups_do_not_matter():
     assert plan(problem).steps == plan(renamed).steps
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(seed=SEEDS, is_tight=st.booleans(), most=st.sampled_from([1, 2, 8]))
 def test_every_problem_has_a_list_schedule(seed, is_tight, most):
     problem = random_problem(seed, most=16, num_tasks=12, is_tight=is_tight)
@@ -76,7 +77,7 @@ def test_every_problem_has_a_list_schedule(seed, is_tight, most):
     assert simulate(problem, steps).seconds >= lower_bounds(problem).seconds * (1 - 1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(seed=SEEDS, share=st.floats(0.0, 1.0))
 def test_the_budget_is_kept(seed, share):
     problem = random_problem(seed, most=14, num_tasks=12, with_memory=True)
