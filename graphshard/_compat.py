@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch._C._profiler import _ExperimentalConfig  # checked: 2.11, 2.13, 2.14
 from torch._dynamo.exc import TorchDynamoException  # checked: 2.13
 from torch._dynamo.functional_export import _dynamo_graph_capture_for_export  # checked: 2.13
 from torch._functorch._aot_autograd.descriptors import ParamAOTInput  # checked: 2.13
@@ -30,6 +31,12 @@ from torch._subclasses.fake_tensor import (  # checked: 2.13
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+)
+from torch.autograd import (  # checked: 2.11, 2.13, 2.14
+    ProfilerConfig,
+    ProfilerState,
+    _disable_profiler_legacy,
+    _enable_profiler_legacy,
 )
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
@@ -52,6 +59,7 @@ __all__ = [
     "ShardPlacementResult",
     "TorchDispatchMode",
     "TorchDynamoException",
+    "allocated_bytes",
     "autograd_metadata",
     "below_autograd",
     "breaks_off",
@@ -65,7 +73,6 @@ __all__ = [
     "gradients_are_boxed",
     "group_by_name",
     "group_timeout_seconds",
-    "in_onednn",
     "in_recomputation",
     "is_composite",
     "is_to_local",
@@ -254,19 +261,28 @@ gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def allocated_bytes(step: Callable[[], Any]) -> tuple[int, Any]:
+    """The most bytes that torch's CPU allocator has given to this thread at a time while ``step`` runs, and its result.
+
+    Torch's first profiler counts per thread, and beside the one that users run in another thread (checked: 2.11, 2.13).
+    """
+    config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+    _enable_profiler_legacy(config)
+    try:
+        result = step()
+    finally:
+        threads = _disable_profiler_legacy()
+    live = peak = 0
+    for event in (event for events in threads for event in events if event.kind() == "memory_alloc"):
+        live += event.cpu_memory_usage()
+        peak = max(peak, live)
+    return peak, result
+
+
 def autograd_metadata() -> Any:
     """AOTAutograd's metadata of the graph that is being compiled; None outside of a compilation (checked: 2.13)."""
     context = TracingContext.try_get()
     return context.fw_metadata if context is not None else None
-
-
-def in_onednn(dtype: torch.dtype) -> bool:
-    """Whether oneDNN computes in this dtype on this machine; torch may be built without it (checked: 2.13)."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype is torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return dtype is torch.float32 or (dtype is torch.float16 and torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def _counts(tensor: torch.Tensor) -> tuple[int, int]:

@@ -133,6 +133,7 @@ class PlanCollectives:
                 known=ctx.known_plan,
                 places=places,
                 device_type=ctx.device_type,
+                scratch=ctx.scratch,
                 move_compute=self.move_compute,
                 exact_states=self.exact_states,
             )

@@ -100,7 +100,9 @@ class ScheduleCollectives:
         in_flight = ctx.max_reductions or self.reductions_in_flight
         decisions = Decisions(prefetch=self.prefetch, in_flight=in_flight)
         if self.memory == "free" and not movable.named and (movable.gathers or movable.reductions):
-            decisions, declined = fit(gm, movable, decisions, device_type=ctx.device_type)
+            decisions, declined = fit(
+                gm, movable, decisions, device_type=ctx.device_type, scratch=ctx.scratch
+            )
             skipped += declined
         order = Placement(movable, decisions).order()
         changed = order != list(gm.graph.nodes)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 #: The rooms, lowest first. A room may import from the rooms in front of its own line; those of one line are apart.
 ROOMS: tuple[tuple[str, ...], ...] = (
-    ("graphshard.errors", "graphshard._compat", "graphshard.processes", "graphshard.progress"),
+    ("graphshard.errors", "graphshard._compat", "graphshard.machine", "graphshard.processes", "graphshard.progress"),
     ("graphshard.ir",),
     ("graphshard.coordination", "graphshard.memory", "graphshard.cost"),
     ("graphshard.pipeline",),
@@ -58,6 +58,9 @@ TOLERATED_PRIVATE = {
 TOLERATED_CACHES = {
     "graphshard.ir.op_traits._can_be_viewed": "a function of numbers; asked of every reshape many times",
     "graphshard.ir.op_traits._traits": "what an op is never changes; asked of every node many times",
+    "graphshard.machine._cpu_text": "what the system says of its processor; asked of every plan",
+    "graphshard.memory.scratch_calls.may_run_library": "what an op is never changes; asked of every node many times",
+    "graphshard.memory.scratch_measured._measured": "what a call allocates on this machine; a kernel runs once for it",
     "graphshard._compat.is_composite": "how torch implements an op; asked of every node",
     "graphshard.cost.flops._count": "a formula of shapes; the blocks of a model are alike",
     "graphshard.cost.flops._count_parts": "a function of shapes; the blocks of a model are alike",

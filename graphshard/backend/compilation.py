@@ -147,7 +147,8 @@ def compile_unsharded(task: HalfTask) -> CompiledVariant:
         return compile_variant(task, variant)
     half = _begin(task, variant)
     if task.graph.options.memory_budget is not None:
-        check_budget(half.gm, half.context, task.graph.options.memory_budget)
+        measured = replace(half.context, scratch=task.graph.kernels.of(half.gm))
+        check_budget(half.gm, measured, task.graph.options.memory_budget)
     return hand_over(task, half)
 
 
@@ -198,7 +199,8 @@ def place(task: HalfTask, half: HalfGraph) -> HalfGraph:
         records = planner.place(
             placing, half.gm, half.context, agree(task, half), task.kind, chosen=task.joint.chosen
         )
-    return replace(half, records=(*half.records, *records))
+    context = replace(half.context, scratch=task.graph.kernels.scratch())
+    return replace(half, context=context, records=(*half.records, *records))
 
 
 def agree(task: HalfTask, half: HalfGraph) -> str:

@@ -88,7 +88,9 @@ class RunningSizes:
                 node.meta["val"] = _sized(node.meta["val"], values)
         resident = sum(stored_bytes(_sized(value, values)) for value in self.resident)
         beside = held_beside(sized, replace(self.context, resident_bytes=resident))
-        return beside + measured_peak(sized, self.context.device_type or _device_type(self.gm))
+        return beside + measured_peak(
+            sized, self.context.device_type or _device_type(self.gm), self.context.scratch
+        )
 
 
 def has_symbolic_sizes(gm: fx.GraphModule) -> bool:

@@ -20,6 +20,7 @@ from ..coordination import count_in_group, is_fake_group, refusing
 from ..cost import HardwareCard
 from ..fsdp import ROOT, Tree, unit_of
 from ..ir import UNSHARD, group_name, is_collective
+from ..memory import KernelMeasurements, table_beside
 from ..pipeline import PassContext
 from .inductor import config_patches
 from .observer import next_index
@@ -40,6 +41,7 @@ class DynamoGraph:
         parameters: names of the models' sharded parameters, and the labels of their units.
         is_broken: Dynamo has cut a forward of these models into several graphs.
         waiting: labels of the units whose gradients wait for a later micro-batch; none of several models.
+        kernels: what kernels allocate for themselves on this machine; kept beside the file of a user's card.
     """
 
     options: BackendOptions
@@ -50,6 +52,7 @@ class DynamoGraph:
     parameters: Mapping[str, str] = field(default_factory=dict)
     is_broken: bool = False
     waiting: frozenset[str] = frozenset()
+    kernels: KernelMeasurements = field(default_factory=KernelMeasurements)
 
     @property
     def are_ranks_compared(self) -> bool:
@@ -101,6 +104,7 @@ def read_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Backe
         parameters={slot.name: unit.label for tree in trees for unit in tree.units() for slot in unit.slots},
         is_broken=any(tree.is_broken for tree in trees),
         waiting=_waiting_units(example_inputs),
+        kernels=_measurements_beside(options.hardware),
     )
 
 
@@ -119,6 +123,10 @@ def label_models(trees: Sequence[Tree]) -> dict[str, str]:
                 tree.numbers[name] = count_in_group(name, "models")
             labels.setdefault(name, []).append(str(tree.numbers[name]))
     return {name: "+".join(numbers) for name, numbers in labels.items()}
+
+
+def _measurements_beside(card: HardwareCard | None) -> KernelMeasurements:
+    return KernelMeasurements(table_beside(card.file) if card is not None and card.file is not None else None)
 
 
 def _waiting_units(inputs: Sequence[Any]) -> frozenset[str]:

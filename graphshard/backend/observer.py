@@ -65,7 +65,8 @@ class Observer:
         self.records(stage, records)
         if self.folder is None:
             return
-        self.text(stage, "memory", memory_timeline(gm, kept=kept_inputs(gm)).text(node_names(gm)))
+        timeline = memory_timeline(gm, kept=kept_inputs(gm), scratch=context.scratch)
+        self.text(stage, "memory", timeline.text(node_names(gm)))
         planned = records[-1].report.planned
         if isinstance(planned, PlannedGraph):
             self.text(stage, "plan", f"{planned.plan.with_labels(group_labels(gm, context.mesh))}\n")

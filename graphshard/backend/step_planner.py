@@ -16,7 +16,7 @@ from .. import passes
 from ..coordination import Decision, PlanStore, agree_on_group, decide_together, is_fake_group
 from ..cost import CostModel, HardwareCard
 from ..ir import UNSHARD, UnshardCall, group_name, is_collective, text_fingerprint
-from ..memory import parse_bytes, step_bytes
+from ..memory import KernelMeasurements, ScratchTable, parse_bytes, step_bytes
 from ..pipeline import KnownPlan, PassContext, PassRecord, Pipeline
 from ..planner import PlannedGraph, topologies
 from .accumulation import accumulation_cost, choose_kept_between
@@ -50,6 +50,8 @@ class StepPlanner:
         is_shared: all ranks follow one plan; if not, each makes its own.
         what: names the graph in errors.
         models: by process group, what tells the models that the graph is a part of from others.
+        kernels: what kernels allocate for themselves. The rank that plans measures, and its numbers go to the others
+            with its plan. A rank measures itself what it has in other sizes, or on another processor.
     """
 
     card: HardwareCard
@@ -57,6 +59,7 @@ class StepPlanner:
     is_shared: bool
     what: str
     models: Mapping[str, str] = field(default_factory=dict)
+    kernels: KernelMeasurements = field(default_factory=KernelMeasurements)
 
     @staticmethod
     def of(graph: DynamoGraph) -> StepPlanner:
@@ -68,6 +71,7 @@ class StepPlanner:
             is_shared=graph.are_ranks_compared,
             what=f"graph {graph.index}",
             models=graph.models,
+            kernels=graph.kernels,
         )
 
     def place(
@@ -93,11 +97,13 @@ class StepPlanner:
         context = replace(context, prices=self._prices(gm))
 
         def decide(plan: Mapping[str, Any] | None) -> Decision[list[PassRecord]]:
-            known = None if plan is None else KnownPlan.from_dict(plan)
-            records = pipeline.run(gm, replace(context, known_plan=known))
+            known = None if plan is None else KnownPlan.from_dict(self._adopt(plan))
+            scratch = self.kernels.of(gm, context.device_type)
+            measured = self.kernels.rows_of(gm, context.device_type)
+            records = pipeline.run(gm, replace(context, known_plan=known, scratch=scratch))
             planned = records[-1].report.planned
             assert isinstance(planned, PlannedGraph)
-            return Decision(plan=planned.known.to_dict(), result=records)
+            return Decision(plan=_with_scratch(planned.known.to_dict(), measured), result=records)
 
         groups = dict.fromkeys(map(group_name, filter(is_collective, gm.graph.nodes)))
         held = [f"{context.held_bytes} bytes held"] if context.held_bytes else []
@@ -150,12 +156,16 @@ class StepPlanner:
 
         def decide(plan: Mapping[str, Any] | None) -> Decision[KeptUnits]:
             if plan is None:
-                choice = _choose(trials, memory_budget, waiting, keeps_between=keeps_between)
+                scratch = self.kernels.of(gm, context.device_type)
+                measured = replace(trials, context=replace(trials.context, scratch=scratch))
+                choice = _choose(measured, memory_budget, waiting, keeps_between=keeps_between)
             else:
-                choice = StepChoice.from_dict(plan)
+                choice = StepChoice.from_dict(self._adopt(plan))
+            rows = self.kernels.rows_of(gm, context.device_type)
             step = passes.KeepGathered(units=choice.kept)
             records = Pipeline(step, given=tag.given).run(gm, context)
-            return Decision(plan=choice.to_dict(), result=KeptUnits(choice=choice, records=tuple(records)))
+            result = KeptUnits(choice=choice, records=tuple(records))
+            return Decision(plan=_with_scratch(choice.to_dict(), rows), result=result)
 
         texts = [text for of_one in of_group.values() for text in of_one]
         key = self._key("joint", f"{saved_share():g}", *texts)
@@ -186,6 +196,12 @@ class StepPlanner:
             of_model = [f"{text} of model {self.models.get(name, '')}" for text in texts]
             agree_on_group(name, of_model, what=f"{self.what} (joint)")
 
+    def _adopt(self, plan: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The plan of another rank, whose measurements are taken over."""
+        self.kernels.adopt(ScratchTable.from_data(plan["scratch"]))
+        decided: Mapping[str, Any] = plan["decided"]
+        return decided
+
     def _prices(self, gm: fx.GraphModule) -> CostModel:
         return CostModel(card=self.card, groups=topologies(gm, self.card, {}))
 
@@ -196,6 +212,11 @@ class StepPlanner:
         """The stores where the ranks of each group find a plan."""
         shared = [name for name in groups if self.is_shared and not is_fake_group(name)]
         return [PlanStore.of_group(name, self.models.get(name, "")) for name in shared]
+
+
+def _with_scratch(decided: Mapping[str, Any], measured: ScratchTable) -> dict[str, Any]:
+    """A decision, and what the rank that made it has measured of its kernels, as JSON can hold them."""
+    return {"decided": dict(decided), "scratch": measured.as_data()}
 
 
 def _choose(

@@ -187,6 +187,7 @@ class JointTrials:
         context = replace(
             context_from_shard_ops(trial),
             device_type=self.context.device_type,
+            scratch=self.context.scratch,
             resident_bytes=self.context.resident_bytes,
             pieces=pieces_of(trial),
         )

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ..errors import CalibrationError
+from ..machine import Machine
 from .card_files import load_card
 from .cards import HardwareCard, LinkClass
 from .collective_probes import CommProbe, probe_collectives, slowest
@@ -159,11 +160,13 @@ def _card(job: CalibrationJob, compute: ComputeProbe, comm: CommProbe, local_ran
     sources[other] = f"card {job.like}" if job.like else f"not measured; as {measured}"
     sources["ranks_per_node"] = "the ranks started on this machine"
     sources["device_type"] = "where it was measured"
+    machine = Machine.here() if job.device_type == "cpu" else None
     return HardwareCard(
         name=job.out.stem,
         summary=f"{describe_machine(job.device_type)}, {num_ranks} ranks of {dist.get_backend()}",
         device_type=job.device_type,
         ranks_per_node=local_ranks,
+        machine=machine,
         sources=sources,
         **values,
         **links,

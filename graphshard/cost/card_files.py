@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from ..errors import CardError, OptionTypeError
+from ..machine import Machine
 from .cards import (
     COLLECTIVE_KINDS,
     KERNEL_CLASSES,
@@ -62,7 +64,7 @@ def load_card(name_or_path: str | Path) -> HardwareCard:
             f"no hardware card {str(name_or_path)!r}: it is none of {', '.join(known_cards())}, "
             f"and as a file it cannot be read ({reason})"
         ) from error
-    return parse_card(text, where=str(path))
+    return replace(parse_card(text, where=str(path)), file=path)
 
 
 def card_of(hardware: str | Path | HardwareCard) -> HardwareCard:
@@ -96,6 +98,7 @@ def parse_card(text: str, *, where: str) -> HardwareCard:
         "summary": data.pop("summary", ""),
         "device_type": data.pop("device_type", "cuda"),
         "sources": data.pop("sources", {}),
+        "machine": reader.machine("machine"),
         "peak_flops": reader.numbers("peak_flops"),
         "efficiency": reader.curves("efficiency", KERNEL_CLASSES),
         **{name: reader.number(name) for name in RANK_NUMBERS},
@@ -132,6 +135,14 @@ class _Reader:
         found = {key: self._curve(entries, key, f"{name}.{key}") for key in keys}
         self.problems += [f"{name}.{key} is none of {', '.join(keys)}" for key in entries]
         return found
+
+    def machine(self, name: str) -> Machine | None:
+        entry = self._data.pop(name, None)
+        try:
+            return None if entry is None else Machine.from_data(entry)
+        except (TypeError, KeyError, ValueError):
+            self.problems.append(f"{name} must have a processor (a text) and num_threads (a number)")
+            return None
 
     def link(self, name: str) -> LinkClass:
         entries = self._object(self._data, name, name)

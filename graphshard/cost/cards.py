@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CardError
+from ..machine import Machine
 from .curves import Curve
 
 #: Classes of kernels; a card has an efficiency for each. The first four are fractions of ``peak_flops``, by FLOPs of
@@ -140,6 +141,8 @@ class HardwareCard:
         comm_compute_seconds_per_byte: seconds that a collective takes from the core that computes, per byte of the
             larger of input and output (gloo copies and adds on a core).
         sources: where each entry comes from, by entry ("peak_flops", "efficiency.matmul").
+        machine: of a CPU, the processor and the threads of a rank that were measured; None if they are not known.
+        file: the file that the card was read from; None for one that ships with the package or was made in code.
 
     Raises:
         CardError: entries that are not positive, fractions above 1, or names that are no text; lists all of them.
@@ -163,6 +166,8 @@ class HardwareCard:
     device_type: str = "cuda"
     summary: str = ""
     sources: Mapping[str, str] = field(default_factory=dict)
+    machine: Machine | None = None
+    file: Path | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         problems = list(_value_problems(self))
@@ -192,6 +197,7 @@ class HardwareCard:
             "efficiency": {kind: _curve_data(curve) for kind, curve in self.efficiency.items()},
             **{name: getattr(self, name) for name in RANK_NUMBERS},
             **{name: _link_data(getattr(self, name)) for name in LINKS},
+            **({} if self.machine is None else {"machine": self.machine.as_data()}),
             "sources": dict(self.sources),
         }
 

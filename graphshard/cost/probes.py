@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from ..machine import largest_cache_bytes
 from .curves import Curve
 from .flops import causal_share
 from .kernels import STEPS_OF
@@ -205,10 +206,11 @@ class _Timer:
 def cold_product(device: torch.device, dtype: torch.dtype, side: int) -> Callable[[], object]:
     """A function that multiplies square matrices whose operands are in no cache."""
     each = 3 * side**2 * dtype.itemsize
+    cached = 2 * largest_cache_bytes() if device.type == "cpu" else 0
     operands = itertools.cycle(
         [
             [torch.ones(side, side, device=device, dtype=dtype) for _ in range(3)]
-            for _ in range(_COLD_BYTES[device.type] // each + 1)
+            for _ in range(max(_COLD_BYTES[device.type], cached) // each + 1)
         ]
     )
 

@@ -66,7 +66,9 @@ def half_report(half: ScheduledHalf, memory: CategorizedMemory, outside: Sequenc
     Raises:
         UnpricedGroupError: a collective runs on a group without a price.
     """
-    found = problem_of_graph(half.gm, half.prices, device_type=half.prices.card.device_type)
+    found = problem_of_graph(
+        half.gm, half.prices, device_type=half.prices.card.device_type, scratch=half.ctx.scratch
+    )
     events = walk(found.problem, found.unplanned)
     bounds = half.bounds or lower_bounds(found.problem)
     bound = min(bounds.seconds, events.seconds)

@@ -12,7 +12,7 @@ from torch import fx
 from ..cost import CollectiveTables, CostModel, GroupTopology, HardwareCard, card_of, tables_of
 from ..errors import BudgetError
 from ..ir import MeshLayout, graph_text, is_collective
-from ..memory import kept_inputs, parse_bytes
+from ..memory import kept_inputs, parse_bytes, scratch_of_card
 from ..pipeline import PassContext
 from ..planner import check_graph, problem_of_graph, topologies
 from ..report import CATEGORIES, PassStep, Report
@@ -61,8 +61,9 @@ def inspect_graph(
     budget = None if memory_budget is None else parse_bytes(memory_budget)
     told: list[str] = []
     prices = CostModel(card=card, tables=measured, groups=topologies(gm, card, groups or {}), told=told)
-    ctx = PassContext(device_type=card.device_type)
-    notes = problem_of_graph(gm, prices, device_type=card.device_type).notes
+    scratch = scratch_of_card(card.machine, card.file, gm, card.device_type)
+    ctx = PassContext(device_type=card.device_type, scratch=scratch)
+    notes = problem_of_graph(gm, prices, device_type=card.device_type, scratch=scratch).notes
     memory = categorized_memory(gm, ctx, device_type=card.device_type)
     scheduled = ScheduledHalf(name="graph", gm=gm, ctx=ctx, prices=prices, made_by="graph")
     half = half_report(scheduled, memory, [0] * len(CATEGORIES))

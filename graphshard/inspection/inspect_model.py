@@ -125,6 +125,7 @@ def inspect(
         plan=plan,
         checkpoint=checkpoint,
     )
+    settings = replace(settings, runs_kernels=True)
     stages = Stages(progress)
     stages.begin("capture")
     with lazy_graph_modules(), no_garbage_collection(), remembered_results():
@@ -263,7 +264,7 @@ class Inspection:
     ) -> tuple[ScheduledHalf, CategorizedMemory, list[int]]:
         """Runs the passes on one half; returns the half, its memory, and the bytes that are live outside of it."""
         settings, prices = self.settings, self.settings.prices(ctx.mesh)
-        ctx = replace(ctx, device_type=settings.card.device_type)
+        ctx = replace(ctx, device_type=settings.card.device_type, scratch=settings.scratch(gm))
         self.stages.begin(f"{name}: passes")
         before = "" if self.is_brief else graph_text(gm, mesh=ctx.mesh, parameters=ctx.parameters)
         steps = half_pipeline(BackendOptions()).passes[len(LOWERING.passes) :]
@@ -281,7 +282,7 @@ class Inspection:
                 apply_order(gm.graph, [by_name[node] for node in self.orders[name]])
         elif settings.plan == "unit":
             self.stages.begin(f"{name}: bound")
-            found = problem_of_graph(gm, prices, device_type=settings.card.device_type)
+            found = problem_of_graph(gm, prices, device_type=settings.card.device_type, scratch=ctx.scratch)
             bounds, solver = lower_bounds(found.problem), "none"
             notes = found.notes
             self.stages.begin(f"{name}: schedule")

@@ -70,14 +70,14 @@ def categorized_memory(
 
     Args:
         gm: a forward, inference or backward graph with collectives.
-        ctx: its parameters and, for a backward, the positions of its gradients.
+        ctx: its parameters, the scratch of its kernels and, for a backward, the positions of its gradients.
         device_type: device type that it will run on; None for that of its values.
         saved: for a backward, the category of each saved input, by name.
         num_results: for a forward, the number of outputs that are results; the others are saved for the backward.
         saved_memory: for a backward, the memory of these inputs; an input that is not named has memory of its own.
     """
     kept = kept_inputs(gm)
-    model = MemoryModel(gm, kept=kept, device_type=device_type)
+    model = MemoryModel(gm, kept=kept, device_type=device_type, scratch=ctx.scratch)
     _take_over(gm, model, saved_memory)
     is_whole_forward = ctx.first_gradient is None and bool(ctx.parameters)
     flow = _Flow(gm.graph, set(kept), reduces=not is_whole_forward)

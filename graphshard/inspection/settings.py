@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..capture import ShardingRules, is_sharded, plain_copy, plain_module
 from ..cost import CollectiveTables, CostModel, HardwareCard, card_of, tables_of
 from ..errors import OptionError, ShardingError, UnsupportedShardingError
 from ..ir import MeshLayout
-from ..memory import parse_bytes
+from ..memory import KernelScratch, parse_bytes, scratch_of_card
 from .optimizers import OptimizerKind, optimizer_kind
 
 PLANS = ("unit", "auto")
@@ -23,7 +23,10 @@ PLANS = ("unit", "auto")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings of an inspection, checked."""
+    """The settings of an inspection, checked.
+
+    ``runs_kernels``: kernels of the CPU are run to measure what they allocate, if the card is that of this machine.
+    """
 
     card: HardwareCard
     tables: CollectiveTables | None
@@ -33,10 +36,16 @@ class Settings:
     budget_bytes: int | None
     plan: str
     checkpoint: tuple[str, ...]
+    runs_kernels: bool = False
 
     def prices(self, layout: MeshLayout) -> CostModel:
         """The cost model of this machine and mesh."""
         return CostModel.of_mesh(self.card, layout, tables=self.tables)
+
+    def scratch(self, gm: fx.GraphModule) -> KernelScratch:
+        """What the kernels of a graph allocate for themselves on the machine of the card."""
+        card = self.card
+        return scratch_of_card(card.machine, card.file, gm if self.runs_kernels else None, card.device_type)
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as texts and numbers, for the report."""

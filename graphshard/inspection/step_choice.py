@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx, nn
 
 from ..backend import LOWERING, JointTrials, StepChoice
@@ -32,7 +34,7 @@ def choose_inspected(
         return None
     trials = JointTrials(
         gm=gm,
-        context=context,
+        context=replace(context, scratch=settings.scratch(gm)),
         tag=tag,
         lower=LOWERING,
         place=PlanCollectives(),

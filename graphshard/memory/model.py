@@ -58,7 +58,8 @@ from ..ir import (
     writes_over,
 )
 from .kept_inputs import kept_bytes
-from .scratch import scratch_bytes
+from .scratch import UNMEASURED, KernelScratch
+from .scratch_calls import device_of
 from .timeline import LiveValue, MemoryTimeline
 
 #: Copies that a collective holds while it runs, by device type: multiples of its input and of its output. Gloo (cpu)
@@ -89,6 +90,7 @@ def memory_timeline(
     kept: Iterable[fx.Node],
     order: Sequence[fx.Node] | None = None,
     device_type: str | None = None,
+    scratch: KernelScratch = UNMEASURED,
 ) -> MemoryTimeline:
     """Live bytes of a forward, inference or backward graph.
 
@@ -97,8 +99,9 @@ def memory_timeline(
         kept: placeholders that the caller keeps alive (see :func:`kept_inputs`).
         order: an order of its nodes in which inputs precede their readers; default the graph's own.
         device_type: where it will run, for what collectives copy there; default where its values are.
+        scratch: what kernels allocate there for themselves.
     """
-    return MemoryModel(gm, kept=kept, device_type=device_type).timeline(
+    return MemoryModel(gm, kept=kept, device_type=device_type, scratch=scratch).timeline(
         list(gm.graph.nodes) if order is None else order
     )
 
@@ -112,15 +115,10 @@ def copied_bytes(collective: fx.Node, device_type: str | None = None) -> int:
             that was captured on fake CPU tensors for another device.
     """
     output = collective.meta["val"]
-    device = device_type or _device_of(collective)
+    device = device_type or device_of(collective)
     of_input, of_output = BACKEND_COPIES.get(device, {}).get(functional_form(collective.target), (0, 0))
     input_bytes = sum(tensor_bytes(arg.meta["val"]) for arg in operands(collective))
     return of_input * input_bytes + of_output * tensor_bytes(output)
-
-
-def _device_of(node: fx.Node) -> str:
-    """Where the first tensor of a node's value is; "" where there is none."""
-    return next((tensor.device.type for tensor in tensors_of(node.meta.get("val"))), "")
 
 
 @dataclass(eq=False, slots=True)
@@ -147,10 +145,16 @@ class MemoryModel:
         gm: as in :func:`memory_timeline`.
         kept: as in :func:`memory_timeline`.
         device_type: as in :func:`memory_timeline`.
+        scratch: as in :func:`memory_timeline`.
     """
 
     def __init__(
-        self, gm: fx.GraphModule, *, kept: Iterable[fx.Node], device_type: str | None = None
+        self,
+        gm: fx.GraphModule,
+        *,
+        kept: Iterable[fx.Node],
+        device_type: str | None = None,
+        scratch: KernelScratch = UNMEASURED,
     ) -> None:
         kept = set(kept)
         self._device_type = device_type
@@ -165,7 +169,7 @@ class MemoryModel:
                     buffer.readers.append(node)
             if is_collective(node) or is_point_to_point(node):
                 self._hold_until_waited(node)
-            if num_bytes := scratch_bytes(node, device_type or _device_of(node)):
+            if num_bytes := scratch.bytes_of(node, device_type or device_of(node)):
                 self._made.append(Buffer(node, " (scratch)", num_bytes))
         self._written_over = {
             buffer: found

@@ -20,6 +20,7 @@ from ..ir import (
     output_values,
     type_key,
 )
+from ..memory import UNMEASURED, KernelScratch
 from .known_plan import KnownPlan
 
 #: Pairs of a unit and the units whose gathers start once its own are copied out.
@@ -52,6 +53,7 @@ class PassContext:
             gathered ahead, without the inputs that live through the whole step; None if it is not known.
         device_type: the type of the device that the graph will run on; None for that of its values. A capture on fake
             tensors of the CPU may be for another device.
+        scratch: what kernels of libraries allocate for themselves where the graph will run.
     """
 
     mesh: MeshLayout = field(default_factory=MeshLayout)
@@ -70,6 +72,7 @@ class PassContext:
     resident_bytes: int = 0
     default_peak_bytes: int | None = None
     device_type: str | None = None
+    scratch: KernelScratch = UNMEASURED
 
     def binding(self, placeholder: str) -> ParameterBinding | None:
         """The parameter whose shard or kept piece enters through the placeholder of this name."""

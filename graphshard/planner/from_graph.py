@@ -36,7 +36,7 @@ from ..ir import (
     waits_of,
     writes_of,
 )
-from ..memory import copied_bytes, kept_inputs
+from ..memory import UNMEASURED, KernelScratch, copied_bytes, kept_inputs
 from .movable_nodes import movable_collectives, moving_nodes
 from .search import Collective, Problem, Step, Task
 from .task_memory import with_memory
@@ -73,6 +73,7 @@ def problem_of_graph(
     wishes: Wishes = NO_WISHES,
     places: Mapping[fx.Node, RowPlace] | None = None,
     device_type: str | None = None,
+    scratch: KernelScratch = UNMEASURED,
     measures_memory: bool = True,
 ) -> GraphProblem:
     """Reads a planning problem from a graph; the graph does not change.
@@ -84,6 +85,7 @@ def problem_of_graph(
         wishes: the user's constraints. Those on collectives that cannot move are dropped, with a note.
         places: where the shards that gathers send lie in memory (``provenance.row_places``).
         device_type: where the graph will run; None for where its values are.
+        scratch: what kernels allocate there for themselves.
         measures_memory: whether to fill in what is live at each task. Without it only time can be simulated.
 
     Raises:
@@ -125,7 +127,7 @@ def problem_of_graph(
     )
     unplanned = reader.unplanned()
     if measures_memory:
-        problem = with_memory(gm, problem, reader.tasks, unplanned, device_type)
+        problem = with_memory(gm, problem, reader.tasks, unplanned, device_type, scratch)
     return GraphProblem(
         problem=replace(problem, budget_bytes=budget_bytes),
         starts=tuple(movable),

@@ -38,7 +38,7 @@ def check_budget(gm: fx.GraphModule, ctx: PassContext, memory_budget: int | str)
         InfeasibleBudgetError: it exceeds the budget; names what it needs.
     """
     budget, held = parse_bytes(memory_budget), held_beside(gm, ctx)
-    peak = measured_peak(gm, ctx.device_type)
+    peak = measured_peak(gm, ctx.device_type, ctx.scratch)
     if held + peak > budget:
         raise InfeasibleBudgetError(budget, peak, is_smallest=True, held_bytes=held)
 
@@ -51,7 +51,7 @@ def default_peak(gm: fx.GraphModule, ctx: PassContext) -> int:
     one_ahead = copy_graph(gm)
     merge_by_unit(one_ahead, bucket_keys(one_ahead, ctx), row_places(one_ahead, ctx))
     apply_order(one_ahead.graph, at_once(Placement(Movable(one_ahead, ctx), Decisions(prefetch=1)).order()))
-    return measured_peak(one_ahead, ctx.device_type)
+    return measured_peak(one_ahead, ctx.device_type, ctx.scratch)
 
 
 def plan_within(plan: Callable[[int], PlannedGraph], budget_bytes: int, held_bytes: int) -> PlannedGraph:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from torch import fx
 
 from ..ir import UNPACK, fusion_runs, is_collective, is_view, is_wait, short_name, tensor_bytes
-from ..memory import MemoryModel, kept_inputs
+from ..memory import UNMEASURED, KernelScratch, MemoryModel, kept_inputs
 from .rule_order import Decisions, Movable, Placement
 
 
@@ -24,6 +24,7 @@ def fit(
     *,
     budget_bytes: int | None = None,
     device_type: str | None = None,
+    scratch: KernelScratch = UNMEASURED,
 ) -> tuple[Decisions, list[str]]:
     """The part of the ``wanted`` overlap that fits in a budget.
 
@@ -34,11 +35,12 @@ def fit(
         budget_bytes: the allowed peak of the graph, without the inputs that the caller keeps; None for the peak of
             the order without any overlap.
         device_type: where the graph will run; None for where its values are.
+        scratch: what kernels allocate there for themselves.
 
     Returns:
         Decisions, and one sentence for each collective that overlaps less than wanted.
     """
-    model = MemoryModel(gm, kept=kept_inputs(gm), device_type=device_type)
+    model = MemoryModel(gm, kept=kept_inputs(gm), device_type=device_type, scratch=scratch)
     if budget_bytes is None:
         budget_bytes = model.timeline(Placement(movable, Decisions()).order()).peak_bytes
     sequence = [node for node in Placement(movable, wanted).order() if is_collective(node)]

@@ -7,7 +7,7 @@ tasks that took more than planned or, if none did, for a smaller budget.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,7 @@ from torch import fx
 from ..cost import GraphPrices
 from ..errors import InfeasibleBudgetError, PlanError
 from ..ir import RowPlace, is_collective, merge_waits, repeated_waits
-from ..memory import MemoryModel, kept_inputs, parse_bytes
+from ..memory import UNMEASURED, KernelScratch, MemoryModel, kept_inputs, parse_bytes
 from ..pipeline import KnownPlan, PassResult
 from .any_order_bound import any_order_seconds
 from .choose_moves import WORTH, moved_compute
@@ -41,6 +41,9 @@ from .search import (
 from .split_collectives import num_rows, split_graph
 from .to_graph import planned_graph
 from .user_constraints import NO_WISHES, Wishes
+
+#: Gives the bytes live at each node of a graph, by name.
+LiveIn = Callable[[fx.GraphModule], dict[str, int]]
 
 #: How often a graph is planned again because the memory model measured more than the budget.
 _ATTEMPTS = 6
@@ -70,6 +73,7 @@ def plan_graph(
     known: KnownPlan | None = None,
     places: Mapping[fx.Node, RowPlace] | None = None,
     device_type: str | None = None,
+    scratch: KernelScratch = UNMEASURED,
     move_compute: bool = True,
     exact_states: int = MOST_EXACT_STATES,
 ) -> PlannedGraph:
@@ -86,6 +90,7 @@ def plan_graph(
             among compute are kept as far as this graph allows.
         places: where the shards that gathers send lie in memory (``provenance.row_places``).
         device_type: where the graph will run; None for where its values are.
+        scratch: what kernels allocate there for themselves.
         move_compute: whether compute may move beside collectives that compute reads soon.
         exact_states: the most states that the exact search, of a small graph, may look at.
 
@@ -97,7 +102,9 @@ def plan_graph(
         PlanError: ``known`` is no plan of this graph.
     """
     budget = None if memory_budget is None else parse_bytes(memory_budget)
-    planner = _Planner(prices=prices, budget=budget, device_type=device_type, exact_states=exact_states)
+    planner = _Planner(
+        prices=prices, budget=budget, device_type=device_type, scratch=scratch, exact_states=exact_states
+    )
     source = _with_one_wait_each(_Source(gm=gm, wishes=wishes, places=places or {}))
     if known is not None:
         return planner.followed(source, known)
@@ -166,6 +173,7 @@ class _Planner:
     prices: GraphPrices
     budget: int | None
     device_type: str | None
+    scratch: KernelScratch
     exact_states: int
 
     def planned(
@@ -173,7 +181,7 @@ class _Planner:
     ) -> tuple[GraphProblem, PlannedGraph]:
         """The plan of a graph as it stands, and the problem read from it."""
         found = found or self._read(source)
-        graph, result = _within_budget(source.gm, found, self.budget, self.device_type, self.exact_states)
+        graph, result = _within_budget(source.gm, found, self.budget, self._live, self.exact_states)
         return found, _planned_graph(source, graph, found, result)
 
     def followed(self, source: _Source, known: KnownPlan) -> PlannedGraph:
@@ -185,7 +193,7 @@ class _Planner:
             source = source.moved(moving, moves)
         source = source.split(_known_splits(source.gm, known))
         found = self._read(source)
-        graph, result = _followed(source.gm, found, known, self.budget, self.device_type)
+        graph, result = _followed(source.gm, found, known, self.budget, self._live)
         return _planned_graph(source, graph, found, result)
 
     def in_best_order(
@@ -220,8 +228,12 @@ class _Planner:
             wishes=source.wishes,
             places=source.places,
             device_type=self.device_type,
+            scratch=self.scratch,
             measures_memory=measures_memory,
         )
+
+    def _live(self, gm: fx.GraphModule) -> dict[str, int]:
+        return measured_live(gm, self.device_type, self.scratch)
 
 
 def _free_bound(found: GraphProblem) -> float:
@@ -274,14 +286,14 @@ def _splits_to_try(found: GraphProblem, result: Plan, wishes: Wishes) -> list[di
 
 
 def _followed(
-    gm: fx.GraphModule, found: GraphProblem, known: KnownPlan, budget: int | None, device_type: str | None
+    gm: fx.GraphModule, found: GraphProblem, known: KnownPlan, budget: int | None, live_in: LiveIn
 ) -> tuple[fx.GraphModule, Plan]:
     """The graph with the buckets and the sequence of a known plan, within the budget."""
     before = simulate(found.problem.without_wishes(), found.unplanned).seconds
     peaks = []
     for steps in ways_to_follow(found.problem, known):
         planned = planned_graph(gm, found, steps)
-        peaks.append(measured_peak(planned, device_type))
+        peaks.append(_most(live_in(planned)))
         if budget is None or peaks[-1] <= budget:
             result = make_plan(
                 found.problem, steps, solver="followed", unplanned_seconds=before, notes=found.notes
@@ -292,10 +304,10 @@ def _followed(
 
 
 def _within_budget(
-    gm: fx.GraphModule, found: GraphProblem, budget: int | None, device_type: str | None, exact_states: int
+    gm: fx.GraphModule, found: GraphProblem, budget: int | None, live_in: LiveIn, exact_states: int
 ) -> tuple[fx.GraphModule, Plan]:
     """The graph with the fastest plan that the memory model accepts, the order in which it came included."""
-    before = measured_peak(gm, device_type)
+    before = _most(live_in(gm))
     came = simulate(found.problem.without_wishes(), found.unplanned).seconds
     may_stay = is_possible(replace(found.problem, budget_bytes=None), found.unplanned)
     fits = may_stay and (budget is None or before <= budget)
@@ -306,8 +318,8 @@ def _within_budget(
         except InfeasibleBudgetError:
             break
         planned = planned_graph(gm, found, result.steps)
-        live = measured_live(planned, device_type)
-        peak = max(live.values(), default=0)
+        live = live_in(planned)
+        peak = _most(live)
         if budget is None:
             return planned, replace(result, peak_bytes=peak)
         if peak <= budget:
@@ -324,7 +336,7 @@ def _within_budget(
         )
     leanest, _ = leanest_schedule(found.problem)
     planned = planned_graph(gm, found, leanest)
-    peak = measured_peak(planned, device_type)
+    peak = _most(live_in(planned))
     if peak <= budget:
         return planned, replace(
             _plan_of(found, leanest, "leanest", came), peak_bytes=peak, budget_bytes=budget
@@ -363,9 +375,11 @@ def _with_excess(problem: Problem, result: Plan, live: Mapping[str, int], budget
     return replace(problem, tasks=tasks)
 
 
-def measured_live(gm: fx.GraphModule, device_type: str | None) -> dict[str, int]:
+def measured_live(
+    gm: fx.GraphModule, device_type: str | None, scratch: KernelScratch = UNMEASURED
+) -> dict[str, int]:
     """Bytes live at each node by the memory model, inputs that the caller keeps included."""
-    model = MemoryModel(gm, kept=kept_inputs(gm), device_type=device_type)
+    model = MemoryModel(gm, kept=kept_inputs(gm), device_type=device_type, scratch=scratch)
     nodes = list(gm.graph.nodes)
     timeline = model.timeline(nodes)
     return {
@@ -373,6 +387,10 @@ def measured_live(gm: fx.GraphModule, device_type: str | None) -> dict[str, int]
     }
 
 
-def measured_peak(gm: fx.GraphModule, device_type: str | None) -> int:
+def measured_peak(gm: fx.GraphModule, device_type: str | None, scratch: KernelScratch = UNMEASURED) -> int:
     """The largest of :func:`measured_live`."""
-    return max(measured_live(gm, device_type).values(), default=0)
+    return _most(measured_live(gm, device_type, scratch))
+
+
+def _most(live: Mapping[str, int]) -> int:
+    return max(live.values(), default=0)

@@ -14,6 +14,7 @@ from .._compat import group_by_name
 from ..cost import CollectiveTables, CostModel, GraphPrices, GroupTopology, HardwareCard, card_of, tables_of
 from ..errors import OptionError, OptionTypeError
 from ..ir import REDUCE_GRAD, UNSHARD, call_arguments, group_name, is_collective, short_name, with_derivative
+from ..memory import scratch_of_card
 from .plan_graph import PlannedGraph, plan_graph
 from .search import Plan
 from .user_constraints import NO_WISHES, Wishes
@@ -88,6 +89,7 @@ def schedule_graph(
             max_reductions=max_reductions,
         ),
         device_type=card.device_type,
+        scratch=scratch_of_card(card.machine, card.file, gm, card.device_type),
         move_compute=move_compute,
     )
     for message in told:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from ..memory import MemoryModel, kept_inputs
+from ..memory import KernelScratch, MemoryModel, kept_inputs
 from .search import Problem, Step, simulate
 
 
@@ -23,6 +23,7 @@ def with_memory(
     tasks: list[fx.Node],
     unplanned: list[Step],
     device_type: str | None,
+    scratch: KernelScratch,
 ) -> Problem:
     """The problem with ``live_bytes``, ``before_bytes`` and ``end_bytes`` filled in.
 
@@ -32,9 +33,10 @@ def with_memory(
         tasks: the node of each task.
         unplanned: the schedule of the graph as it came.
         device_type: where the graph will run; None for where its values are.
+        scratch: what kernels allocate there for themselves.
     """
     order = list(gm.graph.nodes)
-    model = MemoryModel(gm, kept=kept_inputs(gm), device_type=device_type)
+    model = MemoryModel(gm, kept=kept_inputs(gm), device_type=device_type, scratch=scratch)
     timeline = model.timeline(order)
     live_at = dict(zip(order, timeline.live_bytes, strict=True))
     modelled = simulate(problem.without_wishes(), unplanned).live_bytes

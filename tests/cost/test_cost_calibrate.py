@@ -466,16 +466,18 @@ def test_the_slowest_rank_counts(gloo_alone, monkeypatch):
     assert (asked, answered) == ([(0.25, dist.ReduceOp.MAX)], [0.5])
 
 
-def test_products_are_probed_on_operands_that_no_cache_holds(monkeypatch):
+@pytest.mark.parametrize(("cached", "bytes_read", "period"), [(0, 2**26, 22), (2**26, 2**27, 43)])
+def test_products_are_probed_on_operands_that_no_cache_holds(monkeypatch, cached, bytes_read, period):
     read = []
+    monkeypatch.setattr(probes_module, "largest_cache_bytes", lambda: cached)
     monkeypatch.setattr(probes_module.torch, "mm", lambda left, right, out: read.append((left, right, out)))
     multiply = probes_module.cold_product(CPU, torch.float32, 512)
-    for _ in range(50):
+    for _ in range(2 * period + 1):
         multiply()
     held = {tensor.data_ptr(): tensor.nbytes for operands in read for tensor in operands}
-    assert sum(held.values()) >= 2**26
+    assert sum(held.values()) >= bytes_read
     first = [tensor.data_ptr() for tensor in read[0]]
-    assert [i for i, operands in enumerate(read) if operands[0].data_ptr() == first[0]] == [0, 22, 44]
+    assert [i for i, operands in enumerate(read) if operands[0].data_ptr() == first[0]] == [0, period, 2 * period]
 
 
 def test_the_mean_without_the_slowest_is_typical():

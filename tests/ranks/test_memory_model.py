@@ -147,9 +147,12 @@ def _convolutions_within(folder: str) -> tuple[int, int, int]:
 
 @pytest.mark.inductor
 def test_convolutions_hold_no_more_than_their_budget(run_on_gloo_ranks, tmp_path: Path):
-    """Inductor's copies in channels-last would take half as much again, and so do those inside oneDNN."""
+    """Inductor's copies in channels-last would take half as much again. Those inside oneDNN are measured.
+
+    Beside the step, the loss and its gradient are held.
+    """
     for budget, held, held_by_inference in run_on_gloo_ranks(2, _convolutions_within, str(tmp_path)):
-        assert 0.6 * budget < held <= budget
+        assert 0.9 * budget < held <= budget + 64
         assert held_by_inference <= budget
 
 
