@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from graphshard import fully_shard
 from graphshard.errors import AgreementError
 
-LIMIT_S = 3.0
+#: For ranks that all come, however slowly; and for one that never does.
+COME_S, MISSING_S = 120.0, 3.0
 
 
-def _short_lived_mesh() -> DeviceMesh:
-    group = dist.new_group(timeout=timedelta(seconds=LIMIT_S))
+def _mesh(limit_s: float = COME_S) -> DeviceMesh:
+    group = dist.new_group(timeout=timedelta(seconds=limit_s))
     return DeviceMesh.from_group(group, "cpu")
 
 
@@ -31,7 +32,7 @@ def _error_of_compiling(model: nn.Module) -> str:
 
 
 def _different_widths() -> str:
-    mesh = _short_lived_mesh()
+    mesh = _mesh()
     width = 4 if dist.get_rank() == 0 else 6
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, width))
     fully_shard(model[0], mesh=mesh)
@@ -47,7 +48,7 @@ def test_different_models_raise_on_every_rank(run_on_gloo_ranks: Callable[..., l
 
 
 def _only_rank_zero_compiles() -> str:
-    model = fully_shard(nn.Linear(4, 4), mesh=_short_lived_mesh())
+    model = fully_shard(nn.Linear(4, 4), mesh=_mesh(MISSING_S))
     return _error_of_compiling(model) if dist.get_rank() == 0 else "not compiled"
 
 
@@ -58,7 +59,7 @@ def test_a_rank_that_compiles_nothing_is_named(run_on_gloo_ranks: Callable[..., 
 
 
 def _verify_off() -> int:
-    mesh = _short_lived_mesh()
+    mesh = _mesh()
     model = fully_shard(nn.Linear(4, 4), mesh=mesh)
     torch.compile(model, backend="graphshard", options={"verify": "off"})(torch.ones(2, 4))
     store = dist.distributed_c10d._world.pg_map[mesh.get_group()][1]
