@@ -60,10 +60,10 @@ types: $(VENV)/.installed joined
 	$(BIN)/mypy -p graphshard
 
 test: lint types
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
 
 test-all: lint types
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup --no-loadscope-reorder -m "" $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "" $(ARGS)
 
 # With the Python whose torch sees the GPUs, whatever its version, and nothing installed: what that version warns of is no failure.
 gpu-check: joined

@@ -6,12 +6,13 @@ import copy
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
-from support.run_order import order_items
+from support.run_order import RanksOnOneWorker, order_items
 from support.sampling import mark_unsampled
 from support.small_models import MODELS, example_batch, shard_units
 from support.thorough import note_run
@@ -39,6 +40,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_unsampled(items)
     if "PYTEST_XDIST_WORKER" in os.environ:
         order_items(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> RanksOnOneWorker | None:
+    return RanksOnOneWorker(config, log) if config.option.dist == "loadfile" else None
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
 """In which order two workers run the tests: see docs/extend/testing.md."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 TESTS = Path(__file__).parents[1]
 
@@ -25,18 +27,26 @@ def file_of(item: pytest.Item) -> str:
     return item.path.relative_to(TESTS).as_posix()
 
 
-def group_of(item: pytest.Item) -> str:
-    """All tests of real process groups, whose ranks take a core each; else each file."""
-    file = file_of(item)
-    return "ranks" if file.startswith("ranks/") else file
-
-
 def order_items(items: list[pytest.Item]) -> None:
-    """The tests with ranks first, one worker's; then files from the longest, so that none runs alone at the end."""
+    """The tests with ranks first; then files from the longest, so that none runs alone at the end."""
 
     def place(item: pytest.Item) -> tuple[bool, int]:
-        return group_of(item) != "ranks", -SECONDS.get(file_of(item), 0)
+        file = file_of(item)
+        return not file.startswith("ranks/"), -SECONDS.get(file, 0)
 
     items.sort(key=place)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+
+
+class RanksOnOneWorker(LoadFileScheduling):
+    """A file to each worker that is free, in the order of the tests; all tests with ranks count as one file.
+
+    Ranks take a core each, and are started once a worker.
+    """
+
+    def __init__(self, config: pytest.Config, log: Any = None) -> None:
+        config.option.loadscopereorder = False
+        super().__init__(config, log)
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "ranks" if "ranks" in Path(file).parts else file

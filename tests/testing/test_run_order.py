@@ -3,23 +3,23 @@
 from types import SimpleNamespace
 
 import pytest
-from support.run_order import SECONDS, TESTS, order_items
-
-
-class _Item(SimpleNamespace):
-    def add_marker(self, mark: pytest.MarkDecorator) -> None:
-        self.group = mark.args[0]
+from support.run_order import SECONDS, TESTS, RanksOnOneWorker, order_items
 
 
 def test_ranks_come_first_then_the_longest_files():
     longest, *_, shortest = sorted(SECONDS, key=SECONDS.__getitem__, reverse=True)
     names = ["ir/test_mesh.py", shortest, "ranks/test_rows.py", longest, "ranks/test_agreement.py", "ir/test_mesh.py"]
-    items = [_Item(path=TESTS / name) for name in names]
+    items = [SimpleNamespace(path=TESTS / name) for name in names]
     order_items(items)
     assert [item.path.relative_to(TESTS).as_posix() for item in items] == [
         "ranks/test_rows.py", "ranks/test_agreement.py", longest, shortest, "ir/test_mesh.py", "ir/test_mesh.py"
     ]  # fmt: skip
-    assert [item.group for item in items] == ["ranks", "ranks", longest, shortest, "ir/test_mesh.py", "ir/test_mesh.py"]
+
+
+def test_all_ranks_are_one_scope(pytestconfig):
+    scheduling = RanksOnOneWorker(pytestconfig)
+    files = ("tests/ranks/test_rows.py", "tests/ir/test_mesh.py")
+    assert [scheduling._split_scope(f"{file}::test_it[a::b]") for file in files] == ["ranks", "tests/ir/test_mesh.py"]
 
 
 @pytest.mark.parametrize("name", SECONDS)
