@@ -37,6 +37,12 @@ def order_items(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+def scope_of(nodeid: str) -> str:
+    """What goes to one worker as a whole."""
+    file = nodeid.partition("::")[0]
+    return "ranks" if "ranks" in Path(file).parts else file
+
+
 class RanksOnOneWorker(LoadFileScheduling):
     """A file to each worker that is free, in the order of the tests; all tests with ranks count as one file.
 
@@ -48,5 +54,4 @@ class RanksOnOneWorker(LoadFileScheduling):
         super().__init__(config, log)
 
     def _split_scope(self, nodeid: str) -> str:
-        file = super()._split_scope(nodeid)
-        return "ranks" if "ranks" in Path(file).parts else file
+        return scope_of(nodeid)

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from support.run_order import SECONDS, TESTS, RanksOnOneWorker, order_items
+from support.run_order import SECONDS, TESTS, order_items, scope_of
 
 
 def test_ranks_come_first_then_the_longest_files():
@@ -16,10 +16,9 @@ def test_ranks_come_first_then_the_longest_files():
     ]  # fmt: skip
 
 
-def test_all_ranks_are_one_scope(pytestconfig):
-    scheduling = RanksOnOneWorker(pytestconfig)
+def test_all_ranks_are_one_scope():
     files = ("tests/ranks/test_rows.py", "tests/ir/test_mesh.py")
-    assert [scheduling._split_scope(f"{file}::test_it[a::b]") for file in files] == ["ranks", "tests/ir/test_mesh.py"]
+    assert [scope_of(f"{file}::test_it[a::b]") for file in files] == ["ranks", "tests/ir/test_mesh.py"]
 
 
 @pytest.mark.parametrize("name", SECONDS)
