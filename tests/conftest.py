@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
+from support.interpreted_halves import interpreted_halves
 from support.run_order import RanksOnOneWorker, order_items
 from support.sampling import mark_unsampled
 from support.small_models import MODELS, example_batch, shard_units
-from support.thorough import note_run
+from support.thorough import is_thorough, note_run
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -45,6 +47,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> RanksOnOneWorker | None:
     return RanksOnOneWorker(config, log) if config.option.dist == "loadfile" else None
+
+
+@pytest.fixture
+def interpreted() -> Iterator[None]:
+    """In `make test`, what the test compiles runs node by node: see `support/interpreted_halves.py`."""
+    with nullcontext() if is_thorough() else interpreted_halves():
+        yield
 
 
 @pytest.fixture

@@ -21,6 +21,8 @@ from graphshard.ir.rewrite import copy_graph
 from graphshard.passes import LowerShards, PlanCollectives
 from graphshard.pipeline.pipeline import Pipeline
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 UNITS = ("blocks.0", "blocks.1", "blocks.2", "root")
 NONE_KEPT = StepChoice(kept=())
 
@@ -117,6 +119,7 @@ def test_it_takes_a_budget(budget, kept):
     assert (waiting.peak_bytes or 0) == (without.peak_bytes or 0)
 
 
+@pytest.mark.slow
 def test_with_gradients_that_wait_the_budget_is_one_of_all_micro_batches():
     """What a step of one micro-batch fits in is refused at once, and the error names what all fit in."""
 

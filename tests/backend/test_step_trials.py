@@ -29,6 +29,8 @@ from graphshard.pipeline.pipeline import Pipeline
 from graphshard.planner import default_peak
 from graphshard.planner.search.solve import EXACT_STATES
 
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 
 class Attention(nn.Module):
     def __init__(self, dropout: float) -> None:

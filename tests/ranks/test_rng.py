@@ -81,6 +81,7 @@ def test_one_rank_draws_what_unsharded_draws(run_on_gloo_ranks, implementation, 
     run_on_gloo_ranks(1, compare_with_unsharded, implementation, form)
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize("implementation", EVERY)
 def test_seeds_of_ranks(run_on_gloo_ranks, implementation):
     """One seed, one mask; a seed of its own, a mask of its own."""
