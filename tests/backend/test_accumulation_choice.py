@@ -18,6 +18,7 @@ from graphshard.backend.step_trials import JointTrials
 from graphshard.errors import InfeasibleBudgetError
 from graphshard.ir import UNIT
 from graphshard.ir.rewrite import copy_graph
+from graphshard.memory import ScratchTable
 from graphshard.passes import LowerShards, PlanCollectives
 from graphshard.pipeline.pipeline import Pipeline
 
@@ -150,7 +151,8 @@ def test_a_stored_choice_holds_whether_gradients_wait_or_not(monkeypatch):
     keys, kept = [], []
 
     def ask(trials):
-        stored = StepChoice(kept=("root",), kept_between=("root",), input_bytes=trials.input_bytes()).to_dict()
+        decided = StepChoice(kept=("root",), kept_between=("root",), input_bytes=trials.input_bytes()).to_dict()
+        stored = {"decided": decided, "scratch": ScratchTable().as_data()}
         follow = lambda _, key, run, what: keys.append(key) or run(stored).result  # noqa: E731
         monkeypatch.setattr(planning, "decide_together", follow)
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)

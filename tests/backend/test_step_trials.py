@@ -22,7 +22,7 @@ from graphshard.capture.capture_step import capture_step
 from graphshard.capture.rules import ShardingRules
 from graphshard.errors import InfeasibleBudgetError
 from graphshard.ir.rewrite import copy_graph
-from graphshard.memory import resident_bytes, step_bytes
+from graphshard.memory import ScratchTable, resident_bytes, step_bytes
 from graphshard.passes import LowerShards, PlanCollectives
 from graphshard.pipeline.context import PassContext
 from graphshard.pipeline.pipeline import Pipeline
@@ -241,7 +241,8 @@ def test_without_a_budget_nothing_is_chosen_for_a_part_of_the_step_or_ranks_that
 def test_a_choice_for_other_sizes_does_not_say_what_the_halves_may_take(monkeypatch, is_other):
     def ask(trials):
         size = trials.input_bytes() + is_other
-        stored = StepChoice(kept=("blocks.2", "root"), peak_bytes=123, input_bytes=size).to_dict()
+        decided = StepChoice(kept=("blocks.2", "root"), peak_bytes=123, input_bytes=size).to_dict()
+        stored = {"decided": decided, "scratch": ScratchTable().as_data()}
         monkeypatch.setattr(planning, "decide_together", lambda _, __, run, what: run(stored).result)
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
         planner = planning.StepPlanner(card=CARD, halves=halves, is_shared=False, what="graph")
@@ -271,7 +272,8 @@ def test_a_stored_choice_is_for_one_setting_of_the_user(monkeypatch):
     keys = []
 
     def ask(trials):
-        stored = StepChoice(kept=("root",), input_bytes=trials.input_bytes()).to_dict()
+        decided = StepChoice(kept=("root",), input_bytes=trials.input_bytes()).to_dict()
+        stored = {"decided": decided, "scratch": ScratchTable().as_data()}
         follow = lambda _, key, run, what: keys.append(key) or run(stored).result  # noqa: E731
         monkeypatch.setattr(planning, "decide_together", follow)
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)

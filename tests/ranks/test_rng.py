@@ -98,6 +98,8 @@ def test_recomputation_draws_the_same_masks(run_on_gloo_ranks, implementation, f
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize(("form", "reshard_after_forward"), [("function", True), ("submodule", False)])
+@pytest.mark.parametrize(
+    ("form", "reshard_after_forward"), [("function", True), pytest.param("submodule", False, marks=pytest.mark.slow)]
+)
 def test_compiled_recomputation_draws_the_same_masks(run_on_gloo_ranks, form, reshard_after_forward):
     run_on_gloo_ranks(2, compare_with_no_checkpointing, "compiled", form, reshard_after_forward)

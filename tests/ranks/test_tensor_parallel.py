@@ -404,7 +404,6 @@ def test_training_as_on_torch_2_11(run_on_gloo_ranks):
     run_on_gloo_ranks(4, train_as_on_torch_2_11)
 
 
-@pytest.mark.inductor
 @pytest.mark.parametrize(
     ("plan", "sizes"), [pytest.param("layers", UNEVEN, marks=pytest.mark.slow), ("sequence", EVEN)]
 )
