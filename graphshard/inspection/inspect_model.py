@@ -48,7 +48,7 @@ from .step_report import (
 _MODELLED = (
     "Forward and backward are scheduled each on its own: no collective runs from one into the other.",
     "The optimizer is one fused kernel over the shards, after the last collective, bound by memory bandwidth.",
-    "Host time, allocator fragmentation and the scratch space of kernels and of the communication library "
+    "Host time, allocator fragmentation and the scratch space of GPU kernels and of the communication library "
     "are not counted.",
     "Operations count causal attention in full, as is usual for utilisation; its time counts the half that runs.",
 )
