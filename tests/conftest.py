@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 from support.interpreted_halves import interpreted_halves
-from support.run_order import RanksOnOneWorker, order_items
+from support.run_order import order_items
 from support.sampling import mark_unsampled
 from support.small_models import MODELS, example_batch, shard_units
 from support.thorough import is_thorough, note_run
@@ -45,8 +45,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> RanksOnOneWorker | None:
-    return RanksOnOneWorker(config, log) if config.option.dist == "loadfile" else None
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.option.dist != "loadfile":
+        return None
+    # Not at the top: a machine that only runs `make gpu-check` may have no xdist.
+    from support.ranks_on_one_worker import RanksOnOneWorker
+
+    return RanksOnOneWorker(config, log)
 
 
 @pytest.fixture

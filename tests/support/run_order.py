@@ -1,10 +1,8 @@
 """In which order two workers run the tests: see docs/extend/testing.md."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from xdist.scheduler import LoadFileScheduling
 
 TESTS = Path(__file__).parents[1]
 
@@ -43,17 +41,3 @@ def scope_of(nodeid: str) -> str:
     """What goes to one worker as a whole."""
     file = nodeid.partition("::")[0]
     return "ranks" if "ranks" in Path(file).parts else file
-
-
-class RanksOnOneWorker(LoadFileScheduling):
-    """A file to each worker that is free, in the order of the tests; all tests with ranks count as one file.
-
-    Ranks take a core each, and are started once a worker.
-    """
-
-    def __init__(self, config: pytest.Config, log: Any = None) -> None:
-        config.option.loadscopereorder = False
-        super().__init__(config, log)
-
-    def _split_scope(self, nodeid: str) -> str:
-        return scope_of(nodeid)
