@@ -159,7 +159,7 @@ def _card(job: CalibrationJob, compute: ComputeProbe, comm: CommProbe, local_ran
     sources["efficiency.vector"] = "vector_flops is what a pointwise kernel reached"
     sources[other] = f"card {job.like}" if job.like else f"not measured; as {measured}"
     sources["ranks_per_node"] = "the ranks started on this machine"
-    sources["device_type"] = "where it was measured"
+    sources["device_type"] = sources["machine"] = "where it was measured"
     machine = Machine.here() if job.device_type == "cpu" else None
     return HardwareCard(
         name=job.out.stem,

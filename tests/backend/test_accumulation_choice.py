@@ -236,6 +236,7 @@ def test_a_parameter_that_nothing_reads_is_no_other_graph(fake_group, tmp_path, 
     assert [block.__dict__[UNIT].is_gathered for block in model.blocks[:3]] == [is_whole] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("owner", ["root", "unit"])
 def test_gradients_that_wait_count_whatever_is_not_read(fake_group, owner):
     """A budget that a step of one micro-batch keeps, and none whose gradients wait, is refused before the first."""

@@ -73,6 +73,7 @@ def test_without_a_budget_the_choice_takes_no_more_than_the_default_schedule():
     assert StepChoice.from_dict(json.loads(json.dumps(step.to_dict()))) == step
 
 
+@pytest.mark.slow
 def test_a_users_budget_decides_between_none_and_all():
     budgets = {}
 

@@ -458,7 +458,10 @@ def test_what_stays_in_a_graph_of_ones_own_is_counted_and_priced():
         graphshard.inspect_graph(gm, hardware=CARD)
 
 
-@pytest.mark.parametrize("card", ["cpu-loopback", "cpu-ethernet-1g", "h100-sxm"])
+@pytest.mark.parametrize(
+    "card",
+    ["cpu-loopback", *(pytest.param(name, marks=pytest.mark.slow) for name in ("cpu-ethernet-1g", "h100-sxm"))],
+)
 def test_a_plan_without_a_budget_is_faster_than_the_passes_and_holds_no_more(card):
     def step(**options) -> Report:
         return graphshard.inspect(
@@ -474,6 +477,7 @@ def test_a_plan_without_a_budget_is_faster_than_the_passes_and_holds_no_more(car
         assert half.seconds <= of_passes.seconds
 
 
+@pytest.mark.slow
 def test_a_plan_keeps_parameters_of_further_units_as_training_does():
     def gathered_again(**options) -> tuple[list[str], int]:
         report = graphshard.inspect(

@@ -52,6 +52,7 @@ def test_ways_of_measured_times():
     assert model.collective_ways("all_gather", 10, "shard") == (0.0, (((0.5, 0.0),),))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("overlapped", "spread"), [(0.0, 0.0), (5e-6, 0.0), (5e-6, 4e-5)])
 @pytest.mark.parametrize("plan", ["unit", "auto"])
 def test_the_schedule_gives_the_step_again(plan, overlapped, spread):

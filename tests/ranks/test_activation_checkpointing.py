@@ -328,6 +328,6 @@ def test_weights_changed_before_another_forward(run_on_gloo_ranks):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("form", ["function", "selective"])
+@pytest.mark.parametrize("form", [pytest.param("function", marks=pytest.mark.slow), "selective"])
 def test_checkpointing_changes_no_bit(run_on_gloo_ranks, form):
     run_on_gloo_ranks(1, compare_with_and_without, form)

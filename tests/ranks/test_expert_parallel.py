@@ -165,7 +165,6 @@ def train_mixture(implementation: str, arrangement: str) -> None:
             )
 
 
-@pytest.mark.inductor
 @pytest.mark.parametrize(
     ("implementation", "arrangement"),
     [

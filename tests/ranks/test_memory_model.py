@@ -224,7 +224,13 @@ def _language_within(dtype: torch.dtype) -> tuple[int, int]:
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize(("dtype", "least"), [(torch.float32, 0.99), (torch.bfloat16, 0.7)], ids=["f32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "least"),
+    [
+        pytest.param(torch.float32, 0.99, id="f32", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, 0.7, id="bf16"),
+    ],
+)
 def test_logits_are_counted_once(run_on_gloo_ranks, dtype, least):
     """Beside the step, the loss and its gradient are held; of bfloat16's products the most they may take is counted."""
     for budget, held in run_on_gloo_ranks(2, _language_within, dtype):

@@ -182,7 +182,7 @@ def test_the_scripts_differ_by_the_import_and_one_line():
         pytest.param("1-D", 2, 1e-5, id="1-D", marks=pytest.mark.slow),
         # bfloat16 has 8 bits: fused kernels round less often than single ones.
         pytest.param("1-D mixed", 2, 2e-2, id="1-D in bfloat16", marks=pytest.mark.slow),
-        pytest.param("hybrid", 4, 1e-5, id="hybrid 2x2"),
+        pytest.param("hybrid", 4, 1e-5, id="hybrid 2x2", marks=pytest.mark.slow),
         pytest.param("2-D", 4, 1e-5, id="2-D dp x tp 2x2", marks=pytest.mark.slow),
     ],
 )

@@ -21,11 +21,12 @@ class InterpretedHalf:
     source_code = ""
 
     def __init__(self, gm: fx.GraphModule) -> None:
-        self.interpreter = fx.Interpreter(gm)
+        self.gm = gm
         self._boxed_call = True  # of the instance: AOTAutograd's wrappers take over its own attributes only
 
     def __call__(self, inputs: list[Any]) -> Sequence[Any]:
-        return self.interpreter.boxed_run(inputs)
+        # One for each run: it keeps the values that are not read any more, and so the model.
+        return fx.Interpreter(self.gm).boxed_run(inputs)
 
 
 def interpret_half(gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> InterpretedHalf:

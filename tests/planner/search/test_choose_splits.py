@@ -301,6 +301,7 @@ def test_wishes_are_said_of_a_copy_of_the_graph():
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_neighbours_stay_neighbours_beside_one_that_is_split():
     """Two shards that lie in a row are gathered without a copy in front, in the graph with parts too."""
     build = GraphBuilder()
@@ -335,6 +336,7 @@ def test_wishes_about_others_hold_in_the_graph_with_parts():
     assert buckets[second.name].issued_at >= buckets[first.name].finished_at
 
 
+@pytest.mark.slow
 def test_a_budget_that_parts_do_not_keep_keeps_the_whole():
     """Joining takes room for the parts beside the whole."""
     gm = _only_a_gather()
@@ -381,6 +383,7 @@ def test_random_graphs_with_parts_compute_the_same_and_are_no_slower(monkeypatch
             torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_planning_again_changes_nothing(split_gather):
     _, planned = split_gather
     again = plan_graph(planned.gm, BESIDE)
