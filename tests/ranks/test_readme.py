@@ -22,8 +22,8 @@ COMMANDS = {
     "make test": "CI",
     'graphshard inspect examples.llama_model:llama_3_8b --mesh shard=64 --hardware h100-sxm --unit "layers.*" '
     "--html out.html": "test_inspect_writes_the_page",
-    "python benchmarks/step_time.py --contenders fsdp2-compile,ddp-compile,graphshard,graphshard-planned":
-        "test_the_benchmark_runs",
+    "python benchmarks/step_time.py --rounds 3 --steps-per-round 2 --contenders "
+    "fsdp2-compile,ddp-compile,graphshard,graphshard-planned": "test_the_benchmark_runs",
     "python benchmarks/draw_timelines.py": "test_the_timelines_are_those_shown",
 }  # fmt: skip
 
@@ -140,8 +140,7 @@ def test_inspect_writes_the_page(tmp_path: Path) -> None:
 def test_the_benchmark_runs() -> None:
     (command,) = (one for one in COMMANDS if "step_time" in one)
     said = run(
-        sys.executable, *command.split()[1:], "--networks", "loopback", "--rounds", "1", "--steps-per-round", "1",
-        "--layers", "1", "--width", "64", limit=900,
+        sys.executable, *command.split()[1:], "--networks", "loopback", "--layers", "1", "--width", "64", limit=900
     )  # fmt: skip
     assert "graphshard-planned" in said
 
