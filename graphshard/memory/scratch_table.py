@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,9 +61,12 @@ class ScratchTable:
             OSError: the file cannot be written.
         """
         text = json.dumps(self.as_data(), indent=1) + "\n"
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)
+        written = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+        try:
+            written.write_text(text)  # readable by whoever may read the card, unlike a file of tempfile
+            os.replace(written, path)
+        finally:
+            written.unlink(missing_ok=True)
 
     @staticmethod
     def load(path: Path) -> ScratchTable:

@@ -334,3 +334,10 @@ def test_a_table_comes_back_as_it_was_saved(tmp_path: Path):
     newer = ScratchTable(rows={one: {"mm(x)": 5, "mm(z)": 6}})
     assert table.updated(newer).known(one) == {"mm(x)": 5, "mm(z)": 6}
     assert table.updated(newer).known(other) == table.known(other)
+
+
+def test_a_table_may_be_read_by_whoever_may_read_the_card(tmp_path: Path):
+    (tmp_path / "card.json").write_text("{}")
+    ScratchTable().save(tmp_path / "t.json")
+    assert (tmp_path / "t.json").stat().st_mode == (tmp_path / "card.json").stat().st_mode
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["card.json", "t.json"]
