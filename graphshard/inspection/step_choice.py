@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch import fx, nn
 
@@ -46,14 +46,28 @@ def choose_inspected(
     persistent = persistent_bytes_of_joint(module, gm, context, settings.optimizer)
     always = sum(always_bytes(persistent, settings.micro_batches).values())
 
-    beside = [0]
-
-    def left(half: fx.GraphModule, ctx: PassContext) -> int:
-        beside.append(always - sum(kept_bytes_by_category(half, ctx)))
-        return max(budget - beside[-1], 1)
-
+    room = _Room(budget_bytes=budget, always_bytes=always)
     try:
-        return trials.choose(left)
+        return trials.choose(room.left)
     except InfeasibleBudgetError as error:
-        needed = error.smallest_bytes + max(beside)
+        needed = error.smallest_bytes + room.most_beside
         raise BudgetError(budget, needed, "the leanest plan that was found") from error
+
+
+@dataclass(slots=True, kw_only=True)
+class _Room:
+    """What a budget leaves for a half, beside what lives through the whole step and is no input of it.
+
+    Attributes:
+        most_beside: the most bytes beside a half that was asked for.
+    """
+
+    budget_bytes: int
+    always_bytes: int
+    most_beside: int = 0
+
+    def left(self, half: fx.GraphModule, ctx: PassContext) -> int:
+        """Bytes for a half; at least 1."""
+        beside = self.always_bytes - sum(kept_bytes_by_category(half, ctx))
+        self.most_beside = max(self.most_beside, beside)
+        return max(self.budget_bytes - beside, 1)
