@@ -225,6 +225,7 @@ MOVING = [
     ("reorder_for_compute_comm_overlap", True),
     ("reorder_for_peak_memory", True),
     ("bucket_all_gathers_fx", "all"),
+    ("triton.reorder_for_reducing_graph_partitions", True),
     ("aten_distributed_optimizations.enable_overlap_scheduling", True),
 ]
 

@@ -40,6 +40,7 @@ _KEEP_ORDER: dict[str, Any] = {
     "bucket_all_reduces_fx": "none",
     "dedup_reduce_scatters": False,
     "_fuse_ddp_communication": False,
+    "triton.reorder_for_reducing_graph_partitions": False,
     "aten_distributed_optimizations.enable_overlap_scheduling": False,
     "aten_distributed_optimizations.enable_simple_overlap": False,
     "aten_distributed_optimizations.collective_bucketing": False,
