@@ -1,7 +1,7 @@
 """Measures this machine and its process group, and writes the result as a hardware card.
 
 Under torchrun it measures the ranks that torchrun started, all at work at the same time. Otherwise it spawns ranks of
-gloo on this machine.
+gloo on this machine. A device alone has no links: another card gives them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class CalibrationJob:
         device_type: "cpu" or "cuda".
         sizes: what to measure.
         num_threads: threads of each rank; 0 leaves torch's choice.
-        like: a card whose links replace those that were not measured; "" copies the measured links.
+        like: a card whose links replace those that were not measured; "" copies the measured links. One rank needs
+            it: all that is known of its collectives is what this card says.
     """
 
     out: Path
@@ -55,15 +56,16 @@ def calibrate(
 
     Args:
         job: what to measure, and where the card goes.
-        num_ranks: ranks of gloo to spawn, at least 2; ignored under torchrun.
+        num_ranks: ranks of gloo to spawn, at least 2; 1 measures this process alone, with the links of ``job.like``.
+            Ignored under torchrun.
         report: takes lines of progress.
 
     Returns:
         The card; None under torchrun on ranks other than 0.
 
     Raises:
-        CalibrationError: the folder does not exist, the card would be a folder, too few ranks, several nodes with
-            several ranks each, or a rank failed.
+        CalibrationError: the folder does not exist, the card would be a folder, one rank without ``job.like``, several
+            nodes with several ranks each, several GPUs without torchrun, or a rank failed.
     """
     if not job.out.parent.is_dir():
         raise CalibrationError(f"no folder {job.out.parent} to write {job.out.name} to; make it first")
@@ -71,15 +73,52 @@ def calibrate(
         raise CalibrationError(f"{job.out} is a folder: name the file of the card, {job.out / 'here.json'}")
     if is_launched():
         return _calibrate_launched(job, report)
+    if num_ranks == 1 and job.like:
+        return _calibrate_alone(job, report)
     if num_ranks < 2:
-        raise CalibrationError(f"collectives need at least 2 ranks, not {num_ranks}; give more (--nproc)")
+        raise CalibrationError(
+            f"collectives need at least 2 ranks, not {num_ranks}; give more (--nproc), or name the card whose links "
+            "one rank takes (--like)"
+        )
     if job.device_type != "cpu":
-        raise CalibrationError("without torchrun only the CPU can be measured; start one rank per device")
+        raise CalibrationError(
+            "without torchrun only the CPU can be measured; start one rank per device, or measure one device "
+            "(--nproc 1) with the links of another card (--like)"
+        )
     with tempfile.TemporaryDirectory() as folder:
         try:
             mp.spawn(_spawned_rank, (num_ranks, str(Path(folder, "store")), job, report), num_ranks)
         except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
             raise CalibrationError(f"a rank failed: {str(error).strip()}") from error
+    return load_card(job.out)
+
+
+def _calibrate_alone(job: CalibrationJob, report: Report) -> HardwareCard:
+    """The card of this process's device, with the links of ``job.like``."""
+    if job.num_threads:
+        torch.set_num_threads(job.num_threads)
+    device = torch.device(job.device_type, torch.cuda.current_device() if job.device_type == "cuda" else None)
+    compute = probe_compute(device, job.sizes, report=report)
+    like = load_card(job.like)
+    described = describe_machine(job.device_type)
+    source = f"measured by graphshard calibrate: {described}"
+    values: dict[str, Any] = {each.name: getattr(compute, each.name) for each in fields(compute)}
+    comm = {each.name: getattr(like, each.name) for each in fields(CommProbe) if each.name != "link"}
+    links = {name: getattr(like, name) for name in ("intra_node", "inter_node", "ranks_per_node")}
+    card = HardwareCard(
+        name=job.out.stem,
+        summary=f"{described}, links of {job.like}",
+        device_type=job.device_type,
+        machine=Machine.here() if job.device_type == "cpu" else None,
+        sources=dict.fromkeys(values, source)
+        | dict.fromkeys((*comm, *links), f"card {job.like}")
+        | {"efficiency.vector": "vector_flops is what a pointwise kernel reached"}
+        | dict.fromkeys(("device_type", "machine"), "where it was measured"),
+        **values,
+        **comm,
+        **links,
+    )
+    card.save(job.out)
     return load_card(job.out)
 
 
@@ -91,6 +130,8 @@ def is_launched() -> bool:
 def _calibrate_launched(job: CalibrationJob, report: Report) -> HardwareCard | None:
     if job.device_type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if int(os.environ["WORLD_SIZE"]) == 1 and job.like:
+        return _calibrate_alone(job, report)
     started = not dist.is_initialized()
     if started:
         dist.init_process_group("nccl" if job.device_type == "cuda" else "gloo")
@@ -127,7 +168,10 @@ def measure_group(job: CalibrationJob, local_ranks: int, report: Report = say_no
             "apart into links; start the ranks of one node, or one rank on each node"
         )
     if num_ranks < 2:
-        raise CalibrationError("collectives need at least 2 ranks; start more with --nproc-per-node")
+        raise CalibrationError(
+            "collectives need at least 2 ranks; start more with --nproc-per-node, or name the card whose links one "
+            "rank takes (--like)"
+        )
     if job.num_threads:
         torch.set_num_threads(job.num_threads)
     device = torch.device(job.device_type, torch.cuda.current_device() if job.device_type == "cuda" else None)

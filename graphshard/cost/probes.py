@@ -168,10 +168,16 @@ def typical(seconds: Sequence[float]) -> float:
     return sum(kept) / len(kept)
 
 
-class _Timer:
-    """Times calls; on an accelerator, calls that are queued back to back.
+#: More cycles a second than a GPU's clock has.
+_MOST_CYCLES_PER_SECOND = 2.2e9
 
-    One thread on a CPU is timed in CPU seconds, so that other work on the machine does not count.
+
+class _Timer:
+    """Times calls.
+
+    On a GPU, the kernels wait behind one that spins until the host has queued all of them: what counts is how long the
+    device works, not how fast the host starts kernels. One thread on a CPU is timed in CPU seconds, so that other
+    work on the machine does not count.
     """
 
     def __init__(
@@ -183,7 +189,7 @@ class _Timer:
     ) -> None:
         self._sizes = sizes
         self._together, self._slowest = together, slowest
-        self._wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self._is_gpu = device.type == "cuda"
         is_one_thread = device.type == "cpu" and torch.get_num_threads() == 1
         self._clock = time.thread_time if is_one_thread else time.perf_counter
 
@@ -191,25 +197,43 @@ class _Timer:
         """Seconds of one call on the slowest rank: the :func:`typical` one of several timings of many calls."""
         self._together()
         call()
-        repeats = max(1, round(self._sizes.sample_seconds / max(self._time(call, 1), 1e-9)))
-        return self._slowest(typical([self._time(call, repeats) for _ in range(self._sizes.num_samples)]))
+        once = self._time(call, 1)
+        repeats = max(1, round(self._sizes.sample_seconds / max(once, 1e-9)))
+        timed = functools.partial(self._time_queued, once) if self._is_gpu else self._time
+        return self._slowest(typical([timed(call, repeats) for _ in range(self._sizes.num_samples)]))
 
     def _time(self, call: Callable[[], object], repeats: int) -> float:
-        self._wait()
+        if self._is_gpu:
+            torch.cuda.synchronize()
         start = self._clock()
         for _ in range(repeats):
             call()
-        self._wait()
+        if self._is_gpu:
+            torch.cuda.synchronize()
         return (self._clock() - start) / repeats
+
+    def _time_queued(self, once: float, call: Callable[[], object], repeats: int) -> float:
+        """Seconds of the device for one of ``repeats`` calls; ``once`` is what one takes with its start by the host."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(int(_MOST_CYCLES_PER_SECOND * once * repeats))
+        start.record()
+        for _ in range(repeats):
+            call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e-3 / repeats
 
 
 def cold_product(device: torch.device, dtype: torch.dtype, side: int) -> Callable[[], object]:
-    """A function that multiplies square matrices whose operands are in no cache."""
+    """A function that multiplies square matrices whose operands are in no cache.
+
+    The values are random: a GPU takes less power, and less time, for operands that are all equal.
+    """
     each = 3 * side**2 * dtype.itemsize
     cached = 2 * largest_cache_bytes() if device.type == "cpu" else 0
     operands = itertools.cycle(
         [
-            [torch.ones(side, side, device=device, dtype=dtype) for _ in range(3)]
+            [torch.randn(side, side, device=device, dtype=dtype) for _ in range(3)]
             for _ in range(max(_COLD_BYTES[device.type], cached) // each + 1)
         ]
     )
@@ -229,7 +253,7 @@ def _probe_attention(
     forward, backward = [], []
     for length in lengths:
         q, k, v = (
-            torch.ones(2, heads, length, width, device=device, dtype=dtype, requires_grad=True)
+            torch.randn(2, heads, length, width, device=device, dtype=dtype, requires_grad=True)
             for _ in range(3)
         )
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -245,9 +269,10 @@ def _probe_attention(
 
 
 def _probe_convolution(timer: _Timer, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    image = torch.ones(4, 64, 28, 28, device=device, dtype=dtype)
-    weight = torch.ones(64, 64, 3, 3, device=device, dtype=dtype)
-    flops = 2.0 * image.numel() * 64 * 9
+    batch, channels = (4, 64) if device.type == "cpu" else (64, 256)
+    image = torch.randn(batch, channels, 28, 28, device=device, dtype=dtype)
+    weight = torch.randn(channels, channels, 3, 3, device=device, dtype=dtype)
+    flops = 2.0 * image.numel() * channels * 9
     return flops, flops / timer.seconds(lambda: F.conv2d(image, weight, padding=1))
 
 

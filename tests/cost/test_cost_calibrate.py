@@ -133,6 +133,28 @@ def test_one_launched_rank_has_nobody_to_talk_to(tmp_path, monkeypatch, gloo_alo
         calibrate(_job(tmp_path / "here.json"))
 
 
+@pytest.mark.parametrize("is_launched", [False, True], ids=["alone", "torchrun"])
+def test_one_rank_takes_the_links_of_another_card(tmp_path, monkeypatch, is_launched):
+    """A machine with one GPU can measure its compute."""
+    if is_launched:
+        for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.setenv(name, "0")
+        monkeypatch.setenv("WORLD_SIZE", "1")
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    card = calibrate(_job(tmp_path / "here.json", like="h100-sxm"), num_ranks=1)
+    like = load_card("h100-sxm")
+    assert (card.intra_node, card.inter_node) == (like.intra_node, like.inter_node)
+    assert (card.ranks_per_node, card.collective_start_seconds) == (8, like.collective_start_seconds)
+    assert card.sources["intra_node"] == card.sources["ranks_per_node"] == "card h100-sxm"
+    assert card.device_type == "cpu" and card.peak_flops != like.peak_flops
+    assert card.sources["peak_flops"].startswith("measured by graphshard calibrate")
+
+
+def test_one_rank_without_another_card_is_refused(tmp_path):
+    with pytest.raises(CalibrationError, match=r"not 1; give more \(--nproc\), or name the card .* \(--like\)"):
+        calibrate(_job(tmp_path / "here.json"), num_ranks=1)
+
+
 def test_collectives_are_probed_at_each_size(gloo_alone, monkeypatch):
     gloo_alone(monkeypatch)
     lines = []
