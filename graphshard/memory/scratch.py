@@ -2,8 +2,7 @@
 
 How much that is depends on the processor, the library and the number of threads. So it is measured where the kernels
 will run (``scratch_measured``) and kept in a table (``scratch_table``). Where nothing was measured, an upper bound that
-follows from sizes counts instead (``scratch_bound``). Only the CPU's kernels are counted: the workspaces of cuDNN and
-cuBLAS are not known.
+follows from sizes counts instead (``scratch_bound``). On a GPU only attention's backward is counted (``scratch_gpu``).
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch import fx
 from ..ir import tensors_of
 from .scratch_bound import bound_bytes
 from .scratch_calls import TensorSpec, kernel_call
+from .scratch_gpu import gpu_scratch_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,10 @@ class KernelScratch:
 
         Args:
             node: any node; 0 for those that run no kernel of a library.
-            device_type: where it will run; 0 for any but "cpu".
+            device_type: where it will run; 0 for any but "cpu" and "cuda".
         """
+        if device_type == "cuda":
+            return gpu_scratch_bytes(node)
         if device_type != "cpu" or (call := kernel_call(node)) is None:
             return 0
         if self.known and (measured := self.known.get(str(call))) is not None:

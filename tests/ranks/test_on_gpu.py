@@ -1,13 +1,16 @@
 """What the other tests of ranks run on gloo, on NCCL: one rank of it, for machines with one GPU."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import torch.distributed.fsdp as fsdp
+from torch.distributed.device_mesh import init_device_mesh
 
+import graphshard
 from graphshard.ir.bucket_ops import ADD_ROWS, JOIN, PACK, UNPACK
 from graphshard.ir.shard_rows import lie_in_a_row, moved_to_row
 
@@ -81,3 +84,56 @@ def test_a_planned_graph_of_collectives_trains(device: str) -> None:
     torch.testing.assert_close(found, expected)
     for one, other in zip(shards, plain, strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+def _block() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
+    return torch.nn.Sequential(layer, torch.nn.Linear(32, 8), torch.nn.Tanh())
+
+
+def _trained(model: torch.nn.Module, call: Callable[..., torch.Tensor], device: str) -> list[torch.Tensor]:
+    """Losses of five AdamW steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(5):
+        x = torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(step)).to(device)
+        loss = call(x).float().square().mean()
+        loss.backward()
+        losses.append(loss.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_mixed_precision_trains_as_fsdp2_does(device: str, is_compiled: bool) -> None:
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    losses = []
+    with _one_rank(device):
+        mesh = init_device_mesh(device, (1,))
+        for library, policy in ((fsdp, fsdp.MixedPrecisionPolicy), (graphshard, graphshard.MixedPrecisionPolicy)):
+            model = _block().to(device)
+            for unit in (model[0], model):
+                library.fully_shard(unit, mesh=mesh, mp_policy=policy(**dtypes))
+            is_ours = library is graphshard
+            call = torch.compile(model, backend="graphshard") if is_ours and is_compiled else model
+            losses.append(_trained(model, call, device))
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-2 if is_compiled else 0, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("hardware", [None, "h100-sxm"])
+@pytest.mark.filterwarnings("ignore:graphshard. option hardware='h100-sxm' is the card of a cuda device")
+def test_cuda_graphs_around_a_step(device: str, hardware: str | None) -> None:
+    losses = []
+    with _one_rank(device):
+        mesh = init_device_mesh(device, (1,))
+        for has_graphs in (False, True):
+            model = _block().to(device)
+            for unit in (model[0], model):
+                graphshard.fully_shard(unit, mesh=mesh)
+            options = {"hardware": hardware, "inductor": {"triton.cudagraphs": has_graphs}}
+            losses.append(_trained(model, torch.compile(model, backend="graphshard", options=options), device))
+    torch.testing.assert_close(losses[1], losses[0])

@@ -1,0 +1,537 @@
+"""What gpu.py measures: one function a part. Each returns plain data, and runs on a CPU with tiny sizes, too."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import importlib
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
+
+import graphshard
+from emulated_links import EmulatedGroup, emulated_ranks
+from gpt import Gpt, GptConfig, next_token_loss
+from graphshard.cost import (
+    CalibrationJob,
+    CostModel,
+    GroupTopology,
+    HardwareCard,
+    ProbeSizes,
+    calibrate,
+    load_card,
+)
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+llama = importlib.import_module("llama_model")
+
+NUM_RANKS = 8
+#: Whose links a card of one GPU takes.
+LIKE = "h100-sxm"
+#: Gbit/s of a rank's link, each rank on a node of its own.
+LINKS = (100, 200, 400)
+ROUNDS, STEPS = 4, 3
+#: Sequences of a step over emulated links.
+LINK_BATCH = 2
+#: What the profiler calls the kernels of each class.
+PROFILED = {
+    "attention": ("aten::_scaled_dot_product_", "aten::_flash_attention", "aten::_efficient_attention", "aten::_cudnn"),
+    "matmul": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a part runs: ``lock`` is held while it times, ``card`` is a file that the part "card" writes."""
+
+    device: torch.device
+    lock: Path
+    card: Path
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """No other part times meanwhile."""
+        with self.lock.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+            self.synchronize()
+
+    def synchronize(self) -> None:
+        if self.is_gpu:
+            torch.cuda.synchronize()
+
+    def measured_card(self) -> HardwareCard:
+        """The card of this device, once it is measured."""
+        while not self.card.exists():
+            time.sleep(0.2)
+        return load_card(self.card)
+
+
+# --------------------------------------------------------------------------------------------------- models
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model that returns its loss for tokens and targets; ``units`` lists the modules that are units."""
+
+    make: Callable[[], nn.Module]
+    units: Callable[[nn.Module], Sequence[nn.Module]]
+    pattern: str
+    batch: tuple[Tensor, Tensor]
+
+
+class _GptLoss(nn.Module):
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.gpt = Gpt(config)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return next_token_loss(self.gpt(tokens).float(), targets)
+
+
+def _tokens(vocabulary: int, batch: int, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    drawn = torch.randint(vocabulary, (batch, context + 1), generator=torch.Generator().manual_seed(1)).to(device)
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def gpt_subject(place: Place) -> Subject:
+    """GPT of 8 layers of 1,024; tiny on a CPU."""
+    sizes = dict(num_layers=8, width=1024, num_heads=16, context=1024, vocab=32_768)
+    config = GptConfig(**sizes) if place.is_gpu else GptConfig(num_layers=2, width=64, context=32)
+    return Subject(
+        make=lambda: _GptLoss(config),
+        units=lambda model: list(model.gpt.blocks),
+        pattern="gpt.blocks.*",
+        batch=_tokens(config.vocab, 8 if place.is_gpu else 2, config.context, place.device),
+    )
+
+
+def llama_subject(place: Place, *, layers: int = 3, batch: int = 1) -> Subject:
+    """Layers of Llama-3-8B with a vocabulary of 32,000, sequences of 4,096 tokens; tiny on a CPU."""
+    config = replace(llama.LLAMA_3_8B, num_layers=layers, vocabulary=32_000)
+    if not place.is_gpu:
+        config = llama.LlamaConfig(
+            num_layers=2, width=64, hidden=128, num_heads=8, num_kv_heads=4, vocabulary=256
+        )
+    return Subject(
+        make=lambda: llama.Llama(config),
+        units=lambda model: list(model.layers),
+        pattern="layers.*",
+        batch=_tokens(config.vocabulary, batch, 4096 if place.is_gpu else 32, place.device),
+    )
+
+
+def make(subject: Subject, place: Place) -> nn.Module:
+    """The same weights at each call."""
+    torch.manual_seed(0)
+    with place.device:
+        model = subject.make()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+def shard(model: nn.Module, subject: Subject, mesh: Any, **settings: Any) -> nn.Module:
+    """``fully_shard`` of graphshard, by units."""
+    for unit in (*subject.units(model), model):
+        graphshard.fully_shard(unit, mesh=mesh, **settings)
+    torch.cuda.empty_cache()  # nothing where there is no GPU; other parts need the memory
+    return model
+
+
+def policy() -> graphshard.MixedPrecisionPolicy:
+    return graphshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def runner(model: nn.Module, call: Callable[..., Tensor], batch: Sequence[Tensor]) -> Callable[[], Tensor]:
+    """A forward and a backward that leave fresh gradients."""
+
+    def step() -> Tensor:
+        for parameter in model.parameters():
+            parameter.grad = None
+        loss = call(*batch)
+        loss.backward()
+        return loss
+
+    return step
+
+
+def time_in_turns(
+    steps: Mapping[str, Callable[[], object]], place: Place, rounds: int = ROUNDS
+) -> dict[str, list[float]]:
+    """Seconds of a step of each contender in each round, in turns."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for index in range(rounds + 1):
+        for name, step in steps.items():
+            step()
+            place.synchronize()
+            start = time.perf_counter()
+            for _ in range(STEPS):
+                step()
+            place.synchronize()
+            if index:
+                found[name].append((time.perf_counter() - start) / STEPS)
+    return found
+
+
+def ratio(found: Mapping[str, Sequence[float]], one: str, other: str) -> float:
+    """The median over rounds."""
+    return statistics.median(a / b for a, b in zip(found[one], found[other], strict=True))
+
+
+def timed_first(name: str, steps: Mapping[str, Callable[[], Tensor]], firsts: dict[str, float]) -> float:
+    """The loss of a first step, which compiles; its seconds are kept."""
+    start = time.perf_counter()
+    loss = steps[name]().item()
+    firsts[name] = time.perf_counter() - start
+    torch.cuda.empty_cache()
+    return loss
+
+
+# ---------------------------------------------------------------------------------------------------- parts
+
+
+def card(place: Place) -> dict[str, Any]:
+    """Calibrates this device alone."""
+    made = place.card.with_suffix(".part")
+    sizes = ProbeSizes.for_device(place.device.type, quick=not place.is_gpu)
+    start = time.perf_counter()
+    with place.alone():
+        found = calibrate(
+            CalibrationJob(out=made, device_type=place.device.type, sizes=sizes, like=LIKE), num_ranks=1
+        )
+    assert found is not None
+    # What plans need: a card of GPUs, whose name is that of its file.
+    replace(found, name=place.card.stem, device_type="cuda", machine=None, file=None).save(made)
+    made.rename(place.card)
+    shown = found.as_dict()
+    return {
+        "seconds": time.perf_counter() - start,
+        **{name: shown[name] for name in ("summary", "peak_flops", "vector_flops", "efficiency", "memory_bandwidth",
+                                          "host_bandwidth", "kernel_overhead_seconds")},
+    }  # fmt: skip
+
+
+def _one_rank(place: Place) -> None:
+    backend = "cpu:gloo,cuda:nccl" if place.is_gpu else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def world1(place: Place, subject: Subject) -> dict[str, Any]:
+    """One rank, bfloat16 weights: losses, gradients and step time against plain ``torch.compile``."""
+    _one_rank(place)
+    mesh = init_device_mesh(place.device.type, (1,))
+    models = {"plain": make(subject, place).bfloat16()}
+    models |= {
+        name: shard(make(subject, place).bfloat16(), subject, mesh) for name in ("graphshard", "planned")
+    }
+    options = {"graphshard": {}, "planned": {"hardware": place.measured_card(), "bucket": "auto"}}
+    calls = {"plain": torch.compile(models["plain"], fullgraph=True)}
+    calls |= {
+        name: torch.compile(models[name], backend="graphshard", fullgraph=True, options=given)
+        for name, given in options.items()
+    }
+    steps = {name: runner(models[name], calls[name], subject.batch) for name in calls}
+    firsts: dict[str, float] = {}
+    losses = {name: timed_first(name, steps, firsts) for name in steps}
+    differ = {name: _largest_difference(models["plain"], models[name]) for name in options}
+    with place.alone():
+        found = time_in_turns(steps, place)
+    return {
+        "losses": losses,
+        "largest_difference_of_gradients": differ,
+        "first_seconds": firsts,
+        "step_seconds": {name: statistics.median(each) for name, each in found.items()},
+        "ratio": {name: ratio(found, name, "plain") for name in options},
+    }
+
+
+def _largest_difference(plain: nn.Module, sharded: nn.Module) -> float:
+    """Of gradients, relative to the largest of each parameter."""
+    worst = 0.0
+    for one, other in zip(plain.parameters(), sharded.parameters(), strict=True):
+        found = other.grad.full_tensor().float()
+        worst = max(worst, ((found - one.grad.float()).abs().max() / one.grad.float().abs().max()).item())
+    return worst
+
+
+def memory(place: Place, way: str) -> dict[str, Any]:
+    """Eight fake ranks: what the allocator was asked for at the peak of a step, without cuBLAS's workspaces.
+
+    ``way``: "unit", "auto", or "budget": as "auto", with a budget of :func:`_budget`.
+    """
+    subject = llama_subject(place)
+    options: dict[str, Any] = {"verify": "full"}
+    if way != "unit":
+        options |= {"hardware": place.measured_card(), "bucket": "auto"}
+    if way == "budget":
+        report = _predicted(place, subject, "unit")
+        # The backend's budget leaves out the optimizer's state and the reduced gradients.
+        always = report.memory.categories["optimizer"] + report.memory.categories["gradients"]
+        options["memory_budget"] = _budget(report) - always
+    with emulated_ranks(NUM_RANKS, place.device, lambda kind, num_bytes: 0.0):
+        mesh = init_device_mesh(place.device.type, (NUM_RANKS,))
+        model = shard(make(subject, place), subject, mesh, mp_policy=policy())
+        call = torch.compile(model, backend="graphshard", fullgraph=True, options=options)
+        step = runner(model, call, subject.batch)
+        for _ in range(3):
+            step()
+        held = sum(parameter.to_local().nbytes for parameter in model.parameters())
+        held += sum(each.nbytes for each in subject.batch)
+        return {"measured_bytes": held + min(_peak_bytes(model, step, place) for _ in range(3))}
+
+
+def _budget(report: graphshard.Report) -> int:
+    """Between what parameters, optimizer and gradients always take and the peak of the default schedule."""
+    return int(0.85 * report.memory.peak_bytes)
+
+
+def predict_memory(place: Place, way: str) -> dict[str, Any]:
+    """What ``inspect`` says of :func:`memory`; the optimizer's state, which is not there, is left out."""
+    subject = llama_subject(place)
+    given: dict[str, Any] = {"plan": "unit" if way == "unit" else "auto"}
+    if way == "budget":
+        given["memory_budget"] = _budget(_predicted(place, subject, "unit"))
+    report = _predicted(place, subject, **given)
+    categories = {name: size for name, size in report.memory.categories.items() if size}
+    return {
+        "predicted_bytes": report.memory.peak_bytes - categories["optimizer"],
+        "categories": categories,
+        "budget": given.get("memory_budget"),
+    }
+
+
+def predict_links(place: Place, gbits: int) -> dict[str, Any]:
+    """What ``inspect`` says of :func:`links`."""
+    card = _with_links(place.measured_card(), gbits)
+    reports = {plan: _predicted(place, llama_subject(place, batch=LINK_BATCH), plan, hardware=card) for plan in ("unit", "auto")}
+    return {
+        "predicted_step_seconds": {plan: report.step_seconds for plan, report in reports.items()},
+        "predicted_exposed_seconds": {plan: report.exposed_seconds for plan, report in reports.items()},
+    }
+
+
+def _predicted(place: Place, subject: Subject, plan: str, **settings: Any) -> graphshard.Report:
+    with torch.device("meta"):
+        model = subject.make()
+    tokens = tuple(torch.empty_like(each, device="meta") for each in subject.batch)
+    settings.setdefault("hardware", place.measured_card())
+    return graphshard.inspect(
+        model, tokens, mesh={"shard": NUM_RANKS}, units=[subject.pattern], mp_policy=policy(), plan=plan, **settings
+    )
+
+
+def _peak_bytes(model: nn.Module, step: Callable[[], object], place: Place) -> int:
+    """What a step asks of the allocator above what is there at its start, gradients included; 0 on a CPU."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    if not place.is_gpu:
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    step()
+    torch.cuda.synchronize()
+    return int(torch.cuda.memory_stats()["requested_bytes.all.peak"]) - before
+
+
+def compute(place: Place) -> dict[str, Any]:
+    """The cost model against the profiler: seconds of a step's kernels by class, unsharded."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    from predicted_compute import predicted_by_class
+
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(gm: torch.fx.GraphModule, inputs: list[Any], **kwargs: Any) -> Any:
+        graphs.append(gm)
+        return compile_fx_inner(gm, inputs, **kwargs)
+
+    subject = llama_subject(place, layers=2)
+    model = make(subject, place).bfloat16()
+    call = torch.compile(model, fullgraph=True, backend=lambda gm, inputs: compile_fx(gm, inputs, inner_compile=keep))
+    step = runner(model, call, subject.batch)
+    with functorch_config.patch(enable_autograd_cache=False):
+        step()
+    by_class = {
+        name: dict(predicted_by_class(graphs, each))
+        for name, each in (("measured card", place.measured_card()), (LIKE, load_card(LIKE)))
+    }
+    with place.alone():
+        for _ in range(3):
+            step()
+        (seconds,) = (statistics.median(each) for each in time_in_turns({"step": step}, place).values())
+        measured = _kernels_by_class(step, place)
+    return {"predicted": by_class, "measured": measured, "step_seconds": seconds}
+
+
+def _kernels_by_class(step: Callable[[], object], place: Place, steps: int = 4) -> dict[str, float]:
+    """Seconds that the device spends in the kernels of each class, in a step."""
+    kind = ProfilerActivity.CUDA if place.is_gpu else ProfilerActivity.CPU
+    with profile(activities=[ProfilerActivity.CPU, kind]) as record:
+        for _ in range(steps):
+            step()
+        place.synchronize()
+    found: Counter[str] = Counter()
+    for event in record.key_averages():
+        micro = event.self_device_time_total if place.is_gpu else event.self_cpu_time_total
+        if place.is_gpu and event.device_type != torch.autograd.DeviceType.CPU:
+            found["all"] += micro
+            continue
+        for name, starts in PROFILED.items():
+            if event.key.startswith(starts):
+                found[name] += micro
+    return {name: micro * 1e-6 / steps for name, micro in found.items()}
+
+
+def links(place: Place, gbits: int) -> dict[str, Any]:
+    """Emulated links: step time of graphshard and FSDP2 in turns, exposed communication against the plan's."""
+    subject = llama_subject(place, batch=LINK_BATCH)
+    link_card = _with_links(place.measured_card(), gbits)
+    prices = CostModel(card=link_card, groups={"all": GroupTopology(num_ranks=NUM_RANKS, ranks_per_node=1)})
+
+    def price(kind: str, num_bytes: int) -> float:
+        return prices.collective_seconds(kind, num_bytes, "all")
+
+    with emulated_ranks(NUM_RANKS, place.device, price) as group:
+        mesh = init_device_mesh(place.device.type, (NUM_RANKS,))
+        steps = {"fsdp2": _fsdp2(subject, place, mesh)}
+        for name, given in {"unit": {}, "auto": {"hardware": link_card, "bucket": "auto"}}.items():
+            model = shard(make(subject, place), subject, mesh, mp_policy=policy())
+            call = torch.compile(model, backend="graphshard", fullgraph=True, options=given)
+            steps[name] = runner(model, call, subject.batch)
+        firsts: dict[str, float] = {}
+        losses = {name: timed_first(name, steps, firsts) for name in steps}
+        with place.alone():
+            found = time_in_turns(steps, place, rounds=2)
+            asked = {name: _asked(group, step) for name, step in steps.items()}
+            group.price = lambda kind, num_bytes: 0.0
+            free = time_in_turns(steps, place, rounds=1)
+            torch.cuda.empty_cache()
+    step_seconds = {name: statistics.median(each) for name, each in found.items()}
+    without = {name: statistics.median(each) for name, each in free.items()}
+    return {
+        "losses": losses,
+        "first_seconds": firsts,
+        "step_seconds": step_seconds,
+        "without_links_seconds": without,
+        "link_seconds": {name: sum(seconds for _, _, seconds in rows) for name, rows in asked.items()},
+        "collectives": {name: len(rows) for name, rows in asked.items()},
+        "ratio_to_fsdp2": {name: ratio(found, name, "fsdp2") for name in ("unit", "auto")},
+        "exposed_seconds": {name: step_seconds[name] - without[name] for name in steps},
+    }
+
+
+def _with_links(measured: HardwareCard, gbits: int) -> HardwareCard:
+    """Each rank on a node of its own, whose link moves so many Gbit/s."""
+    link = replace(measured.inter_node, bandwidth=gbits * 1e9 / 8)
+    return replace(measured, ranks_per_node=1, inter_node=link, name=f"emulated-{gbits}", file=None)
+
+
+def _asked(group: EmulatedGroup, step: Callable[[], object]) -> list[tuple[str, int, float]]:
+    group.log.rows, group.log.is_on = [], True
+    step()
+    group.log.is_on = False
+    return group.log.rows
+
+
+def _fsdp2(subject: Subject, place: Place, mesh: Any) -> Callable[[], Tensor]:
+    """FSDP2 with each unit compiled, then the root: torchtitan's order."""
+    model = make(subject, place)
+    mixed = torch_fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for unit in subject.units(model):
+        unit.compile(fullgraph=True)
+        torch_fsdp.fully_shard(unit, mesh=mesh, mp_policy=mixed)
+    torch_fsdp.fully_shard(model, mesh=mesh, mp_policy=mixed)
+    return runner(model, model, subject.batch)
+
+
+def cuda_graphs(place: Place, plan: str) -> dict[str, Any]:
+    """Inductor's CUDA graphs around a step of eight emulated ranks: losses with and without, or the error."""
+    subject = llama_subject(replace(place, device=torch.device("cpu")))
+    subject = replace(subject, batch=tuple(each.to(place.device) for each in subject.batch))
+    hardware = {"hardware": place.measured_card(), "bucket": "auto"} if plan == "auto" else {}
+    with emulated_ranks(NUM_RANKS, place.device, lambda kind, num_bytes: 0.0):
+        mesh = init_device_mesh(place.device.type, (NUM_RANKS,))
+        losses: dict[str, list[float]] = {}
+        steps: dict[str, Callable[[], Tensor]] = {}
+        try:
+            for name, given in {"without": {}, "with": {"triton.cudagraphs": True}}.items():
+                model = shard(make(subject, place), subject, mesh)
+                call = torch.compile(
+                    model, backend="graphshard", fullgraph=True, options={**hardware, "inductor": given}
+                )
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+                step = runner(model, call, subject.batch)
+                losses[name] = []
+                for _ in range(5):
+                    losses[name].append(step().item())
+                    optimizer.step()
+                steps[name] = step
+            with place.alone():
+                found = time_in_turns(steps, place, rounds=2)
+        except Exception as error:  # what a user would see is the result
+            return {"losses": losses, "error": f"{type(error).__name__}: {error}"[:2000]}
+    return {"losses": losses, "step_seconds": {name: statistics.median(each) for name, each in found.items()}}
+
+
+def offload(place: Place) -> dict[str, Any]:
+    """CPU offload with pinned memory on eight emulated ranks: what a step takes longer, and what its copies take."""
+    subject, host = llama_subject(place, layers=2), replace(place, device=torch.device("cpu"))
+    steps, held = {}, 0
+    with emulated_ranks(NUM_RANKS, place.device, lambda kind, num_bytes: 0.0):
+        mesh = init_device_mesh(place.device.type, (NUM_RANKS,))
+        for name, settings in {"device": {}, "host": {"offload_policy": graphshard.CPUOffloadPolicy()}}.items():
+            model = make(subject, place if name == "device" else host)
+            shard(model, subject, mesh, mp_policy=policy(), **settings)
+            held = sum(parameter.to_local().nbytes for parameter in model.parameters())
+            call = torch.compile(model, backend="graphshard", fullgraph=True)
+            steps[name] = runner(model, call, subject.batch)
+        losses = {name: step().item() for name, step in steps.items()}
+        with place.alone():
+            found = time_in_turns(steps, place, rounds=2)
+    return {
+        "losses": losses,
+        "step_seconds": {name: statistics.median(each) for name, each in found.items()},
+        "copies_seconds": 2 * held / place.measured_card().host_bandwidth,
+    }
+
+
+def _parts() -> dict[str, Callable[[Place], dict[str, Any]]]:
+    parts: dict[str, Callable[[Place], dict[str, Any]]] = {"card": card}
+    for gbits in LINKS:
+        parts[f"links {gbits}"] = functools.partial(links, gbits=gbits)
+        parts[f"predict links {gbits}"] = functools.partial(predict_links, gbits=gbits)
+    for way in ("unit", "auto", "budget"):
+        parts[f"memory {way}"] = functools.partial(memory, way=way)
+        parts[f"predict memory {way}"] = functools.partial(predict_memory, way=way)
+    parts["world1 gpt"] = lambda place: world1(place, gpt_subject(place))
+    parts["world1 llama"] = lambda place: world1(place, llama_subject(place, layers=2))
+    parts["compute"] = compute
+    for plan in ("unit", "auto"):
+        parts[f"cudagraphs {plan}"] = functools.partial(cuda_graphs, plan=plan)
+    parts["offload"] = offload
+    return parts
+
+
+#: Name to function.
+PARTS = _parts()
