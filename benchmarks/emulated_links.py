@@ -1,9 +1,9 @@
 """A process group whose collectives take the time that a cost model says: many ranks' links on one device.
 
-One process is rank 0 of all. A collective runs on a stream of its own, as NCCL's does: it waits for the stream that starts
-it, moves the bytes that this rank would receive (copies of its own, as the other ranks would send), and spins until its
-time is over. Reductions take this rank's own part, as if all ranks had equal gradients. On a CPU collectives are
-done at once and take no time: that serves to try a program where there is no GPU.
+One process is rank 0 of all. A collective runs on a stream of its own, as NCCL's does: it waits for the stream that
+starts it, moves the bytes that this rank would receive (copies of its own, as the other ranks would send), and spins
+until its time is over. Reductions take this rank's own part, as if all ranks had equal gradients. On a CPU collectives
+are done at once and take no time: that serves to try a program where there is no GPU.
 """
 
 from __future__ import annotations

@@ -322,7 +322,8 @@ def predict_memory(place: Place, way: str) -> dict[str, Any]:
 def predict_links(place: Place, gbits: int) -> dict[str, Any]:
     """What ``inspect`` says of :func:`links`."""
     card = _with_links(place.measured_card(), gbits)
-    reports = {plan: _predicted(place, llama_subject(place, batch=LINK_BATCH), plan, hardware=card) for plan in ("unit", "auto")}
+    subject = llama_subject(place, batch=LINK_BATCH)
+    reports = {plan: _predicted(place, subject, plan, hardware=card) for plan in ("unit", "auto")}
     return {
         "predicted_step_seconds": {plan: report.step_seconds for plan, report in reports.items()},
         "predicted_exposed_seconds": {plan: report.exposed_seconds for plan, report in reports.items()},

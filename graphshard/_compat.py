@@ -158,9 +158,9 @@ def group_by_name(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(name)
 
 
-def uses_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether gloo communicates the group's CPU tensors (checked: 2.13)."""
-    return "cpu:gloo" in dist.get_backend_config(group).split(",")
+def uses_gloo(group: dist.ProcessGroup, device_type: str = "cpu") -> bool:
+    """Whether gloo communicates the group's tensors on these devices (checked: 2.13)."""
+    return f"{device_type}:gloo" in dist.get_backend_config(group).split(",")
 
 
 def group_timeout_seconds(group: dist.ProcessGroup) -> float:

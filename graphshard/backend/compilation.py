@@ -25,8 +25,9 @@ from torch import fx
 from .. import passes
 from .._compat import group_by_name, uses_gloo
 from ..coordination import agree_on_group
-from ..errors import ScheduleOrderError
+from ..errors import ScheduleOrderError, UnsupportedShardingError
 from ..ir import (
+    ALL_GATHER,
     REDUCE_GRAD,
     REDUCE_SCATTER,
     UNSHARD,
@@ -52,6 +53,8 @@ from .inductor import (
     order_difference,
     pinning_patch,
     planned_order,
+    start_copies,
+    waiting,
 )
 from .joint import JointResult
 from .observer import Observer
@@ -238,8 +241,10 @@ def hand_over(task: HalfTask, half: HalfGraph) -> CompiledVariant:
 
     Raises:
         ScheduleOrderError: the same with ``verify="full"``.
+        UnsupportedShardingError: gloo would gather tensors of a GPU.
     """
     gm, options = half.gm, task.graph.options
+    refuse_gloo_on_gpus(gm)
     if groups := _gloo_groups(gm):
         exchange = Pipeline(
             passes.ExchangeReductions(groups=groups), given=half_pipeline(options).facts_at_end
@@ -247,6 +252,7 @@ def hand_over(task: HalfTask, half: HalfGraph) -> CompiledVariant:
         task.observer.records(half.stage, exchange.run(gm, half.context), first=len(half.records) + 1)
     regathered = _kept_shards(gm, half.context) if task.kind == "forward" else frozenset()
     planned = planned_order(gm)
+    copied_from = start_copies(gm) if task.graph.are_shards_pinned else None
     has_budget = options.memory_budget is not None
     fusions = memory_patch(options.inductor) if has_budget else nullcontext()
     pinned = pinning_patch(releases=has_budget and _is_on_gloo(gm))
@@ -254,7 +260,8 @@ def hand_over(task: HalfTask, half: HalfGraph) -> CompiledVariant:
         compiled = compile_fx_inner(gm, half.example_inputs, **task.compiler_arguments)
     if planned and task.graph.are_ranks_compared:
         _check_order(planned, getattr(compiled, "source_code", None), task)
-    return CompiledVariant(run=compiled, regathered=regathered)
+    run = compiled if copied_from is None else waiting(compiled, copied_from)
+    return CompiledVariant(run=run, regathered=regathered)
 
 
 def _check_order(planned: list[str], source: str | None, task: HalfTask) -> None:
@@ -290,6 +297,21 @@ def _kept_shards(gm: fx.GraphModule, context: PassContext) -> frozenset[str]:
     kept = [value for value in output_values(gm.graph) if isinstance(value, fx.Node)]
     bindings = [context.binding(value.name) for value in kept if value.op == "placeholder"]
     return frozenset(binding.name for binding in bindings if binding is not None)
+
+
+def refuse_gloo_on_gpus(gm: fx.GraphModule) -> None:
+    """Refuses gathers of GPU tensors by gloo: the op that compiled code calls reads them on the CPU (torch 2.11).
+
+    Raises:
+        UnsupportedShardingError: a graph has such a gather; without this the process ends in a segmentation fault.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=ALL_GATHER):
+        kind = node.meta["val"].device.type
+        if kind != "cpu" and uses_gloo(group_by_name(group_name(node)), kind):
+            raise UnsupportedShardingError(
+                f"gloo cannot gather {kind} tensors in compiled code, and process group {group_name(node)!r} has gloo "
+                f'for them: init_process_group("cpu:gloo,cuda:nccl"), or run the model uncompiled'
+            )
 
 
 def _gloo_groups(gm: fx.GraphModule) -> tuple[str, ...]:

@@ -42,6 +42,7 @@ class DynamoGraph:
         is_broken: Dynamo has cut a forward of these models into several graphs.
         waiting: labels of the units whose gradients wait for a later micro-batch; none of several models.
         kernels: what kernels allocate for themselves on this machine; kept beside the file of a user's card.
+        are_shards_pinned: shards lie in pinned memory of the CPU, so gradients may as well.
     """
 
     options: BackendOptions
@@ -53,6 +54,7 @@ class DynamoGraph:
     is_broken: bool = False
     waiting: frozenset[str] = frozenset()
     kernels: KernelMeasurements = field(default_factory=KernelMeasurements)
+    are_shards_pinned: bool = False
 
     @property
     def are_ranks_compared(self) -> bool:
@@ -105,6 +107,9 @@ def read_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Backe
         is_broken=any(tree.is_broken for tree in trees),
         waiting=_waiting_units(example_inputs),
         kernels=_measurements_beside(options.hardware),
+        are_shards_pinned=any(
+            _is_pinned(slot.param) for tree in trees for unit in tree.units() for slot in unit.slots
+        ),
     )
 
 
@@ -123,6 +128,11 @@ def label_models(trees: Sequence[Tree]) -> dict[str, str]:
                 tree.numbers[name] = count_in_group(name, "models")
             labels.setdefault(name, []).append(str(tree.numbers[name]))
     return {name: "+".join(numbers) for name, numbers in labels.items()}
+
+
+def _is_pinned(parameter: torch.nn.Parameter) -> bool:
+    local = parameter._local_tensor if isinstance(parameter, dist.tensor.DTensor) else parameter
+    return local.device.type == "cpu" and local.is_pinned()
 
 
 def _measurements_beside(card: HardwareCard | None) -> KernelMeasurements:

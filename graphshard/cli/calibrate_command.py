@@ -15,11 +15,18 @@ from ..errors import UsageError
 
 def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="file of the card (JSON)")
-    parser.add_argument("--nproc", type=int, default=2, help="ranks to spawn without torchrun (default 2); 1 needs --like")
+    parser.add_argument(
+        "--nproc", type=int, default=2, help="ranks to spawn without torchrun (default 2); 1 needs --like"
+    )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="default cuda under torchrun where there is one, else cpu"
     )
-    parser.add_argument("--like", default="", metavar="CARD", help="card that gives the links not measured; one rank measures none")
+    parser.add_argument(
+        "--like",
+        default="",
+        metavar="CARD",
+        help="card that gives the links not measured; one rank measures none",
+    )
     parser.add_argument("--quick", action="store_true", help="tiny sizes: a trial of the command, no more")
 
 

@@ -4,7 +4,8 @@ Imports: ``ir``.
 
 Read first: ``model``, with ``timeline`` (its result) and ``kept_inputs`` (what the caller holds). Then ``donations``
 (inputs that generated code may overwrite), ``scratch`` (what kernels allocate for themselves; ``scratch_calls`` says
-which kernels, ``scratch_measured``, ``scratch_table``, ``scratch_bound`` and ``scratch_gpu`` how many bytes) and ``budget``.
+which kernels, ``scratch_measured``, ``scratch_table``, ``scratch_bound`` and ``scratch_gpu`` how many bytes) and
+``budget``.
 """
 
 from .budget import parse_bytes, resident_bytes, step_bytes, waiting_bytes

@@ -1,6 +1,8 @@
 """CPU offload: shards, gradients and optimizer state on the CPU, copies as nodes around the collectives."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from graphshard import fully_shard
-from graphshard.errors import ParameterStateError
+from graphshard.backend import compilation
+from graphshard.backend.inductor.host_copies import start_copies, waiting
+from graphshard.errors import ParameterStateError, UnsupportedShardingError
 from graphshard.ir.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
 from graphshard.ir.params import UnshardCall, gradient_call
 from graphshard.ir.rewrite import GraphEmitter, output_values
@@ -127,6 +131,40 @@ def test_gradients_are_copied_to_the_cpu_after_the_reduction() -> None:
         assert value.args[0].meta["val"].device == GPU
     reductions = gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER)
     assert [node.meta["val"].device for node in reductions] == [GPU, GPU]
+
+
+def test_gradients_are_copied_beside_compute_and_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    gm = _lower(_offloaded_graph(is_backward=True))
+    assert start_copies(gm) == GPU
+    assert all(value.args[1:] == (CPU, True) for value in output_values(gm.graph))
+    assert start_copies(_lower(_offloaded_graph(is_backward=False))) is None
+    done: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: done.append("waited"))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream if device == GPU else None)
+    run = waiting(lambda args: done.append("ran") or args, GPU)
+    assert run([1]) == [1] and done == ["ran", "waited"]
+
+
+def test_a_copy_that_the_graph_reads_waits() -> None:
+    gm = _lower(_offloaded_graph(is_backward=True))
+    first = output_values(gm.graph)[0]
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        read = gm.graph.call_function(aten.neg.default, (first,))
+    gm.graph.output_node().args = ([*output_values(gm.graph), read],)
+    start_copies(gm)
+    assert [value.args[2] for value in output_values(gm.graph)[:2]] == [False, True]
+
+
+@pytest.mark.parametrize(("config", "is_refused"), [("cpu:gloo,cuda:gloo", True), ("cpu:gloo,cuda:nccl", False)])
+def test_gloo_does_not_gather_on_gpus(
+    monkeypatch: pytest.MonkeyPatch, fake_cuda_mesh: DeviceMesh, config: str, is_refused: bool
+) -> None:
+    gm = _lower(_offloaded_graph(is_backward=False))
+    monkeypatch.setattr(compilation, "group_by_name", lambda name: dist.group.WORLD)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    refused = pytest.raises(UnsupportedShardingError, match=r"gloo cannot gather cuda tensors .*cpu:gloo,cuda:nccl")
+    with refused if is_refused else nullcontext():
+        compilation.refuse_gloo_on_gpus(gm)
 
 
 @pytest.mark.parametrize("is_backward", [False, True])

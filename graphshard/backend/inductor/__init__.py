@@ -3,10 +3,12 @@
 Imports: ``errors``, ``ir``, ``memory``. Private names of Inductor are allowed here and nowhere else in the backend.
 
 Read first: ``inductor_config`` (what is switched off), ``partition`` (the joint graph in two halves), ``order_pinning``
-(kernels keep the planned order), ``emitted_order`` (the check of that), ``gloo_release`` (waits that free memory).
+(kernels keep the planned order), ``emitted_order`` (the check of that), ``gloo_release`` (waits that free memory),
+``host_copies`` (results copied to the CPU).
 """
 
 from .emitted_order import emitted_order, order_difference, planned_order
+from .host_copies import start_copies, waiting
 from .inductor_config import (
     JOINT_PASS,
     compile_fx,
@@ -45,5 +47,7 @@ __all__ = [
     "pinning_patch",
     "planned_order",
     "saved_share",
+    "start_copies",
     "type_rng_states",
+    "waiting",
 ]
