@@ -90,6 +90,7 @@ __all__ = [
     "strided_shard",
     "tree_leaves",
     "tree_map",
+    "spin_gpu",
     "uses_gloo",
 ]
 
@@ -161,6 +162,11 @@ def group_by_name(name: str) -> dist.ProcessGroup:
 def uses_gloo(group: dist.ProcessGroup, device_type: str = "cpu") -> bool:
     """Whether gloo communicates the group's tensors on these devices (checked: 2.13)."""
     return f"{device_type}:gloo" in dist.get_backend_config(group).split(",")
+
+
+def spin_gpu(cycles: int) -> None:
+    """Queues a kernel that spins for so many cycles of the current GPU (checked: 2.11)."""
+    torch.cuda._sleep(cycles)
 
 
 def group_timeout_seconds(group: dist.ProcessGroup) -> float:

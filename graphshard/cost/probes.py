@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
+from .._compat import spin_gpu
 from ..machine import largest_cache_bytes
 from .curves import Curve
 from .flops import causal_share
@@ -215,7 +216,7 @@ class _Timer:
     def _time_queued(self, once: float, call: Callable[[], object], repeats: int) -> float:
         """Seconds of the device for one of ``repeats`` calls; ``once`` is what one takes with its start by the host."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(int(_MOST_CYCLES_PER_SECOND * once * repeats))
+        spin_gpu(int(_MOST_CYCLES_PER_SECOND * once * repeats))
         start.record()
         for _ in range(repeats):
             call()
