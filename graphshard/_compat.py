@@ -18,7 +18,14 @@ from torch import fx, nn
 from torch._C._profiler import _ExperimentalConfig  # checked: 2.11, 2.13, 2.14
 from torch._dynamo.exc import TorchDynamoException  # checked: 2.13
 from torch._dynamo.functional_export import _dynamo_graph_capture_for_export  # checked: 2.13
-from torch._functorch._aot_autograd.descriptors import ParamAOTInput  # checked: 2.13
+from torch._functorch._aot_autograd.descriptors import (  # checked: 2.13
+    AOTOutput,
+    GradAOTOutput,
+    ParamAOTInput,
+    PlainAOTOutput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+)
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # checked: 2.13
 from torch._guards import TracingContext, detect_fake_mode  # checked: 2.13
 from torch._prims.rng_prims import (  # checked: 2.13
@@ -70,11 +77,14 @@ __all__ = [
     "flatten_mesh",
     "from_local_takes_grad_placements",
     "gather_single",
+    "gradient_described",
     "gradients_are_boxed",
     "group_by_name",
     "group_timeout_seconds",
     "in_recomputation",
     "is_composite",
+    "is_described_result",
+    "is_described_user_result",
     "is_to_local",
     "join_meshes",
     "lazy_graph_modules",
@@ -229,9 +239,17 @@ def export_joint(
     kwargs: Mapping[str, Any],
     decompositions: Mapping[Any, Any],
 ) -> fx.GraphModule:
-    """Forward and backward as one graph of aten ops; AOTAutograd describes its inputs (checked: 2.13)."""
+    """Forward and backward as one graph of aten ops; AOTAutograd describes its inputs (checked: 2.13).
+
+    Writes to inputs that autograd does not follow are nodes of the graph, as in a compiled step.
+    """
     joint = aot_export_joint_with_descriptors(
-        stack, traced, args, dict(kwargs), decompositions=dict(decompositions)
+        stack,
+        traced,
+        args,
+        dict(kwargs),
+        decompositions=dict(decompositions),
+        keep_inference_input_mutations=True,
     )
     joint.graph_module.graph.set_codegen(fx.graph.CodeGen())  # its own nests inputs and outputs
     return joint.graph_module
@@ -253,6 +271,35 @@ def parameter_of_input(node: fx.Node, traced: fx.GraphModule) -> nn.Parameter | 
     """The parameter of ``traced`` that an input of its joint graph stands for; None if it stands for none."""
     described = node.meta.get("desc")
     return traced.get_parameter(described.target) if isinstance(described, ParamAOTInput) else None
+
+
+def gradient_described(output: Any) -> Any:
+    """The description of the input whose gradient is described; None for another output (checked: 2.13).
+
+    The gradient of a tensor subclass is several outputs, one for each attribute that is a tensor.
+    """
+    if isinstance(output, GradAOTOutput):
+        return output.grad_of
+    if isinstance(output, SubclassGetAttrAOTOutput):
+        of = gradient_described(output.base)
+        return None if of is None else SubclassGetAttrAOTInput(of, output.attr)
+    return None
+
+
+def is_described_result(output: Any) -> bool:
+    """Whether an output of a joint graph is described as one of the forward (checked: 2.13).
+
+    A gradient that is None has no description.
+    """
+    is_backward_token = type(output).__name__ == "BackwardTokenAOTOutput"
+    return isinstance(output, AOTOutput) and not output.is_grad() and not is_backward_token
+
+
+def is_described_user_result(output: Any) -> bool:
+    """Whether an output of a joint graph is described as one that the traced function returns (checked: 2.13)."""
+    while isinstance(output, SubclassGetAttrAOTOutput):
+        output = output.base
+    return isinstance(output, PlainAOTOutput)
 
 
 @functools.lru_cache(maxsize=4096)

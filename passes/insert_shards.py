@@ -31,7 +31,7 @@ Does not handle:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -50,7 +50,7 @@ from graphshard.ir import (
     output_values,
     padded_shape,
 )
-from graphshard.pipeline import Fact, PassContext, PassReport
+from graphshard.pipeline import Fact, PassContext, PassReport, joint_outputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,30 +75,30 @@ class InsertShards:
             if given.placeholder not in inputs or not _is_inserted(inputs[given.placeholder])
         }
         _refuse_misfits(pending, inputs)
-        primals = [node for name, node in inputs.items() if not name.startswith("tangents_")]
+        joint = joint_outputs(gm.graph)
         outputs = output_values(gm.graph)
-        is_joint = len(primals) < len(inputs)
-        num_results = len(outputs) - len(primals) if is_joint else len(outputs)
-        results = outputs[:num_results]
-        grads = dict(zip(primals, outputs[num_results:], strict=True)) if is_joint else {}
+        handles_behind: dict[int, int] = {}
         counts = {"parameters": 0, "gradients": 0}
         handles: dict[str, fx.Node] = {}
         position = {node: index for index, node in enumerate(gm.graph.nodes)}
-        for node in primals:
-            if node.name not in pending:
+        for name, node in inputs.items():
+            if name not in pending:
                 continue
-            given = pending[node.name]
+            given = pending[name]
             unit = given.call.unit
+            output = joint.gradients.get(node, len(outputs) - 1) if joint is not None else -1
             if unit not in handles:
                 handles[unit] = _add_handle(gm.graph, node, unit)
+                handles_behind[output] = handles_behind.get(output, 0) + 1
             call = given.call._replace(shard=node, handle=handles[unit])
             _gather(gm.graph, call, given.dtype, position)
             counts["parameters"] += 1
-            if isinstance(grad := grads.get(node), fx.Node):
-                grads[node] = _reduce(gm.graph, call, grad, given.dtype)
+            grad = outputs[output] if joint is not None and node in joint.gradients else None
+            if isinstance(grad, fx.Node):
+                outputs[output] = _reduce(gm.graph, call, grad, given.dtype)
                 counts["gradients"] += 1
-        if grads and counts["parameters"]:
-            _set_outputs(gm.graph, results, grads)
+        if joint is not None and counts["parameters"]:
+            _set_outputs(gm.graph, outputs, handles_behind)
         has_new = bool(counts["parameters"])
         return PassReport(changed=has_new, counts=counts, new_signature=has_new)
 
@@ -172,13 +172,17 @@ def _sequence(node: fx.Node) -> int | None:
     return number
 
 
-def _set_outputs(graph: fx.Graph, results: list[Any], grads: Mapping[fx.Node, Any]) -> None:
-    """Sets the outputs: results, then for each input a gradient or None, in the order of the inputs now."""
+def _set_outputs(graph: fx.Graph, outputs: Sequence[Any], handles_behind: Mapping[int, int]) -> None:
+    """Sets the outputs, with None for the gradient of each handle; ``handles_behind`` counts these by output."""
     output = graph.output_node()
-    placeholders = graph.find_nodes(op="placeholder")
-    primals = [node for node in placeholders if not node.name.startswith("tangents_")]
-    descriptions = output.meta.get("desc")
-    if descriptions is not None:  # AOTAutograd's: one for each output
-        of_grads = dict(zip(grads, descriptions[len(results) :], strict=True))
-        output.meta["desc"] = [*descriptions[: len(results)], *(of_grads.get(node) for node in primals)]
-    output.args = ((*results, *(grads.get(node) for node in primals)),)
+
+    def with_handles(values: Sequence[Any]) -> list[Any]:
+        return [
+            each
+            for index, value in enumerate(values)
+            for each in (value, *[None] * handles_behind.get(index, 0))
+        ]
+
+    if "desc" in output.meta:  # AOTAutograd's: one for each output
+        output.meta["desc"] = with_handles(output.meta["desc"])
+    output.args = (tuple(with_handles(outputs)),)

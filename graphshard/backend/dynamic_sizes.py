@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ..errors import OutgrownBudgetError
-from ..ir import copy_graph, is_collective, stored_bytes, tensors_of
+from ..ir import copy_graph, is_collective, size_hint, stored_bytes, tensors_of
 from ..pipeline import PassContext
 from ..planner import held_beside, measured_peak
 
@@ -99,14 +99,18 @@ def has_symbolic_sizes(gm: fx.GraphModule) -> bool:
 
 
 def _sources(gm: fx.GraphModule) -> list[_Source]:
-    """The symbols that are sizes of inputs or inputs themselves, each at its first place."""
+    """The symbols that are sizes of inputs or inputs themselves, each at its first place. A ragged dim is none."""
     found: dict[sympy.Symbol, _Source] = {}
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         value = node.meta.get("val")
         dims = enumerate(value.shape) if isinstance(value, torch.Tensor) else [(None, value)]
         for dim, size in dims:
-            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.hint is not None:
-                source = _Source(position, dim, size.node.expr, int(size.node.hint))
+            if (
+                isinstance(size, torch.SymInt)
+                and size.node.expr.is_Symbol
+                and isinstance(size.node.hint, int)
+            ):
+                source = _Source(position, dim, size.node.expr, size_hint(size))
                 found.setdefault(source.symbol, source)
     return list(found.values())
 
@@ -126,7 +130,7 @@ def _number(size: int | torch.SymInt, values: Sizes) -> int:
     if isinstance(size, int):
         return size
     known = size.node.expr.xreplace(values)
-    return int(known) if known.is_number else int(size.node.hint or 0)
+    return int(known) if known.is_number else size_hint(size)
 
 
 def _device_type(gm: fx.GraphModule) -> str | None:

@@ -44,7 +44,7 @@ from ..ir import (
     value_text,
 )
 from ..passes import InsertShards, KeepGathered, MergeUnshards, MergeWaits, SpreadParameters, TagRecompute
-from ..pipeline import PassContext, PassRecord, Pipeline, context_from_shard_ops, pieces_of
+from ..pipeline import PassContext, PassRecord, Pipeline, context_from_shard_ops, joint_outputs, pieces_of
 from .fake_step import LossAndOthers, StepModule, export_step, fake_copy, fake_inputs, trace_step
 from .gc_pauses import no_garbage_collection
 from .gpu_attention import use_gpu_attention
@@ -67,7 +67,8 @@ class CapturedStep:
         context: the context of passes on them (``context.for_forward()``, ``for_backward()``).
         text: the joint graph before the joint passes; "" after a brief capture.
         records: the report of each joint pass, with the graph text after it; none after a brief capture.
-        num_results: number of outputs of the forward that are results; the others are saved for the backward.
+        num_results: number of outputs of the forward that are not saved for the backward: what the model returns, and
+            new values of inputs that it writes to, if autograd follows the write.
         order: names of the model's parameters, in the order of ``named_parameters``.
         choice: the choices made by cost for both halves, if any.
     """
@@ -138,17 +139,18 @@ def capture_step(
         if device_type == "cuda":
             use_gpu_attention(traced)
         joint = export_step(stack, traced, fake_args, fake_kwargs)
-        placeholders = joint.graph.find_nodes(op="placeholder")
-        primals = [node for node in placeholders if not node.name.startswith("tangents_")]
-        if len(primals) == len(placeholders):
+        outputs = joint_outputs(joint.graph)
+        if outputs is None:
             raise CaptureError(
                 "nothing is trained: what the model returns does not depend on a parameter in a way that has a "
                 "gradient; return a loss that does"
             )
-        num_results = len(output_values(joint.graph)) - len(primals)
         if needs_loss:
-            _refuse_other_results(output_values(joint.graph)[: 1 if has_others else num_results], loss)
-        plain = _plain_parameters(primals, traced, model, rules, paths)
+            values = output_values(joint.graph)
+            own_results = [values[index] for index in outputs.own_results]
+            _refuse_other_results(own_results[:1] if has_others else own_results, loss)
+        plain = _plain_parameters(outputs.primals, traced, model, rules, paths)
+        positions = _positions_of(plain, outputs.primals)
         order = tuple(path for path, _ in fake.named_parameters())
         context = PassContext(plain=_with_places(plain, order))
 
@@ -180,7 +182,7 @@ def capture_step(
                 gm=copy_graph(gm), context=known, text=text, records=tuple(records), choice=choice
             )
 
-        halves = partition_as_inductor(joint, num_results, range(len(plain)), run_joint_passes)
+        halves = partition_as_inductor(joint, outputs.num_results, positions, run_joint_passes)
         drop_rng_states(halves.forward, halves.backward)
     return CapturedStep(
         joint=halves.joint.gm,
@@ -189,7 +191,7 @@ def capture_step(
         context=halves.joint.context,
         text=halves.joint.text,
         records=halves.joint.records,
-        num_results=num_results,
+        num_results=outputs.num_results,
         order=order,
         choice=halves.joint.choice,
     )
@@ -223,6 +225,11 @@ def _plain_parameters(
             call = rules.call_of(path, node.meta["val"].shape, dtype.is_floating_point)
             plain.append(PlainParameter(placeholder=node.name, call=call, dtype=dtype))
     return plain
+
+
+def _positions_of(plain: Sequence[PlainParameter], primals: Sequence[fx.Node]) -> list[int]:
+    names = {given.placeholder for given in plain}
+    return [index for index, node in enumerate(primals) if node.name in names]
 
 
 def _with_places(plain: Sequence[PlainParameter], order: Sequence[str]) -> tuple[PlainParameter, ...]:

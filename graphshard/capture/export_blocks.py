@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from .._compat import export_joint, storage_id, tree_map
-from ..ir import output_values, tensors_of, type_key
+from ..ir import output_values, tensors_of, type_key, writes_of
 from .find_blocks import Block, find_blocks, is_function
 
 
@@ -107,7 +107,9 @@ def _parts(joint: fx.GraphModule, block: Block) -> _Exported:
     differentiable = tuple(node.meta["example_value"].requires_grad for node in block.outputs)
     num_inputs, num_results = len(block.inputs), len(block.outputs)
     if len(outputs) != num_results + num_inputs or len(placeholders) != num_inputs + sum(differentiable):
-        raise _NotRepeatableError("it writes on its inputs, or has effects")
+        raise _NotRepeatableError("autograd follows a write on its inputs, or it has effects")
+    if not writes_of(joint.graph).all.isdisjoint(placeholders):
+        raise _NotRepeatableError("it writes on its inputs")
     calls = [node for node in joint.graph.nodes if node.op not in ("placeholder", "output")]
     if any(node.op != "call_function" for node in calls):
         raise _NotRepeatableError("its graph holds constants")

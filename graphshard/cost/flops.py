@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.utils import flop_counter
 
 from .._compat import TorchDispatchMode, is_composite, run_and_save_rng_state
-from ..ir import argument, schema_call
+from ..ir import argument, schema_call, size_hint
 from .products import FORMULAS, TOKENS_FIRST
 
 
@@ -67,7 +67,7 @@ def total_flops(gm: fx.GraphModule) -> int:
 
 def hinted_shape(value: Tensor) -> tuple[int, ...]:
     """The shape with hints for symbolic sizes: the sizes seen while tracing, 0 for sizes that depend on data."""
-    return tuple(size if isinstance(size, int) else int(size.node.hint or 0) for size in value.shape)
+    return tuple(map(size_hint, value.shape))
 
 
 def hinted_numel(value: Tensor) -> int:
@@ -118,7 +118,9 @@ def _described(value: Any) -> Any:
         value = value.meta.get("val")
     if isinstance(value, torch.Tensor):
         return _Described(hinted_shape(value), value.dtype)
-    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+    if isinstance(value, torch.SymInt):
+        return size_hint(value)
+    if isinstance(value, torch.SymFloat):
         return value.node.hint or 0
     return tuple(map(_described, value)) if isinstance(value, (tuple, list)) else value
 

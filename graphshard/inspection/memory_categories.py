@@ -87,15 +87,13 @@ def categorized_memory(
     for _, _, buffer in ranges:
         category_of[buffer] = flow.category(buffer, saved or {})
     values = output_values(gm.graph)
-    gradients: set[int] = set()
-    if ctx.first_gradient is not None:
-        gradients = {ctx.first_gradient + binding.position for binding in ctx.parameters}
+    gradients = {ctx.gradient_of(binding, values) for binding in ctx.parameters}
     for index, value in enumerate(values):
         if not isinstance(value, fx.Node):
             continue
         is_saved = num_results is not None and index >= num_results
         for buffer in model.buffers_of(value):
-            if index in gradients or (not ctx.parameters and flow.is_reduced(value)):
+            if value in gradients or (not ctx.parameters and flow.is_reduced(value)):
                 category_of[buffer] = "gradients"
             elif is_saved and category_of.get(buffer, "temporaries") == "temporaries":
                 category_of[buffer] = "activations"

@@ -20,22 +20,21 @@ def persistent_bytes(module: nn.Module, captured: CapturedStep, optimizer: Optim
     Two further entries are for the optimizer: "trained" is the bytes of the shards that it updates, "elements" the
     number of their elements.
     """
-    gradients = output_values(captured.backward.graph)
-    return _persistent(module, captured.context, gradients, captured.forward, optimizer)
+    context = captured.context.for_backward()
+    return _persistent(module, context, output_values(captured.backward.graph), captured.forward, optimizer)
 
 
 def persistent_bytes_of_joint(
     module: nn.Module, gm: fx.GraphModule, context: PassContext, optimizer: OptimizerKind
 ) -> dict[str, int]:
     """:func:`persistent_bytes` from the joint graph at level 1."""
-    assert context.first_gradient is not None
-    return _persistent(module, context, output_values(gm.graph)[context.first_gradient :], gm, optimizer)
+    return _persistent(module, context, output_values(gm.graph), gm, optimizer)
 
 
 def _persistent(
     module: nn.Module,
     context: PassContext,
-    gradients: Sequence[Any],
+    outputs: Sequence[Any],
     forward: fx.GraphModule,
     optimizer: OptimizerKind,
 ) -> dict[str, int]:
@@ -48,8 +47,8 @@ def _persistent(
         shape = padded_shape(param.shape, dim, num_shards) if param.dim() else [1]
         numel = torch.Size(shape).numel()
         parameters += numel * param.element_size()
-        gradient = gradients[binding.position] if binding is not None else None
-        if isinstance(gradient, fx.Node):
+        gradient = context.gradient_of(binding, outputs) if binding is not None else None
+        if gradient is not None:
             trained += numel * param.element_size()
             elements += numel
             gradient_bytes += tensor_bytes(gradient.meta["val"])

@@ -216,8 +216,8 @@ class ParameterBinding:
 
     Attributes:
         placeholder: name of the graph input that holds its shard.
-        position: index of that input among the inputs of the forward, and of its gradient among the outputs of the
-            backward.
+        position: index of that input among the inputs of the forward.
+        gradient: index of its gradient among the outputs of the backward; -1 if none of them is.
         group_names: the process groups that gather and reduce it. A collective on another group, of tensor parallelism
             for instance, is compute on its values.
         row_offset: as in :class:`UnshardCall`.
@@ -238,6 +238,7 @@ class ParameterBinding:
     group_names: tuple[str, ...] = ()
     row_offset: int = -1
     handle: str = ""
+    gradient: int = -1
 
     @property
     def num_ranks(self) -> int:

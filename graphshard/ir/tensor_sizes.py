@@ -38,8 +38,11 @@ def _stored_elements(tensor: torch.Tensor) -> int:
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """The size seen while tracing; 0 for a size that depends on data."""
-    return size if isinstance(size, int) else int(size.node.hint or 0)
+    """The size seen while tracing; 0 for a size that depends on data, and for the length of a ragged dim."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return hint if isinstance(hint, int) else 0  # the hint of a ragged dim is a symbol again
 
 
 def is_contiguous(tensor: torch.Tensor, order: Sequence[int] | None = None) -> bool:

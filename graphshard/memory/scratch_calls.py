@@ -138,7 +138,9 @@ def _plain(value: Any) -> Any:
         return TensorSpec.of(value)
     if isinstance(value, (tuple, list)):
         return tuple(map(_plain, value))
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+    if isinstance(value, torch.SymInt):
+        return size_hint(value)
+    if isinstance(value, (torch.SymFloat, torch.SymBool)):
         return value.node.hint
     return value
 

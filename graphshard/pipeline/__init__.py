@@ -2,12 +2,14 @@
 
 Imports: ``ir``, ``cost``.
 
-Read first: ``context`` (what a pass may know; ``known_plan`` is another rank's plan), ``facts`` (what is checked),
+Read first: ``context`` (what a pass may know; ``joint_outputs`` tells the outputs of a joint graph apart,
+``known_plan`` is another rank's plan), ``facts`` (what is checked),
 ``pipeline``, then ``provenance`` (which values of a graph belong to which parameter).
 """
 
 from .context import PassContext, context_from_shard_ops, pieces_of, read_shards_as_they_are
 from .facts import Fact
+from .joint_outputs import JointOutputs, joint_outputs
 from .known_plan import KnownPlan
 from .pipeline import Pass, PassRecord, PassReport, PassResult, Pipeline
 from .provenance import (
@@ -24,6 +26,7 @@ from .provenance import (
 __all__ = [
     "KINDS",
     "Fact",
+    "JointOutputs",
     "KnownPlan",
     "Pass",
     "PassContext",
@@ -36,6 +39,7 @@ __all__ = [
     "gathered_shard",
     "is_accumulation",
     "is_layout",
+    "joint_outputs",
     "pieces_of",
     "read_shards_as_they_are",
     "reduced_parameters",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -11,16 +13,17 @@ from torch import fx
 from ..cost import GraphPrices
 from ..ir import (
     KEEP_PIECE,
+    TANGENT_INPUT,
     UNSHARD,
     MeshAxis,
     MeshLayout,
     ParameterBinding,
     PlainParameter,
     UnshardCall,
-    output_values,
     type_key,
 )
 from ..memory import UNMEASURED, KernelScratch
+from .joint_outputs import joint_outputs
 from .known_plan import KnownPlan
 
 #: Pairs of a unit and the units whose gathers start once its own are copied out.
@@ -34,11 +37,11 @@ class PassContext:
     Attributes:
         mesh: axes whose process groups appear in the graph.
         parameters: the sharded parameters among the graph's inputs.
-        first_gradient: index of the output that is the gradient of input 0; None if the graph has no gradient outputs
-            (a forward or an inference graph).
+        first_gradient: index of the first output of the backward; None if the graph has no gradient outputs (a forward
+            or an inference graph).
         full_checks: every fake value is recomputed when TYPED is checked.
         pieces: parameters of which a backward half takes a piece kept from the forward.
-        unreduced: positions of the parameters whose gradients leave this graph unreduced on purpose.
+        unreduced: outputs of the backward, gradients of parameters, that leave this graph unreduced on purpose.
         plain: full parameters among the inputs of a graph captured without ``fully_shard``.
         forward_prefetch, backward_prefetch: the prefetches that the user asked for, in either half.
         max_reductions: reductions that may be open at a time; 0 for the schedule's default.
@@ -92,12 +95,19 @@ class PassContext:
         """The context of the backward half: its outputs are the gradients of the inputs, in order."""
         return replace(self, first_gradient=0, unreduced=unreduced)
 
+    def gradient_of(self, binding: ParameterBinding, outputs: Sequence[Any]) -> fx.Node | None:
+        """The output of this graph that is the gradient of a parameter; None if there is none."""
+        if self.first_gradient is None or binding.gradient < 0:
+            return None
+        gradient = outputs[self.first_gradient + binding.gradient]
+        return gradient if isinstance(gradient, fx.Node) else None
+
     def reduced_bindings(self) -> list[ParameterBinding]:
         """The parameters whose gradients, where they are outputs of this graph, are reduced."""
         return [
             binding
             for binding in self.parameters
-            if binding.num_ranks > 1 and binding.position not in self.unreduced
+            if binding.num_ranks > 1 and binding.gradient not in self.unreduced
         ]
 
 
@@ -119,11 +129,16 @@ def read_shards_as_they_are(gm: fx.GraphModule) -> None:
 def context_from_shard_ops(gm: fx.GraphModule, *, full_checks: bool = False) -> PassContext:
     """Reads mesh and parameters off the ``unshard`` nodes of a joint or an inference graph, and from nowhere else.
 
-    A joint graph is recognised by its ``tangents`` inputs; its last outputs are one gradient per forward input.
+    A joint graph is recognised by its ``tangents`` inputs.
     """
-    placeholders = list(gm.graph.find_nodes(op="placeholder"))
-    primals = [node for node in placeholders if not node.name.startswith("tangents_")]
+    primals = [
+        node for node in gm.graph.find_nodes(op="placeholder") if not node.name.startswith(TANGENT_INPUT)
+    ]
     position = {node: index for index, node in enumerate(primals)}
+    outputs = joint_outputs(gm.graph)
+    gradients: dict[fx.Node, int] = {}
+    if outputs is not None:
+        gradients = {node: index - outputs.num_results for node, index in outputs.gradients.items()}
     axes: list[MeshAxis] = []
     bindings: dict[fx.Node, ParameterBinding] = {}
     prefetch: dict[str, tuple[str, str]] = {}
@@ -144,12 +159,11 @@ def context_from_shard_ops(gm: fx.GraphModule, *, full_checks: bool = False) -> 
         prefetch.setdefault(call.unit, (call.forward_prefetch, call.backward_prefetch))
         max_reductions = max(max_reductions, call.max_reductions)
         if call.shard in position and call.shard not in bindings:
-            bindings[call.shard] = _binding(call, position[call.shard])
-    is_joint = len(primals) < len(placeholders)
+            bindings[call.shard] = _binding(call, position[call.shard], gradients.get(call.shard, -1))
     return PassContext(
         mesh=MeshLayout.of_axes(axes),
         parameters=tuple(sorted(bindings.values(), key=lambda binding: binding.position)),
-        first_gradient=len(output_values(gm.graph)) - len(primals) if is_joint else None,
+        first_gradient=outputs.num_results if outputs is not None else None,
         full_checks=full_checks,
         forward_prefetch=_prefetch_of(prefetch, 0),
         backward_prefetch=_prefetch_of(prefetch, 1),
@@ -164,17 +178,18 @@ def _prefetch_of(prefetch: dict[str, tuple[str, str]], half: int) -> PrefetchOrd
 def pieces_of(gm: fx.GraphModule) -> tuple[ParameterBinding, ...]:
     """The pieces that a joint graph keeps for its backward; the backward's input has the name of the node here."""
     calls = [UnshardCall(*node.args) for node in gm.graph.find_nodes(op="call_function", target=UNSHARD)]
-    return tuple(_binding(call, -1) for call in calls if _is_piece(call.shard))
+    return tuple(_binding(call, -1, -1) for call in calls if _is_piece(call.shard))
 
 
 def _is_piece(value: fx.Node) -> bool:
     return value.target is operator.getitem and value.all_input_nodes[0].target is KEEP_PIECE
 
 
-def _binding(call: UnshardCall, position: int) -> ParameterBinding:
+def _binding(call: UnshardCall, position: int, gradient: int) -> ParameterBinding:
     return ParameterBinding(
         placeholder=call.shard.name,
         position=position,
+        gradient=gradient,
         name=call.name,
         unit=call.unit,
         shape=tuple(call.shape),

@@ -113,14 +113,13 @@ def check_gathered(gm: fx.GraphModule, ctx: PassContext) -> list[str]:
 
 def check_reduced(gm: fx.GraphModule, ctx: PassContext) -> list[str]:
     """REDUCED: looks at the gradient outputs of a joint or a backward graph."""
-    first = ctx.first_gradient
-    if first is None:
+    if ctx.first_gradient is None:
         return []
     values = output_values(gm.graph)
     problems = []
     for binding in ctx.reduced_bindings():
-        gradient = values[first + binding.position]
-        if not isinstance(gradient, fx.Node):
+        gradient = ctx.gradient_of(binding, values)
+        if gradient is None:
             continue
         if gradient.target is REDUCE_GRAD or reductions_of(gradient, binding):
             continue

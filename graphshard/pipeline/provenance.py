@@ -193,8 +193,8 @@ def reduced_parameters(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, li
     values = output_values(gm.graph)
     served: dict[fx.Node, list[ParameterBinding]] = {}
     for binding in ctx.reduced_bindings():
-        gradient = values[ctx.first_gradient + binding.position]
-        for source in reductions_of(gradient, binding) if isinstance(gradient, fx.Node) else ():
+        gradient = ctx.gradient_of(binding, values)
+        for source in reductions_of(gradient, binding) if gradient is not None else ():
             served.setdefault(source, []).append(binding)
     return served
 

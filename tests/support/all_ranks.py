@@ -115,7 +115,7 @@ def run_halves(
 
 
 def _gradients(values: Sequence[Tensor | None], ctx: PassContext) -> dict[str, Tensor]:
-    found = {binding.name: values[binding.position] for binding in ctx.parameters}
+    found = {one.name: values[one.gradient] for one in ctx.parameters if one.gradient >= 0}
     return {name: value for name, value in found.items() if value is not None}
 
 
