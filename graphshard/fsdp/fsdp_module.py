@@ -31,6 +31,11 @@ from .parameter_slot import slots_of
 from .row_layout import lay_out
 from .unit import Unit
 
+#: Why Dynamo does not trace these methods.
+_COMMUNICATES = (
+    "unshard() communicates: Dynamo does not trace it, and torch.compile without fullgraph=True runs it"
+)
+
 
 class UnshardHandle:
     """The result of ``unshard(async_op=True)``: call :meth:`wait` before the parameters are used."""
@@ -38,6 +43,7 @@ class UnshardHandle:
     def __init__(self, unit: Unit, pending: PendingGather) -> None:
         self._unit, self._pending = unit, pending
 
+    @torch.compiler.disable(reason=_COMMUNICATES)
     def wait(self) -> None:
         """Waits for the gather; after it the module's parameters are the full ones."""
         self._unit.finish_unshard(self._pending)
@@ -67,6 +73,7 @@ class FSDPModule:
         _refuse_unsharded_state(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
+    @torch.compiler.disable(reason=_COMMUNICATES)
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this unit's parameters, not those of units below, and keeps them until :meth:`reshard`.
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat import in_recomputation
+from .._compat import in_recomputation, leave_frame_to_python, leave_frames_to_python
 from ..errors import ParameterStateError, ShardingError, UnsupportedShardingError
 from ..ir import UNIT, UNSHARD
 from .eager_autograd import drop_prefetched, full_parameter, take_part_unused, watch_outputs
@@ -135,7 +135,25 @@ def _forward_inside_tree(cls: type[nn.Module]) -> Any:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return run_inside_tree(self, functools.partial(original, self), args, kwargs)
 
-    return forward
+    return _with_own_code(forward)
+
+
+def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, as one that Dynamo starts at.
+
+    Dynamo counts what it compiles, and marks what it skips, for each code object. All classes would share that of the
+    closure, which :func:`watch_frames` has it skip.
+    """
+    assert isinstance(function, types.FunctionType)
+    function.__code__ = function.__code__.replace()
+    return function
+
+
+@functools.cache
+def watch_frames() -> None:
+    """From the first call on, Dynamo starts at no frame of ours but the forwards of units."""
+    leave_frames_to_python(__name__.partition(".")[0])
+    leave_frame_to_python(run_inside_tree)
 
 
 def run_inside_tree(
@@ -190,4 +208,4 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return run_inside_tree(self, original, args, kwargs)
 
-    setattr(module, method_name, types.MethodType(method, module))
+    setattr(module, method_name, types.MethodType(_with_own_code(method), module))
