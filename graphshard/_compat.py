@@ -211,12 +211,12 @@ def capture_with_dynamo(
     return _dynamo_graph_capture_for_export(module)(*args, **kwargs)
 
 
-def leave_frame_to_python(function: types.FunctionType) -> None:
-    """Makes Dynamo skip the frame of ``function`` where it starts at that frame, but not what it calls (checked: 2.13).
+def leave_frame_to_python(code: types.CodeType) -> None:
+    """Makes Dynamo skip a function where it starts at its frame, but not what the function calls (checked: 2.13).
 
     Code that Dynamo traces may still call the function: it is traced with its caller then.
     """
-    set_code_exec_strategy(function.__code__, FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT))
+    set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT))
 
 
 @functools.cache

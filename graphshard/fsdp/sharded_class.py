@@ -153,7 +153,7 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 def watch_frames() -> None:
     """From the first call on, Dynamo starts at no frame of ours but the forwards of units."""
     leave_frames_to_python(__name__.partition(".")[0])
-    leave_frame_to_python(run_inside_tree)
+    leave_frame_to_python(run_inside_tree.__code__)
 
 
 def run_inside_tree(
