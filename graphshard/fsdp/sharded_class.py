@@ -33,20 +33,24 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     A checkpointed region that runs again in a backward counts as a forward, also if it is not entered through the
     forward of a unit.
     """
-    param = module._parameters[name]
     slot: ParameterSlot = module.__dict__[SLOTS][name]
     unit = slot.unit
-    if param is None or not (unit.tree.in_forward or _in_recomputation()):
+    is_read = unit.tree.in_forward or _in_recomputation()
+    if is_read and slot.is_extended and torch.compiler.is_compiling():
+        # Before Dynamo sees the parameter, whose class it may not know. It takes the error for a graph break, and runs
+        # the code that reads the parameter uncompiled; with fullgraph=True it reports the error.
+        raise UnsupportedShardingError(
+            f"parameter {slot.name} has an all-gather extension (fsdp_pre_all_gather), which cannot be compiled: "
+            "compile without fullgraph=True, so that the module that holds it runs uncompiled, or leave it out "
+            "of torch.compile (torch.compiler.disable on its forward), or store plain tensors and use "
+            "MixedPrecisionPolicy(param_dtype=...)"
+        )
+    param = module._parameters[name]
+    if param is None or not is_read:
         return param
     if not torch.compiler.is_compiling():
         _check_version(slot)
         return slot.as_read(full_parameter(slot) if slot.needs_op else local_shard(slot))
-    if slot.is_extended:
-        raise UnsupportedShardingError(
-            f"parameter {slot.name} has an all-gather extension (fsdp_pre_all_gather), which cannot be compiled: "
-            "leave the module that holds it out of torch.compile (torch.compiler.disable on its forward), or store "
-            "plain tensors and use MixedPrecisionPolicy(param_dtype=...)"
-        )
     local = local_shard(slot)
     return slot.as_read(UNSHARD(local, unit.handle, *slot.arguments) if slot.needs_op else local)
 
