@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx
 
+from .._compat import leave_frames_to_python
 from ..errors import OptionError
 from ..memory import outputs_with_parameters, take_back_donations
 from .compilation import HalfTask, compile_half
@@ -54,6 +55,7 @@ def graphshard(
             f"graphshard backend: mode={mode!r} is for Inductor alone; give the settings that it stands for "
             f"(torch._inductor.list_mode_options({mode!r})) in options={{'inductor': {{...}}}}"
         )
+    leave_frames_to_python("graphshard.backend")
     graph = read_graph(gm, example_inputs, BackendOptions.parse(options))
     callbacks = _Callbacks(graph)
     with graph.refusing("", gm):

@@ -31,6 +31,12 @@ from .parameter_slot import slots_of
 from .row_layout import lay_out
 from .unit import Unit
 
+#: Marks what changes parameters: Dynamo would trace it, and lose parameters when it writes back the modules' dicts.
+_untraced = torch.compiler.disable(
+    reason="unshard(), reshard() and the like change what modules hold: Dynamo does not trace them, and torch.compile "
+    "without fullgraph=True runs them as they are"
+)
+
 
 class UnshardHandle:
     """The result of ``unshard(async_op=True)``: call :meth:`wait` before the parameters are used."""
@@ -38,6 +44,7 @@ class UnshardHandle:
     def __init__(self, unit: Unit, pending: PendingGather) -> None:
         self._unit, self._pending = unit, pending
 
+    @_untraced
     def wait(self) -> None:
         """Waits for the gather; after it the module's parameters are the full ones."""
         self._unit.finish_unshard(self._pending)
@@ -67,6 +74,7 @@ class FSDPModule:
         _refuse_unsharded_state(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
+    @_untraced
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this unit's parameters, not those of units below, and keeps them until :meth:`reshard`.
 
@@ -82,10 +90,12 @@ class FSDPModule:
         handle.wait()
         return None
 
+    @_untraced
     def reshard(self) -> None:
         """Frees this unit's gathered parameters; ``module.parameters()`` shows the shards again."""
         _unit(self).reshard()
 
+    @_untraced
     def reset_iter_state(self) -> None:
         """Drops the state of an iteration in which a forward or a backward raised an exception.
 
@@ -103,6 +113,7 @@ class FSDPModule:
             )
         unit.tree.reset()
 
+    @_untraced
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """``nn.Module._apply``, which ``.to()`` and the like call: on the shards, never on gathered parameters."""
         self.reshard()

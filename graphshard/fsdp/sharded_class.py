@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat import in_recomputation
+from .._compat import in_recomputation, leave_frame_to_python, leave_frames_to_python
 from ..errors import ParameterStateError, ShardingError, UnsupportedShardingError
 from ..ir import UNIT, UNSHARD
 from .eager_autograd import drop_prefetched, full_parameter, take_part_unused, watch_outputs
@@ -33,20 +33,24 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     A checkpointed region that runs again in a backward counts as a forward, also if it is not entered through the
     forward of a unit.
     """
-    param = module._parameters[name]
     slot: ParameterSlot = module.__dict__[SLOTS][name]
     unit = slot.unit
-    if param is None or not (unit.tree.in_forward or _in_recomputation()):
+    is_read = unit.tree.in_forward or _in_recomputation()
+    if is_read and slot.is_extended and torch.compiler.is_compiling():
+        # Before Dynamo sees the parameter, whose class it may not know. It takes the error for a graph break, and runs
+        # the code that reads the parameter uncompiled; with fullgraph=True it reports the error.
+        raise UnsupportedShardingError(
+            f"parameter {slot.name} has an all-gather extension (fsdp_pre_all_gather), which cannot be compiled: "
+            "compile without fullgraph=True, so that the module that holds it runs uncompiled, or leave it out "
+            "of torch.compile (torch.compiler.disable on its forward), or store plain tensors and use "
+            "MixedPrecisionPolicy(param_dtype=...)"
+        )
+    param = module._parameters[name]
+    if param is None or not is_read:
         return param
     if not torch.compiler.is_compiling():
         _check_version(slot)
         return slot.as_read(full_parameter(slot) if slot.needs_op else local_shard(slot))
-    if slot.is_extended:
-        raise UnsupportedShardingError(
-            f"parameter {slot.name} has an all-gather extension (fsdp_pre_all_gather), which cannot be compiled: "
-            "leave the module that holds it out of torch.compile (torch.compiler.disable on its forward), or store "
-            "plain tensors and use MixedPrecisionPolicy(param_dtype=...)"
-        )
     local = local_shard(slot)
     return slot.as_read(UNSHARD(local, unit.handle, *slot.arguments) if slot.needs_op else local)
 
@@ -135,7 +139,25 @@ def _forward_inside_tree(cls: type[nn.Module]) -> Any:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return run_inside_tree(self, functools.partial(original, self), args, kwargs)
 
-    return forward
+    return _with_own_code(forward)
+
+
+def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, as one that Dynamo starts at.
+
+    Dynamo counts what it compiles, and marks what it skips, for each code object. All classes would share that of the
+    closure, which :func:`watch_frames` has it skip.
+    """
+    assert isinstance(function, types.FunctionType)
+    function.__code__ = function.__code__.replace()
+    return function
+
+
+@functools.cache
+def watch_frames() -> None:
+    """From the first call on, Dynamo starts at no frame of ours but the forwards of units."""
+    leave_frames_to_python(__name__.partition(".")[0])
+    leave_frame_to_python(run_inside_tree.__code__)
 
 
 def run_inside_tree(
@@ -190,4 +212,4 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return run_inside_tree(self, original, args, kwargs)
 
-    setattr(module, method_name, types.MethodType(method, module))
+    setattr(module, method_name, types.MethodType(_with_own_code(method), module))

@@ -273,13 +273,14 @@ def train_with_extension(implementation: str, kind: type[Halved], rows: int) -> 
     fully_shard = pick_fully_shard(implementation)
     fully_shard(model[0], mesh=world_mesh())
     fully_shard(model, mesh=world_mesh())
+    forward = compile_if_asked(implementation, model, fullgraph=False)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
     for step in range(3):
         rounded = copy.deepcopy(reference)
         for module in rounded.modules():
             if isinstance(module, nn.Linear):
                 module.weight.data = module.weight.data.bfloat16().float()
-        _step(rounded, model, step)
+        _step(rounded, forward, step)
         for (name, plain), (_, parameter) in zip(
             rounded.named_parameters(), model.named_parameters(), strict=True
         ):
@@ -295,15 +296,53 @@ def train_with_extension(implementation: str, kind: type[Halved], rows: int) -> 
     assert_close(local._data, reference[0].weight.detach().chunk(2)[dist.get_rank()])
 
 
-@pytest.mark.parametrize("implementation", UNCOMPILED)
+@pytest.mark.parametrize("implementation", EVERY)
 @pytest.mark.parametrize(("kind", "rows"), [(Halved, 5), (HalvedWithMeshOnly, 6)])
 def test_tensors_say_how_they_are_gathered(
     run_on_gloo_ranks: Callable[..., list[Any]], implementation: str, kind: type[Halved], rows: int
 ) -> None:
+    """Compiled, the layers that hold them run uncompiled."""
     run_on_gloo_ranks(2, train_with_extension, implementation, kind, rows)
 
 
+class _SecondExtended(nn.Module):
+    """Two layers in a unit, of which the second alone has an extension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def train_one_unit_with_extension(disabled: bool) -> None:
+    """One unit with plain and extended parameters: the compiled part and the other get the same gradients."""
+    torch.manual_seed(42)
+    results = []
+    reference = _SecondExtended()
+    for implementation in ("sharded", "compiled"):
+        model = copy.deepcopy(reference)
+        model.second.weight = nn.Parameter(Halved(model.second.weight.detach().clone()))
+        pick_fully_shard(implementation)(model, mesh=world_mesh())
+        if disabled:
+            model.second.forward = torch.compiler.disable(model.second.forward)
+        forward = compile_if_asked(implementation, model, fullgraph=False)
+        loss = forward(torch.full((3, 4), 0.5 + dist.get_rank())).square().mean()
+        loss.backward()
+        results.append([loss.detach(), *(each.grad.to_local() for each in model.parameters())])
+    assert_close(*results)
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_extended_and_plain_parameters_of_a_compiled_unit(
+    run_on_gloo_ranks: Callable[..., list[Any]], disabled: bool
+) -> None:
+    run_on_gloo_ranks(2, train_one_unit_with_extension, disabled)
+
+
 def compile_with_extension() -> str:
+    """With `fullgraph=True`, which leaves no way to run the layer uncompiled."""
     model = nn.Sequential(nn.Linear(4, 6))
     _extend(model, Halved)
     pick_fully_shard("sharded")(model, mesh=world_mesh())
@@ -314,9 +353,10 @@ def compile_with_extension() -> str:
     return "no error"
 
 
-def test_extensions_are_refused_when_compiled(run_on_gloo_ranks: Callable[..., list[Any]]) -> None:
+def test_extensions_are_refused_in_a_whole_graph(run_on_gloo_ranks: Callable[..., list[Any]]) -> None:
     for message in run_on_gloo_ranks(2, compile_with_extension):
         assert "parameter 0.weight has an all-gather extension (fsdp_pre_all_gather)" in message, message
+        assert "compile without fullgraph=True" in message, message
 
 
 class Half(Halved):

@@ -35,7 +35,7 @@ def check_shard(name: str, full: Tensor, sharded: Tensor) -> None:
 def check_sharded_parity(reference: nn.Module, model: nn.Module) -> None:
     """Same names in the same order; parameters and gradients the right shards; the same gradients absent."""
     expected, found = dict(reference.named_parameters()), dict(model.named_parameters())
-    assert list(found) == list(expected)
+    assert list(found) == list(expected), (list(found), list(expected))
     for name, parameter in found.items():
         assert isinstance(parameter, nn.Parameter), f"{name} is not an nn.Parameter"
         assert parameter.requires_grad == expected[name].requires_grad, name
