@@ -18,7 +18,7 @@ from torch import nn
 from .._compat import in_recomputation
 from ..errors import ParameterStateError, ShardingError, UnsupportedShardingError
 from ..ir import UNIT, UNSHARD
-from .eager_autograd import drop_prefetched, full_parameter, take_part_unused, watch_outputs
+from .eager_autograd import drop_prefetched, finish_reads, full_parameter, take_part_unused, watch_outputs
 from .fsdp_module import FSDPModule
 from .parameter_slot import ParameterSlot, local_shard
 from .shard_versions import version_of
@@ -40,7 +40,7 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
         return param
     if not torch.compiler.is_compiling():
         _check_version(slot)
-        return slot.as_read(full_parameter(slot) if slot.needs_op else local_shard(slot))
+        return full_parameter(slot)
     if slot.is_extended:
         raise UnsupportedShardingError(
             f"parameter {slot.name} has an all-gather extension (fsdp_pre_all_gather), which cannot be compiled: "
@@ -157,8 +157,10 @@ def run_inside_tree(
         if not is_compiling and unit.reduces_unused:
             take_part_unused(unit)
         outputs = method(*args, **kwargs)
-        if not is_compiling and not was_in_forward:
-            watch_outputs(tree, outputs)
+        if not is_compiling:
+            finish_reads(unit)
+            if not was_in_forward:
+                watch_outputs(tree, outputs)
     finally:
         if not was_in_forward:
             tree.in_forward = False
