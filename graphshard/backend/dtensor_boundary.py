@@ -107,9 +107,7 @@ def enter_boundary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boundar
         module.recompile()
     units = {position: unit_of(value) for position, value in enumerate(example_inputs)}
     models = {id(unit.tree): position for position, unit in units.items() if unit is not None}
-    return Boundary(
-        inputs=inputs, crossings=tuple(crossings), writes=writes, models=tuple(models.values())
-    )
+    return Boundary(inputs=inputs, crossings=tuple(crossings), writes=writes, models=tuple(models.values()))
 
 
 def cross_boundary(

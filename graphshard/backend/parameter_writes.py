@@ -28,7 +28,9 @@ from ..fsdp import unit_of
 from ..ir import UNSHARD, UnshardCall
 
 #: Functions that write to an argument, though their names do not end in an underscore.
-_WRITING = {"setitem"} | {name for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator)}
+_WRITING = {"setitem"} | {
+    name for name in dir(operator) if name.startswith("i") and f"__{name}__" in dir(operator)
+}
 
 #: Where the frames of libraries are.
 _PACKAGES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
@@ -150,7 +152,7 @@ def _is_read(node: fx.Node) -> bool:
 
 def _key_of(read: fx.Node) -> str:
     """The parameter's name; of a shard that is not gathered, that of its input."""
-    return UnshardCall(*read.args).name if read.target is UNSHARD else read.args[0].name  # type: ignore[union-attr]
+    return UnshardCall(*read.args).name if read.target is UNSHARD else read.args[0].name
 
 
 def _local(value: Any) -> Tensor | None:
@@ -160,7 +162,9 @@ def _local(value: Any) -> Tensor | None:
 
 
 def _version(value: Tensor) -> int:
-    versions = [each._version for each in (value, _local(value)) if each is not None and not each.is_inference()]
+    versions = [
+        each._version for each in (value, _local(value)) if each is not None and not each.is_inference()
+    ]
     return max(versions, default=0)
 
 
@@ -171,7 +175,7 @@ def _is_recorded(read: fx.Node) -> bool:
 
 def _line_of_write(gm: fx.GraphModule, read: fx.Node) -> str:
     """The line of the model that writes to the value of ``read``, as far as names of ops tell."""
-    memory = storage_id(_local(read.meta["example_value"]))  # type: ignore[arg-type]
+    memory = storage_id(_local(read.meta["example_value"]))
     readers = []
     for node in gm.graph.nodes:
         values = map(_local, (each.meta.get("example_value") for each in node.all_input_nodes))
@@ -216,7 +220,9 @@ def _read_once(gm: fx.GraphModule, key: str, line: str) -> tuple[fx.Node, fx.Nod
     with gm.graph.inserting_before(start):
         shard = gm.graph.node_copy(local)
         if first.target is UNSHARD:
-            call = UnshardCall(*first.args)._replace(shard=shard, reshard=1, reshard_group="", reshard_fixed=True)
+            call = UnshardCall(*first.args)._replace(
+                shard=shard, reshard=1, reshard_group="", reshard_fixed=True
+            )
             value, entrance = gm.graph.call_function(UNSHARD, tuple(call)), call.handle
         else:
             value, entrance = gm.graph.call_method("clone", (shard,)), param
@@ -225,8 +231,8 @@ def _read_once(gm: fx.GraphModule, key: str, line: str) -> tuple[fx.Node, fx.Nod
         source = read.args[0]
         read.replace_all_uses_with(value)
         gm.graph.erase_node(read)
-        if read.target is UNSHARD and not source.users:  # type: ignore[union-attr]
-            gm.graph.erase_node(source)  # type: ignore[arg-type]
+        if read.target is UNSHARD and not source.users:
+            gm.graph.erase_node(source)
     return value, entrance
 
 

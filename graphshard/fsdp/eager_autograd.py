@@ -60,7 +60,7 @@ class _ReadShard(torch.autograd.Function):
         return shard.data
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
 
 

@@ -55,17 +55,17 @@ class FullParameter(Tensor):
     before: Tensor | None = None
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """``Tensor.data``: a tensor in the same memory, without gradients and with a version counter of its own."""
         if self.before is None:
             self.before = self.detach().clone()
-        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return Tensor.data.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
         if self.before is None:
             self.before = self.detach().clone()
-        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        Tensor.data.__set__(self, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

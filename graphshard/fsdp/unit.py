@@ -85,8 +85,8 @@ class Unit:
         reduces_unused: whether parameters without a gradient take part in the reductions, with zeros.
         keeps_between: a planner keeps its parameters gathered for the next micro-batch while gradients wait.
         gradients: the gradients that wait for a reduction.
-        in_use: the full parameters, as read, by name while an uncompiled forward of the unit runs, empty until the first one is
-            read; else None.
+        in_use: the full parameters, as read, by name while an uncompiled forward of the unit runs, empty until the
+            first one is read; else None.
     """
 
     tree: Tree
