@@ -22,6 +22,10 @@ from .unit_settings import UnitSettings
 #: Where a module keeps the slots of its sharded parameters.
 SLOTS = "_graphshard_slots"
 
+#: Where a module with sharded parameters keeps the module whose ``_parameters`` are its own; see
+#: :func:`graphshard.fsdp.parameter_slot.stored_parameters`.
+STORED = "_graphshard_stored"
+
 #: The label of the outermost unit.
 ROOT = "root"
 
