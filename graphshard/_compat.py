@@ -95,6 +95,7 @@ __all__ = [
     "leave_frame_to_python",
     "leave_frames_to_python",
     "make_graph_module",
+    "no_torch_function",
     "num_holders",
     "num_memory_holders",
     "over_memory",
@@ -150,6 +151,10 @@ def in_recomputation() -> bool:
     A hook in a backward with ``create_graph=True`` looks the same.
     """
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+
+
+#: The ``__torch_function__`` of a tensor subclass that has none of its own, as ``nn.Parameter`` (checked: 2.13).
+no_torch_function = torch._C._disabled_torch_function_impl
 
 
 #: A context in which ops skip autograd's kernels, but views and versions are still tracked (checked: 2.13).

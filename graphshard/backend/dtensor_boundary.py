@@ -4,6 +4,9 @@
 would unwrap and wrap every DTensor in Python at each step, and ranks with fewer rows would trace another graph. So the
 graph is made to take the *padded local tensors*, equal in shape on every rank. One autograd function carries all of
 them: padded views on the way in, DTensor gradients on the way out.
+
+A full parameter that the model writes to in place leaves as a further result of the graph
+(:mod:`graphshard.backend.parameter_writes`).
 """
 
 from __future__ import annotations
@@ -18,8 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from .._compat import detect_fake_mode, is_to_local
 from ..errors import ParameterStateError
-from ..fsdp import Version, version_of
+from ..fsdp import Version, unit_of, version_of
 from ..ir import UNSHARD, UnshardCall, padded_shape
+from .parameter_writes import ParameterWrite, return_written, store_written
 
 #: How Dynamo writes ``torch.utils.checkpoint``: (body, *operands), the body a graph of its own.
 CHECKPOINTED_REGION = torch.ops.higher_order.tag_activation_checkpoint
@@ -49,10 +53,14 @@ class Boundary:
     Attributes:
         inputs: fake inputs of the edited graph.
         crossings: the parameters that enter as padded shards.
+        writes: the parameters that the graph writes to, in the order of its last results.
+        models: positions of handles, one for each model.
     """
 
     inputs: list[Any]
     crossings: tuple[Crossing, ...] = ()
+    writes: tuple[ParameterWrite, ...] = ()
+    models: tuple[int, ...] = ()
 
     def wrap(self, compiled: Callable[..., Any], regathered: Collection[str] = ()) -> Callable[..., Any]:
         """A function of the graph's original inputs.
@@ -61,7 +69,10 @@ class Boundary:
             compiled: the compiled code of the edited graph.
             regathered: names of the parameters that the backward gathers again: they must not change in between.
         """
-        return _at_runtime(compiled, self.crossings, frozenset(regathered)) if self.crossings else compiled
+        if not self.crossings and not self.writes:
+            return compiled
+        run = _at_runtime(compiled, self.crossings, frozenset(regathered), len(self.writes))
+        return store_written(run, self.writes, self.models)
 
 
 def enter_boundary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boundary:
@@ -69,8 +80,12 @@ def enter_boundary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boundar
 
     A DTensor that the graph, or a checkpointed region of it, uses in any other way than through ``to_local()`` stays a
     DTensor.
+
+    Raises:
+        ParameterStateError: a parameter is written to where that cannot be carried out.
     """
     inputs = list(example_inputs)
+    writes = return_written(gm, example_inputs)
     crossings = []
     touched = {gm}
     for position, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
@@ -90,7 +105,9 @@ def enter_boundary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boundar
         crossings.append(Crossing(position=position, shape=shape, dim=dim, names=names))
     for module in touched:
         module.recompile()
-    return Boundary(inputs=inputs, crossings=tuple(crossings))
+    units = {position: unit_of(value) for position, value in enumerate(example_inputs)}
+    models = {id(unit.tree): position for position, unit in units.items() if unit is not None}
+    return Boundary(inputs=inputs, crossings=tuple(crossings), writes=writes, models=tuple(models.values()))
 
 
 def cross_boundary(
@@ -168,7 +185,7 @@ def _fake_shard(example: DTensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _at_runtime(
-    compiled: Callable[..., Any], crossings: Sequence[Crossing], regathered: frozenset[str]
+    compiled: Callable[..., Any], crossings: Sequence[Crossing], regathered: frozenset[str], num_writes: int
 ) -> Callable[..., Any]:
     watched = [
         (crossing.position, crossing.names[0])

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import AlreadyShardedError
 from ..ir import UNIT, padded_shape
-from .parameter_slot import ParameterSlot, slots_of
+from .parameter_slot import ParameterSlot, slots_of, stored_parameters
 from .row_layout import lay_out
 from .tree import relabel
 from .unit import Unit, owner_of
@@ -36,7 +36,7 @@ def copy_sharded(module: Any, memo: dict[int, Any], has_own: bool) -> nn.Module:
     module.__dict__[UNIT].reshard()
     for owner in module.modules():
         for name, slot in slots_of(owner):
-            param = owner._parameters[name]
+            param = stored_parameters(owner)[name]
             if isinstance(param, DTensor) and id(param) not in memo:
                 memo[id(param)] = _copy_parameter(param, slot)
     copied: Any = object.__new__(type(module))

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ..ir import UnshardCall, gradient_call
 from .parameter_slot import ParameterSlot, local_shard
+from .shard_versions import FullRead, version_of
 from .tensor_trees import tensors_in
 from .tree import Tree
 from .unit import Unit, owner_of
@@ -27,7 +28,8 @@ class _GatherUnit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, unit: Unit, slots: list[ParameterSlot], *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        fulls = unit.gather(slots)
+        # What a gather returns are views, to which autograd lets nobody write in place.
+        fulls = tuple(full.data if type(full) is Tensor else full for full in unit.gather(slots))
         ctx.unit = unit
         ctx.calls = [
             gradient_call(
@@ -37,7 +39,7 @@ class _GatherUnit(torch.autograd.Function):
         ]
         frozen = [full for slot, full in zip(slots, fulls, strict=True) if not slot.param.requires_grad]
         ctx.mark_non_differentiable(*frozen)
-        return tuple(fulls)
+        return fulls
 
     @staticmethod
     @once_differentiable
@@ -50,19 +52,39 @@ class _GatherUnit(torch.autograd.Function):
         return (None, None, *result)
 
 
+class _ReadShard(torch.autograd.Function):
+    """The shard itself as the full parameter, where one rank holds it: no view, so a forward may write to it."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: Tensor) -> Tensor:
+        return shard.data
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 def full_parameter(slot: ParameterSlot) -> Tensor:
-    """The full parameter; the first one read in a forward of its unit gathers the unit.
+    """The full parameter, as a forward reads it; the first one read in a forward of its unit gathers the unit.
 
     A parameter that another unit reads, or a checkpointed region that runs again, is gathered alone.
     """
     unit = owner_of(slot)
-    in_use = unit.in_use
-    if in_use is None:
-        in_use = {}
-        _gather(unit, [slot], in_use)
-    elif slot.name not in in_use:
-        _gather_all(unit, in_use)
-    return in_use[slot.name]
+    if unit.in_use is not None:
+        if slot.name not in unit.in_use and slot.needs_op:
+            _gather_all(unit, unit.in_use)
+        elif slot.name not in unit.in_use:
+            _gather(unit, [slot], unit.in_use)
+        return unit.in_use[slot.name].shown
+    tree = unit.tree
+    if tree.running and slot.name in tree.read_alone:
+        return tree.read_alone[slot.name][1].shown
+    unit.write_back()
+    alone: dict[str, FullRead] = {}
+    _gather(unit, [slot], alone)
+    if tree.in_forward:
+        tree.read_alone[slot.name] = (unit, alone[slot.name])
+    return alone[slot.name].shown
 
 
 def take_part_unused(unit: Unit) -> None:
@@ -71,6 +93,13 @@ def take_part_unused(unit: Unit) -> None:
         unit.mark_run()
     if unit.in_use is not None and any(slot.needs_op for slot in unit.slots):
         _gather_all(unit, unit.in_use)
+
+
+def finish_reads(unit: Unit) -> None:
+    """Writes what a forward of the unit has changed in place back to the shards, at its end."""
+    unit.write_back()
+    if unit.tree.running == [unit]:
+        unit.tree.write_back()
 
 
 def watch_outputs(tree: Tree, outputs: Any) -> None:
@@ -88,14 +117,19 @@ def drop_prefetched(tree: Tree) -> None:
         unit.drop_prefetched()
 
 
-def _gather_all(unit: Unit, in_use: dict[str, Tensor]) -> None:
-    _gather(unit, [slot for slot in unit.slots if slot.needs_op], in_use)
+def _gather_all(unit: Unit, in_use: dict[str, FullRead]) -> None:
+    _gather(unit, [slot for slot in unit.slots if slot.needs_op and slot.name not in in_use], in_use)
     for other in unit.forward_prefetch:
         other.prefetch()
 
 
-def _gather(unit: Unit, slots: list[ParameterSlot], in_use: dict[str, Tensor]) -> None:
-    # Also under no_grad: a parameter first read there may be read again where gradients are needed.
-    with torch.enable_grad():
-        fulls = _GatherUnit.apply(unit, slots, *map(local_shard, slots))
-    in_use.update(zip((slot.name for slot in slots), fulls, strict=True))
+def _gather(unit: Unit, slots: list[ParameterSlot], in_use: dict[str, FullRead]) -> None:
+    # Also under no_grad: a parameter first read there may be read again where gradients are needed. A tensor of
+    # inference mode has no version, so a write to it would go unnoticed.
+    with torch.inference_mode(False), torch.enable_grad():
+        if slots and not slots[0].needs_op:
+            fulls = tuple(_ReadShard.apply(local_shard(slot)) for slot in slots)
+        else:
+            fulls = _GatherUnit.apply(unit, slots, *map(local_shard, slots))
+        for slot, full in zip(slots, fulls, strict=True):
+            in_use[slot.name] = FullRead.of(full, slot.as_read(full), version_of(slot.param))

@@ -6,13 +6,17 @@ the collective comes from the emitters that also lower a graph (:mod:`graphshard
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .._compat import group_by_name
+from ..coordination import meet
+from ..errors import ParameterStateError
 from ..ir import (
     PACK,
     UNPACK,
@@ -30,9 +34,10 @@ from ..ir import (
     emit_reduce_scatter,
     emit_reduction_input,
     emit_reduction_output,
+    padded_rows,
 )
 from .gather_extensions import calls_before, full_after
-from .parameter_slot import ParameterSlot
+from .parameter_slot import ParameterSlot, local_shard
 from .tree import TreeUnit
 
 _EMIT = EagerEmitter()
@@ -164,3 +169,97 @@ def _extended_calls(slot: ParameterSlot, call: UnshardCall) -> tuple[list[Unshar
     owner, _ = slot.owners[0]
     policy = slot.unit.settings.mp_policy
     return calls_before(call._replace(shard=shard), shard_mesh, param.stride(), owner, policy)
+
+
+def write_back(slots: Sequence[ParameterSlot], fulls: Mapping[str, Tensor], *, line: str = "") -> None:
+    """Writes full parameters that a forward has changed in place back to the shards; called on all ranks alike.
+
+    An element that only one rank has changed gets the value of that rank. So the rows that ``nn.Embedding(max_norm=)``
+    changes are those that any rank has looked up.
+
+    Args:
+        slots: the parameters.
+        fulls: their changed values, by name.
+        line: where they are written, for errors.
+
+    Raises:
+        ParameterStateError: ranks have written different values to one element, the parameter has another shape now,
+            or it has an all-gather extension.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        for slot in slots:
+            _write_back(slot, fulls[slot.name].detach(), line)
+
+
+def any_rank(slots: Sequence[ParameterSlot], found: Sequence[bool]) -> list[bool]:
+    """Which of ``found`` hold on any rank of the parameters' groups; the ranks meet first.
+
+    Raises:
+        AgreementError: another rank has not read or written the same parameters.
+    """
+    names = ", ".join(slot.name for slot in slots)
+    flags = torch.tensor(found, dtype=torch.int32, device=slots[0].param.device_mesh.device_type)
+    for group_name in _groups(slots):
+        step = f"write back {names}, which the forward has changed in place"
+        meet(group_name, step, what=step, remedy="Every rank must write to the same parameters in a forward")
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group_by_name(group_name))
+    return [bool(flag) for flag in flags.tolist()]
+
+
+def _groups(slots: Sequence[ParameterSlot]) -> list[str]:
+    axes = (axis for slot in slots for axis in (slot.axis, slot.replicate))
+    return list(dict.fromkeys(axis.group_name for axis in axes if axis.size > 1))
+
+
+def _write_back(slot: ParameterSlot, full: Tensor, line: str) -> None:
+    at = f" at {line}" if line else ""
+    if slot.is_extended:
+        raise ParameterStateError(
+            f"parameter {slot.name} is written in place in a forward{at}, but it has an all-gather extension, so the "
+            "values cannot be written back to the shards: change it outside of the forward"
+        )
+    if full.shape != slot.shape:
+        raise ParameterStateError(
+            f"parameter {slot.name} of shape {tuple(slot.shape)} is replaced in a forward{at} by values of shape "
+            f"{tuple(full.shape)}: keep the shape"
+        )
+    local = local_shard(slot).detach()
+    (old,) = StartedGather([UnshardCall(local, slot.unit.handle, *slot.arguments)]).wait()
+    full = full.to(old)
+    is_changed = (full != old) & ~(full.isnan() & old.isnan())
+    merged = _merged(slot, full, old, is_changed, at)
+    rank = group_by_name(slot.axis.group_name).rank() if slot.axis.size > 1 else 0
+    start = min(rank * padded_rows(slot.shape[slot.dim], slot.axis.size), slot.shape[slot.dim])
+    own = [value.narrow(slot.dim, start, local.shape[slot.dim]) for value in (merged, old)]
+    # What is not written keeps its value in the dtype of the shard.
+    local.copy_(torch.where((own[0] != own[1]).to(local.device), own[0].to(local), local))
+
+
+def _merged(slot: ParameterSlot, full: Tensor, old: Tensor, is_changed: Tensor, at: str) -> Tensor:
+    """The values that the ranks together have written."""
+    group_names = _groups([slot])
+    if not group_names:
+        return full
+    wide = torch.float64 if full.is_floating_point() else torch.int64
+    values, olds = (value.to(wide) for value in _as_reals(full, old))
+    is_changed = is_changed.unsqueeze(-1).expand_as(values) if full.is_complex() else is_changed
+    lowest = torch.finfo(wide).min if wide.is_floating_point else torch.iinfo(wide).min + 1
+    highs, lows = (torch.where(is_changed, value, lowest) for value in (values, -values))
+    written = is_changed.to(torch.int32)
+    for group_name in group_names:
+        for value in (highs, lows, written):
+            dist.all_reduce(value, dist.ReduceOp.MAX, group_by_name(group_name))
+    rounding = 8 * torch.finfo(full.dtype).eps if wide.is_floating_point else 0
+    is_unequal = (highs + lows).abs() > rounding * highs.abs().clamp(min=1e-3)
+    if bool((is_unequal & (written > 0)).any()):
+        raise ParameterStateError(
+            f"parameter {slot.name} is written in place in a forward{at}, and ranks have written different values to "
+            "the same elements: make the values equal on all ranks (torch.distributed.all_reduce what they are "
+            "computed of), or keep them in a buffer"
+        )
+    merged = torch.where(is_changed, values, torch.where(written.bool(), highs, olds))
+    return (torch.view_as_complex(merged.contiguous()) if full.is_complex() else merged).to(full.dtype)
+
+
+def _as_reals(*values: Tensor) -> list[Tensor]:
+    return [torch.view_as_real(value) if value.is_complex() else value for value in values]

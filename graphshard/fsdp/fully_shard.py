@@ -30,7 +30,7 @@ from ..errors import (
 from ..ir import NO_AXIS, UNIT, MeshAxis, axis_of
 from .fsdp_module import FSDPModule
 from .gather_extensions import has_extension
-from .parameter_slot import ParameterSlot
+from .parameter_slot import ParameterSlot, store_parameters, stored_parameters
 from .placements import DataParallelAxes, Layout, layout_of
 from .row_layout import give_places
 from .shard_parameter import local_piece, mesh_device, shard_extended, shard_parameter
@@ -319,7 +319,8 @@ def _install(entry: _Owned, unit: Unit, layouts: dict[int, Layout], offload_poli
         setattr(entry.param, _SUCCESSOR, successor)
     param, slot = successor
     slot.owners.append((entry.owner, entry.name))
-    entry.owner._parameters[entry.name] = param
+    store_parameters(entry.owner)
+    stored_parameters(entry.owner)[entry.name] = param
     entry.owner.__dict__.setdefault(SLOTS, {})[entry.name] = slot
 
 

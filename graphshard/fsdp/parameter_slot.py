@@ -15,7 +15,7 @@ from ..errors import ParameterStateError
 from ..ir import NO_AXIS, MeshAxis, UnshardCall
 from .placements import OuterLayout
 from .shard_versions import Version
-from .tree import SLOTS, TreeUnit
+from .tree import SLOTS, STORED, TreeUnit
 
 
 @dataclass(eq=False, kw_only=True)
@@ -57,7 +57,7 @@ class ParameterSlot:
     def param(self) -> nn.Parameter:
         """The sharded parameter."""
         owner, name = self.owners[0]
-        return self.hidden if self.hidden is not None else owner._parameters[name]
+        return self.hidden if self.hidden is not None else stored_parameters(owner)[name]
 
     @property
     def global_shape(self) -> torch.Size:
@@ -121,7 +121,7 @@ class ParameterSlot:
         """Replaces the parameter in all modules that share it; None removes it from ``module`` only."""
         self.unit.reshard()
         for owner, each in self.owners if param is not None else [(module, name)]:
-            owner._parameters[each] = param
+            stored_parameters(owner)[each] = param
 
     def show(self, full: Tensor) -> None:
         """Makes the owners show the gathered parameter instead of the shard."""
@@ -129,7 +129,7 @@ class ParameterSlot:
             self.hidden = self.param
         shown = nn.Parameter(self.as_read(full.detach()), requires_grad=self.hidden.requires_grad)
         for owner, name in self.owners:
-            owner._parameters[name] = shown
+            stored_parameters(owner)[name] = shown
 
     def add_gradient(self, reduced: Tensor) -> None:
         """Adds the reduced gradient of the shard to ``.grad``, and calls the parameter's hooks."""
@@ -148,7 +148,7 @@ class ParameterSlot:
         """Makes the owners show the shard again."""
         if self.hidden is not None:
             for owner, name in self.owners:
-                owner._parameters[name] = self.hidden
+                stored_parameters(owner)[name] = self.hidden
             self.hidden = None
 
 
@@ -186,6 +186,22 @@ def local_shard(slot: ParameterSlot) -> Tensor:
             "call model.to_empty(device=...) and initialise them before the first forward"
         )
     return local
+
+
+def store_parameters(module: nn.Module) -> None:
+    """Prepares a module to hold sharded parameters, for :func:`stored_parameters`."""
+    if STORED not in module.__dict__:
+        module.__dict__[STORED] = nn.Module()
+        module.__dict__[STORED].__dict__["_parameters"] = module.__dict__["_parameters"]
+
+
+def stored_parameters(module: nn.Module) -> dict[str, Any]:
+    """The dict of parameters that a module with sharded ones holds: the shards, or what ``unshard()`` shows.
+
+    ``module._parameters`` is a property, which gathers in a forward. Dynamo takes for parameters what it finds in the
+    attribute of this name of a module, so another module has the same dict as its attribute.
+    """
+    return module.__dict__[STORED]._parameters
 
 
 def slots_of(module: nn.Module) -> Iterator[tuple[str, ParameterSlot]]:

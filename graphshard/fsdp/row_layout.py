@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..ir import ShardedShape, lie_in_a_row, moved_to_row, row_offsets
+from .parameter_slot import stored_parameters
 from .unit import Unit
 
 
@@ -30,7 +31,7 @@ def lay_out(unit: Unit) -> None:
     """Moves shards that have a place in a row there, unless they are there."""
     rows: dict[tuple[str, torch.dtype, torch.device], list[DTensor]] = {}
     for slot in sorted(unit.slots, key=lambda slot: slot.row_offset):
-        param = slot.owners[0][0]._parameters.get(slot.owners[0][1]) if slot.owners else None
+        param = stored_parameters(slot.owners[0][0]).get(slot.owners[0][1]) if slot.owners else None
         if slot.row_offset < 0 or not isinstance(param, DTensor) or param.is_meta:
             continue
         local = param._local_tensor

@@ -1,19 +1,28 @@
-"""Whether a shard has changed in place: asked when a backward gathers again what its forward gathered.
+"""Whether a shard or a full parameter has changed in place.
 
-An in-place op on a DTensor moves the version counter of the DTensor only. One on its local tensor moves that of the
-local tensor only. A foreach or fused optimizer moves neither (torch 2.13). So both counters are read, and a hook moves
-the second one after every optimizer step on DTensors.
+Of a shard this is asked when a backward gathers again what its forward gathered. An in-place op on a DTensor moves the
+version counter of the DTensor only. One on its local tensor moves that of the local tensor only. A foreach or fused
+optimizer moves neither (torch 2.13). So both counters are read, and a hook moves the second one after every optimizer
+step on DTensors.
+
+Of a full parameter it is asked at the end of an uncompiled forward, which then writes the change back to the shards
+(:func:`graphshard.fsdp.eager_collectives.write_back`). A write through ``.data`` moves no counter, so a full parameter
+is a :class:`FullParameter`, which notes that ``.data`` was asked for.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from .._compat import no_torch_function
 
 Version = tuple[int, int]
 
@@ -32,3 +41,86 @@ def watch_optimizers() -> None:
 def _move_versions(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     increment_version([param._local_tensor for param in params if isinstance(param, DTensor)])
+
+
+class FullParameter(Tensor):
+    """A full parameter as an uncompiled forward reads it. Results of ops on it are plain tensors.
+
+    Attributes:
+        before: its values when ``.data`` was first asked for; None before that.
+    """
+
+    __torch_function__ = no_torch_function
+
+    before: Tensor | None = None
+
+    @property
+    def data(self) -> Tensor:
+        """``Tensor.data``: a tensor in the same memory, without gradients and with a version counter of its own."""
+        if self.before is None:
+            self.before = self.detach().clone()
+        return Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if self.before is None:
+            self.before = self.detach().clone()
+        Tensor.data.__set__(self, value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullRead:
+    """A full parameter that an uncompiled forward has read, and what it was like then.
+
+    Attributes:
+        full: the full parameter, or this rank's piece of a DTensor.
+        shown: what the forward reads: ``full``, or the DTensor around it.
+        versions: version counters of both.
+        source: the autograd node that made ``shown``.
+        shard: the version of the shard that was gathered.
+    """
+
+    full: Tensor
+    shown: Tensor
+    versions: Version
+    source: Any
+    shard: Version
+
+    @staticmethod
+    def of(full: Tensor, shown: Tensor, shard: Version) -> FullRead:
+        """The record of a full parameter that was just gathered."""
+        if type(full) is Tensor and full is shown:
+            full.__class__ = FullParameter
+        return FullRead(
+            full=full,
+            shown=shown,
+            versions=(full._version, shown._version),
+            source=shown.grad_fn,
+            shard=shard,
+        )
+
+    def renewed(self, shard: Version) -> FullRead:
+        """The record once the changes are written back, of which ``shard`` is the version."""
+        if isinstance(self.full, FullParameter):
+            self.full.before = None
+        return replace(self, versions=(self.full._version, self.shown._version), shard=shard)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the forward has written to it, or has asked for ``.data``, by which it may have."""
+        return (self.full._version, self.shown._version) != self.versions or self.before is not None
+
+    @property
+    def before(self) -> Tensor | None:
+        """Its values before ``.data`` was asked for."""
+        return getattr(self.full, "before", None)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the forward has written to it; compares the values if only ``.data`` was asked for."""
+        if (self.full._version, self.shown._version) != self.versions:
+            return True
+        before = self.before
+        return before is not None and not (
+            before.shape == self.full.shape and torch.equal(before, self.full.detach())
+        )

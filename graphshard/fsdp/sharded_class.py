@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -18,12 +18,12 @@ from torch import nn
 from .._compat import in_recomputation, leave_frame_to_python, leave_frames_to_python
 from ..errors import ParameterStateError, ShardingError, UnsupportedShardingError
 from ..ir import UNIT, UNSHARD
-from .eager_autograd import drop_prefetched, full_parameter, take_part_unused, watch_outputs
+from .eager_autograd import drop_prefetched, finish_reads, full_parameter, take_part_unused, watch_outputs
 from .fsdp_module import FSDPModule
-from .parameter_slot import ParameterSlot, local_shard
+from .parameter_slot import ParameterSlot, local_shard, stored_parameters
 from .shard_versions import version_of
 from .tensor_trees import cast_tensors, move_tensors
-from .tree import SLOTS
+from .tree import SLOTS, STORED, Tree
 from .unit import Unit
 
 
@@ -35,7 +35,7 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     """
     slot: ParameterSlot = module.__dict__[SLOTS][name]
     unit = slot.unit
-    is_read = unit.tree.in_forward or _in_recomputation()
+    is_read = _is_reading(unit.tree)
     if is_read and slot.is_extended and torch.compiler.is_compiling():
         # Before Dynamo sees the parameter, whose class it may not know. It takes the error for a graph break, and runs
         # the code that reads the parameter uncompiled; with fullgraph=True it reports the error.
@@ -45,19 +45,20 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
             "of torch.compile (torch.compiler.disable on its forward), or store plain tensors and use "
             "MixedPrecisionPolicy(param_dtype=...)"
         )
-    param = module._parameters[name]
-    if param is None or not is_read:
-        return param
+    param = stored_parameters(module)[name]
+    if param is None or not is_read or type(param) is torch.Tensor:
+        return param  # torch.func.functional_call has put a tensor in its place
     if not torch.compiler.is_compiling():
         _check_version(slot)
-        return slot.as_read(full_parameter(slot) if slot.needs_op else local_shard(slot))
+        return full_parameter(slot)
     local = local_shard(slot)
     return slot.as_read(UNSHARD(local, unit.handle, *slot.arguments) if slot.needs_op else local)
 
 
-def _in_recomputation() -> bool:
-    # Dynamo cannot trace the question. It need not: what it traces is entered through a unit's forward.
-    return not torch.compiler.is_compiling() and in_recomputation()
+def _is_reading(tree: Tree) -> bool:
+    """Whether a forward of the model runs, or a checkpointed region runs again."""
+    # Dynamo cannot trace the second question. It need not: what it traces is entered through a unit's forward.
+    return tree.in_forward or (not torch.compiler.is_compiling() and in_recomputation())
 
 
 def _check_version(slot: ParameterSlot) -> None:
@@ -83,7 +84,7 @@ def _make_property(name: str) -> property:
         self.register_parameter(name, value)
 
     def delete(self: nn.Module) -> None:
-        del self._parameters[name]
+        del stored_parameters(self)[name]
 
     return property(read, write, delete)
 
@@ -91,7 +92,7 @@ def _make_property(name: str) -> property:
 def _register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
     """``nn.Module.register_parameter``; replaces a sharded parameter without reading it."""
     slot = self.__dict__[SLOTS].get(name)
-    if slot is None or name not in self._parameters:
+    if slot is None or name not in stored_parameters(self):
         nn.Module.register_parameter(self, name, param)
         return
     if param is not None and tuple(param.shape) != tuple(slot.global_shape):
@@ -100,6 +101,95 @@ def _register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) 
             f"shape {tuple(param.shape)} after fully_shard"
         )
     slot.replace(self, name, param)
+
+
+class _ReadInForward(MutableMapping[str, Any]):
+    """``module._parameters`` in an uncompiled forward: an entry is gathered when it is read."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._stored = module, stored_parameters(module)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._module.__dict__[SLOTS]:
+            return self._stored[name]
+        shard, value = self._stored[name], read_parameter(self._module, name)
+        if value is not shard and value is not None:
+            value._graphshard_shard = shard
+        return value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        # What was read here is put back, as torch.func.functional_call does: the shard is.
+        self._stored[name] = getattr(value, "_graphshard_shard", value)
+
+    def __delitem__(self, name: str) -> None:
+        del self._stored[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
+class _TracedInForward(dict[str, Any]):
+    """``module._parameters`` in a compiled forward."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        raise UnsupportedShardingError(
+            f"parameter {name} is replaced in a compiled forward, as by torch.func.functional_call, which is not "
+            "supported for a sharded module: call the function that uses the parameters with the new value, or leave "
+            "the module out of torch.compile"
+        )
+
+
+def _read_parameters(self: nn.Module) -> Any:
+    """The property ``_parameters``, which ``parameters()`` and the like read."""
+    stored, slots = stored_parameters(self), self.__dict__[SLOTS]
+    if not any(_is_reading(slot.unit.tree) for slot in slots.values()):
+        return stored
+    if not torch.compiler.is_compiling():
+        return _ReadInForward(self)
+    return _TracedInForward(
+        {name: read_parameter(self, name) if name in slots else param for name, param in stored.items()}
+    )
+
+
+def _write_parameters(self: nn.Module, parameters: dict[str, Any]) -> None:
+    self.__dict__["_parameters"] = self.__dict__[STORED].__dict__["_parameters"] = parameters
+
+
+def _named_parameters(
+    self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, Any]]:
+    """``nn.Module.named_parameters``, which gathers in a forward.
+
+    It compares slots: in a compiled forward, two reads of a tied parameter are different tensors.
+    """
+    modules = (
+        self.named_modules(prefix=prefix, remove_duplicate=remove_duplicate) if recurse else [(prefix, self)]
+    )
+    seen: set[Any] = set()
+    for path, module in modules:
+        slots = module.__dict__.get(SLOTS, {})
+        for name, param in (stored_parameters(module) if slots else module._parameters).items():
+            key = slots[name].name if name in slots else param
+            if param is None or key in seen:
+                continue
+            if remove_duplicate:
+                seen.add(key)
+            yield f"{path}.{name}" if path else name, read_parameter(module, name) if name in slots else param
+
+
+def _get_parameter(self: nn.Module, target: str) -> Any:
+    """``nn.Module.get_parameter``: what a forward gets is no ``nn.Parameter``."""
+    path, _, name = target.rpartition(".")
+    owner = self.get_submodule(path)
+    if name in owner.__dict__.get(SLOTS, {}):
+        return read_parameter(owner, name)
+    return nn.Module.get_parameter(self, target)
 
 
 def _flat_weights(self: nn.RNNBase) -> list[torch.Tensor | None]:
@@ -121,8 +211,15 @@ def sharded_class(cls: type[nn.Module], names: tuple[str, ...], is_unit: bool) -
     body: dict[str, Any] = {name: _make_property(name) for name in names}
     body["__module__"] = cls.__module__
     body["_graphshard_plain_class"] = cls
+    for method in (_named_parameters, _get_parameter):
+        attribute = method.__name__.removeprefix("_")
+        if getattr(cls, attribute) is getattr(
+            nn.Module, attribute
+        ):  # else the user's, which reads ``_parameters``
+            body[attribute] = method
     if names:
         body["register_parameter"] = _register_parameter
+        body["_parameters"] = property(_read_parameters, _write_parameters)
         if issubclass(cls, nn.RNNBase):
             body["_flat_weights"] = property(_flat_weights, _ignore)
     if is_unit:
@@ -179,8 +276,10 @@ def run_inside_tree(
         if not is_compiling and unit.reduces_unused:
             take_part_unused(unit)
         outputs = method(*args, **kwargs)
-        if not is_compiling and not was_in_forward:
-            watch_outputs(tree, outputs)
+        if not is_compiling:
+            finish_reads(unit)
+            if not was_in_forward:
+                watch_outputs(tree, outputs)
     finally:
         if not was_in_forward:
             tree.in_forward = False

@@ -16,10 +16,15 @@ from torch import Tensor, nn
 from .._compat import queue_after_backward
 from ..coordination import meet
 from ..ir import UNIT, MeshAxis, UnitState
+from .shard_versions import FullRead
 from .unit_settings import UnitSettings
 
 #: Where a module keeps the slots of its sharded parameters.
 SLOTS = "_graphshard_slots"
+
+#: Where a module with sharded parameters keeps the module whose ``_parameters`` are its own; see
+#: :func:`graphshard.fsdp.parameter_slot.stored_parameters`.
+STORED = "_graphshard_stored"
 
 #: The label of the outermost unit.
 ROOT = "root"
@@ -82,6 +87,9 @@ class TreeUnit(UnitState, Protocol):
     def reshard(self) -> None:
         """Frees the gathered parameters."""
 
+    def write_back(self) -> None:
+        """Writes full parameters that an uncompiled forward has changed in place back to the shards."""
+
     def drop_prefetched(self) -> None:
         """Frees the result of a prefetched gather that no forward has used."""
 
@@ -101,6 +109,8 @@ class Tree:
 
     Attributes:
         in_forward: a forward of the model is running.
+        running: the units whose uncompiled forwards are running, the outermost first.
+        read_alone: full parameters that the forward has read outside of the forwards of their units, by name.
         roots: the outermost modules.
         is_last_backward: gradients that wait are reduced at the end of a backward.
         waiting: gradients of a unit wait for a reduction.
@@ -110,6 +120,8 @@ class Tree:
     """
 
     in_forward: bool = False
+    running: list[TreeUnit] = field(default_factory=list)
+    read_alone: dict[str, tuple[TreeUnit, FullRead]] = field(default_factory=dict)
     roots: list[nn.Module] = field(default_factory=list)
     is_last_backward: bool = True
     waiting: bool = False
@@ -142,8 +154,17 @@ class Tree:
         self._next_run[self._last_run] = run
         self._last_run = run
 
+    def write_back(self) -> None:
+        """Writes what an uncompiled forward has changed in place back to the shards, before anything gathers them."""
+        if not (self.running or self.read_alone):
+            return
+        for unit in dict.fromkeys([*self.running, *(unit for unit, _ in self.read_alone.values())]):
+            unit.write_back()
+
     def reset(self) -> None:
         """Drops the state that an interrupted forward or backward has left."""
+        self.running.clear()
+        self.read_alone.clear()
         self.in_forward = self.waiting = self._end_is_queued = False
         self._last_run = ""
         for unit in self.units():
@@ -175,6 +196,7 @@ class Tree:
         if not self._end_is_queued:  # the iteration was reset
             return
         self._end_is_queued = False
+        self.write_back()
         for unit in self.units():
             unit.end_backward()
             if self.is_last_backward:

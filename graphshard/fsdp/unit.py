@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ..coordination import meet
+from ..errors import ParameterStateError
 from ..ir import COMMS, UNIT, ReduceGradCall, UnshardCall, gradient_call, unit_state_of
-from .eager_collectives import PendingGather
+from .eager_collectives import PendingGather, any_rank, write_back
 from .parameter_slot import ParameterSlot, local_shard
-from .shard_versions import Version, version_of
+from .shard_versions import FullRead, Version, version_of
 from .tree import ROOT, Tree
 from .unit_settings import UnitSettings
 from .waiting_gradients import WaitingGradients, shortened
@@ -84,8 +85,8 @@ class Unit:
         reduces_unused: whether parameters without a gradient take part in the reductions, with zeros.
         keeps_between: a planner keeps its parameters gathered for the next micro-batch while gradients wait.
         gradients: the gradients that wait for a reduction.
-        in_use: the full parameters by name while an uncompiled forward of the unit runs, empty until the first one is
-            read; else None.
+        in_use: the full parameters, as read, by name while an uncompiled forward of the unit runs, empty until the
+            first one is read; else None.
     """
 
     tree: Tree
@@ -103,7 +104,7 @@ class Unit:
     keeps_between: bool = False
     handle: Tensor = field(init=False)
     gradients: WaitingGradients = field(default_factory=WaitingGradients)
-    in_use: dict[str, Tensor] | None = None
+    in_use: dict[str, FullRead] | None = None
     _gathered: dict[str, _Gathered] = field(default_factory=dict)
     _prefetched: PendingGather | None = None
     _has_run: bool = False
@@ -231,16 +232,65 @@ class Unit:
             step = f"gather unit {self.label}: {', '.join(names)}"
             meet(call.group_name, step, what=shortened(step), remedy=_GATHER_REMEDY)
 
-    def begin_forward(self) -> dict[str, Tensor] | None:
+    def begin_forward(self) -> dict[str, FullRead] | None:
         """Begins an uncompiled forward of the unit; returns the argument of :meth:`end_forward`."""
+        self.write_back()
         outer, self.in_use = self.in_use, {}
+        self.tree.running.append(self)
         return outer
 
-    def end_forward(self, outer: dict[str, Tensor] | None) -> None:
+    def end_forward(self, outer: dict[str, FullRead] | None) -> None:
         """Ends an uncompiled forward of the unit, and frees its parameters; autograd keeps those it needs."""
         self.in_use = outer
+        if self.tree.running:  # else the iteration was reset
+            self.tree.running.pop()
+        if not self.tree.running:
+            self.tree.read_alone.clear()
         if self.reshards and self.is_gathered:
             self.reshard()
+
+    def write_back(self) -> None:
+        """Writes full parameters that an uncompiled forward has changed in place back to the shards.
+
+        Later reads gather them again, except in the forward of the unit that is running.
+
+        Raises:
+            ParameterStateError: the write was recorded by autograd, or the shard has changed as well.
+        """
+        alone = self.tree.read_alone
+        mine = {name: read for name, (unit, read) in alone.items() if unit is self}
+        for name in mine:
+            del alone[name]
+        for reads in (mine, self.in_use or {}):
+            changed = [self.slot_of(name) for name, read in reads.items() if read.is_changed]
+            if changed:
+                self._write_back(changed, reads)
+
+    def _write_back(self, slots: list[ParameterSlot], reads: dict[str, FullRead]) -> None:
+        found = any_rank(slots, [reads[slot.name].is_written for slot in slots])
+        written = [slot for slot, is_written in zip(slots, found, strict=True) if is_written]
+        for slot in written:
+            read = reads[slot.name]
+            if read.shown.grad_fn is not read.source:
+                raise ParameterStateError(
+                    f"parameter {slot.name} is written in place in the forward of unit {self.label} where gradients "
+                    "are enabled: write to it under torch.no_grad(), as to any parameter"
+                )
+            if version_of(slot.param) != read.shard:
+                raise ParameterStateError(
+                    f"parameter {slot.name} is written in place in a forward, and its shard has changed since it "
+                    "was gathered: write to it in a forward, or to the shard outside of it"
+                )
+        write_back(written, {slot.name: reads[slot.name].full for slot in written})
+        for slot in slots:
+            reads[slot.name] = reads[slot.name].renewed(version_of(slot.param))
+
+    def store(self, name: str, full: Tensor, line: str) -> None:
+        """Writes a full parameter that a graph has changed back to the shard; later reads gather it again."""
+        write_back([self.slot_of(name)], {name: full}, line=line)
+        self.tree.read_alone.pop(name, None)
+        if self.in_use is not None:
+            self.in_use.pop(name, None)
 
     def finish_unshard(self, pending: PendingGather) -> None:
         """Waits for a gather of this unit, keeps the full parameters, and makes the modules show them."""
