@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from .._compat import set_state_for_torch
 from ..errors import (
     AlreadyShardedError,
     GraphShardError,
@@ -28,7 +29,7 @@ from ..errors import (
     UnsupportedShardingError,
 )
 from ..ir import NO_AXIS, UNIT, MeshAxis, axis_of
-from .fsdp_module import FSDPModule
+from .fsdp_module import FSDPModule, StateForTorch
 from .gather_extensions import has_extension
 from .parameter_slot import ParameterSlot
 from .placements import DataParallelAxes, Layout, layout_of
@@ -329,6 +330,7 @@ def _swap_classes(modules: list[nn.Module], unit: Unit) -> None:
             is_unit = owner in modules
             if is_unit:
                 owner.__dict__[UNIT] = unit
+                set_state_for_torch(owner, StateForTorch(unit=unit))
             if is_unit or (names and UNIT not in owner.__dict__):
                 owner.__class__ = sharded_class(_plain_class(owner), names, is_unit)
             if names:
