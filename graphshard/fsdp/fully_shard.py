@@ -36,7 +36,7 @@ from .placements import DataParallelAxes, Layout, layout_of
 from .row_layout import give_places
 from .shard_parameter import local_piece, mesh_device, shard_extended, shard_parameter
 from .shard_versions import watch_optimizers
-from .sharded_class import sharded_class
+from .sharded_class import sharded_class, wrap_own_forward
 from .tree import SLOTS, Tree, relabel
 from .unit import Unit
 from .unit_settings import UnitSettings
@@ -188,7 +188,7 @@ def _check_modules(modules: list[nn.Module]) -> None:
             raise AlreadyShardedError(
                 f"fully_shard was already called on this {type(module).__name__}; call it once per module"
             )
-        if type(module).forward is nn.Module.forward:
+        if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
             raise ShardingError(
                 f"fully_shard: {type(module).__name__} has no forward, so nothing can gather its parameters; "
                 "shard each of its children, or pass them as a list"
@@ -330,6 +330,7 @@ def _swap_classes(modules: list[nn.Module], unit: Unit) -> None:
             is_unit = owner in modules
             if is_unit:
                 owner.__dict__[UNIT] = unit
+                wrap_own_forward(owner)
                 set_state_for_torch(owner, StateForTorch(unit=unit))
             if is_unit or (names and UNIT not in owner.__dict__):
                 owner.__class__ = sharded_class(_plain_class(owner), names, is_unit)
