@@ -49,6 +49,7 @@ from torch.autograd import (  # checked: 2.11, 2.13, 2.14
     _disable_profiler_legacy,
     _enable_profiler_legacy,
 )
+from torch.distributed._composable.contract import STATE_KEY  # checked: 2.13
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
@@ -171,6 +172,13 @@ def store_of(group: dist.ProcessGroup) -> dist.Store:
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Runs ``callback`` when the current backward has ended (checked: 2.13)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def set_state_for_torch(module: nn.Module, state: Any) -> None:
+    """Makes ``torch.distributed.fsdp.fully_shard.state(module)`` return ``state`` (checked: 2.13)."""
+    from torch.distributed.fsdp import fully_shard
+
+    module.__dict__.setdefault(STATE_KEY, {})[fully_shard.__wrapped__] = state
 
 
 def group_by_name(name: str) -> dist.ProcessGroup:

@@ -8,11 +8,13 @@ traced again; their docstrings say so.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 
 from .._compat import group_by_name
@@ -50,11 +52,46 @@ class UnshardHandle:
         self._unit.finish_unshard(self._pending)
 
 
-class FSDPModule:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateForTorch:
+    """What ``torch.distributed.fsdp.fully_shard.state(module)`` returns for a unit's module: FSDP2's state in part.
+
+    Torch's pipeline schedules finish a step through it. Any other attribute of FSDP2's state is refused.
+    """
+
+    unit: Unit
+
+    def _root_post_backward_final_callback(self) -> None:
+        self.unit.tree.finish_backward()
+
+    @property
+    def _state_ctx(self) -> StateForTorch:
+        return self
+
+    @property
+    def all_states(self) -> tuple[()]:
+        return ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        refuse_state(self.unit, f"state.{name}")
+
+
+def refuse_state(unit: Unit, what: str) -> NoReturn:
+    """Refuses access to the private state of torch's FSDP2, which units do not have."""
+    raise UnsupportedShardingError(
+        f"unit {unit.label} was sharded by graphshard, and has no {what} of torch.distributed.fsdp: import "
+        "register_fsdp_forward_method, share_comm_ctx and the like from graphshard, not from torch.distributed.fsdp"
+    )
+
+
+class FSDPModule(TorchFSDPModule):
     """A base class of each module given to :func:`graphshard.fully_shard`.
 
     The class of the module becomes ``FSDP<Class>``, a subclass of ``FSDPModule`` and of its old class. The object stays
-    the same.
+    the same. ``FSDPModule`` is a subclass of torch's, so scripts and trainers that ask for torch's class find it. It
+    inherits nothing from it: each of its methods is overridden, and calls of the next class skip it.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -63,16 +100,18 @@ class FSDPModule:
         Without arguments (copying, unpickling): an empty object of this class.
         """
         plain: Any = getattr(cls, "_graphshard_plain_class", None)
-        return plain(*args, **kwargs) if plain is not None and (args or kwargs) else super().__new__(cls)
+        if plain is not None and (args or kwargs):
+            return plain(*args, **kwargs)
+        return super(TorchFSDPModule, cls).__new__(cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A separate model with its own shards, units and forward; without gradients, as for any module."""
-        return copy_sharded(self, memo, has_own=hasattr(super(), "__deepcopy__"))
+        return copy_sharded(self, memo, has_own=hasattr(super(TorchFSDPModule, self), "__deepcopy__"))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """The method of nn.Module that every ``load_state_dict`` calls; refuses values that are not sharded."""
         _refuse_unsharded_state(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+        super(TorchFSDPModule, self)._load_from_state_dict(state_dict, prefix, *args)
 
     @_untraced
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -117,7 +156,7 @@ class FSDPModule:
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """``nn.Module._apply``, which ``.to()`` and the like call: on the shards, never on gathered parameters."""
         self.reshard()
-        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        result = super(TorchFSDPModule, self)._apply(fn, recurse)
         lay_out(_unit(self))
         return result
 
@@ -327,6 +366,10 @@ class FSDPModule:
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted for compatibility: gathers allocate on the stream of the compute in any case."""
         _flag(async_op, "async_op")
+
+    def _get_fsdp_state(self) -> NoReturn:
+        """Refused: functions of torch that are made for FSDP2 alone call it, and methods of later versions of torch."""
+        refuse_state(_unit(self), "state")
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from .._compat import set_state_for_torch
 from ..errors import (
     AlreadyShardedError,
     GraphShardError,
@@ -28,14 +29,14 @@ from ..errors import (
     UnsupportedShardingError,
 )
 from ..ir import NO_AXIS, UNIT, MeshAxis, axis_of
-from .fsdp_module import FSDPModule
+from .fsdp_module import FSDPModule, StateForTorch
 from .gather_extensions import has_extension
 from .parameter_slot import ParameterSlot, store_parameters, stored_parameters
 from .placements import DataParallelAxes, Layout, layout_of
 from .row_layout import give_places
 from .shard_parameter import local_piece, mesh_device, shard_extended, shard_parameter
 from .shard_versions import watch_optimizers
-from .sharded_class import sharded_class, watch_frames
+from .sharded_class import sharded_class, watch_frames, wrap_own_forward
 from .tree import SLOTS, Tree, relabel
 from .unit import Unit
 from .unit_settings import UnitSettings
@@ -188,7 +189,7 @@ def _check_modules(modules: list[nn.Module]) -> None:
             raise AlreadyShardedError(
                 f"fully_shard was already called on this {type(module).__name__}; call it once per module"
             )
-        if type(module).forward is nn.Module.forward:
+        if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
             raise ShardingError(
                 f"fully_shard: {type(module).__name__} has no forward, so nothing can gather its parameters; "
                 "shard each of its children, or pass them as a list"
@@ -331,6 +332,8 @@ def _swap_classes(modules: list[nn.Module], unit: Unit) -> None:
             is_unit = owner in modules
             if is_unit:
                 owner.__dict__[UNIT] = unit
+                wrap_own_forward(owner)
+                set_state_for_torch(owner, StateForTorch(unit=unit))
             if is_unit or (names and UNIT not in owner.__dict__):
                 owner.__class__ = sharded_class(_plain_class(owner), names, is_unit)
             if names:

@@ -224,6 +224,7 @@ def sharded_class(cls: type[nn.Module], names: tuple[str, ...], is_unit: bool) -
             body["_flat_weights"] = property(_flat_weights, _ignore)
     if is_unit:
         body["forward"] = _forward_inside_tree(cls)
+        body["__setstate__"] = _set_state
     name = f"FSDP{cls.__name__}" if is_unit else cls.__name__
     body["__qualname__"] = name if is_unit else cls.__qualname__
     return type(name, (FSDPModule, cls) if is_unit else (cls,), body)
@@ -255,6 +256,29 @@ def watch_frames() -> None:
     """From the first call on, Dynamo starts at no frame of ours but the forwards of units."""
     leave_frames_to_python(__name__.partition(".")[0])
     leave_frame_to_python(run_inside_tree.__code__)
+
+
+def wrap_own_forward(module: nn.Module) -> None:
+    """Makes a forward that is set on the module itself, as trainers patch it, run as a forward of the unit.
+
+    It hides the forward of the class. ``del module.forward`` still shows that one.
+    """
+    own = module.__dict__.get("forward")
+    if own is not None and getattr(own, "func", None) is not _run_own_forward:
+        # A partial, unlike a closure, is deep-copied with the module that it is bound to.
+        wrapped = functools.partial(_run_own_forward, module, own)
+        module.__dict__["forward"] = functools.update_wrapper(wrapped, own)
+
+
+def _set_state(self: nn.Module, state: dict[str, Any]) -> None:
+    """``nn.Module.__setstate__``. The wrapper that ``torch.compile`` returns sets a forward of its own there."""
+    plain: type[nn.Module] = self._graphshard_plain_class
+    plain.__setstate__(self, state)
+    wrap_own_forward(self)
+
+
+def _run_own_forward(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return run_inside_tree(module, own, args, kwargs)
 
 
 def run_inside_tree(

@@ -193,8 +193,11 @@ class Tree:
         queue_after_backward(self._end_backward)
 
     def _end_backward(self) -> None:
-        if not self._end_is_queued:  # the iteration was reset
-            return
+        if self._end_is_queued:  # else the iteration was reset
+            self.finish_backward()
+
+    def finish_backward(self) -> None:
+        """Frees gathered parameters, and reduces gradients that wait if this is the last backward."""
         self._end_is_queued = False
         self.write_back()
         for unit in self.units():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -51,8 +52,28 @@ def _sharded(mesh: DeviceMesh) -> Any:
 @pytest.mark.parametrize(
     "name", [name for name in dir(torch.distributed.fsdp.FSDPModule) if not name.startswith("_")]
 )
-def test_every_method_exists(name: str) -> None:
-    assert callable(getattr(graphshard.FSDPModule, name))
+def test_every_method_is_our_own(name: str) -> None:
+    assert callable(vars(graphshard.FSDPModule)[name])
+
+
+def test_a_unit_is_a_module_of_torchs_fsdp(fake_group: Mesh) -> None:
+    model = _sharded(fake_group(2))
+    assert isinstance(model, torch.distributed.fsdp.FSDPModule)
+    assert not isinstance(model[1], torch.distributed.fsdp.FSDPModule)
+    state = torch.distributed.fsdp.fully_shard.state(model)
+    assert state.unit is model._graphshard_unit
+    copied = copy.deepcopy(model)
+    assert torch.distributed.fsdp.fully_shard.state(copied).unit is copied._graphshard_unit
+    assert copied._graphshard_unit is not model._graphshard_unit
+
+
+def test_the_state_of_fsdp2_is_refused(fake_group: Mesh) -> None:
+    model = graphshard.fully_shard(Encoder(), mesh=fake_group(1))
+    torch.distributed.fsdp.register_fsdp_forward_method(model, "encode")
+    with pytest.raises(UnsupportedShardingError, match="import register_fsdp_forward_method"):
+        model.encode(torch.ones(4))
+    with pytest.raises(UnsupportedShardingError, match=r"unit root .* has no state\.lazy_init"):
+        torch.distributed.fsdp.fully_shard.state(model).lazy_init()
 
 
 @pytest.mark.parametrize(
