@@ -18,7 +18,10 @@ ROOT = Path(__file__).parent.parent
 
 #: The rooms, lowest first. A room may import from the rooms in front of its own line; those of one line are apart.
 ROOMS: tuple[tuple[str, ...], ...] = (
-    ("graphshard.errors", "graphshard._compat", "graphshard.machine", "graphshard.processes", "graphshard.progress"),
+    (
+        "graphshard.errors", "graphshard._compat", "graphshard._compat_frames", "graphshard.machine",
+        "graphshard.processes", "graphshard.progress",
+    ),  # fmt: skip
     ("graphshard.ir",),
     ("graphshard.coordination", "graphshard.memory", "graphshard.cost"),
     ("graphshard.pipeline",),
@@ -62,7 +65,7 @@ TOLERATED_CACHES = {
     "graphshard.memory.scratch_calls.may_run_library": "what an op is never changes; asked of every node many times",
     "graphshard.memory.scratch_measured._measured": "what a call allocates on this machine; a kernel runs once for it",
     "graphshard._compat.is_composite": "how torch implements an op; asked of every node",
-    "graphshard._compat.leave_frames_to_python": "marks the functions of a package for Dynamo; returns nothing",
+    "graphshard._compat_frames.leave_frames_to_python": "marks the functions of a package for Dynamo; returns nothing",
     "graphshard.cost.flops._count": "a formula of shapes; the blocks of a model are alike",
     "graphshard.cost.flops._count_parts": "a function of shapes; the blocks of a model are alike",
     "graphshard.fsdp.sharded_class.sharded_class": "equal blocks must share one class; a pure function",

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from .._compat import leave_frames_to_python
+from .._compat_frames import leave_frames_to_python
 from ..errors import OptionError
 from ..memory import outputs_with_parameters, take_back_donations
 from .compilation import HalfTask, compile_half

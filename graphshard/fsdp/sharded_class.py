@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat import in_recomputation, leave_frame_to_python, leave_frames_to_python
+from .._compat import in_recomputation
+from .._compat_frames import leave_frame_to_python, leave_frames_to_python
 from ..errors import ParameterStateError, ShardingError, UnsupportedShardingError
 from ..ir import UNIT, UNSHARD
 from .eager_autograd import drop_prefetched, finish_reads, full_parameter, take_part_unused, watch_outputs

@@ -1,0 +1,70 @@
+"""Frames that Dynamo leaves to Python; private torch names, as in ``_compat``."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from torch._C._dynamo.eval_frame import set_code_exec_strategy  # checked: 2.13
+from torch._dynamo.types import FrameAction, FrameExecStrategy  # checked: 2.13
+
+
+def leave_frame_to_python(code: types.CodeType) -> None:
+    """Makes Dynamo skip a function where it starts at its frame, but not what the function calls (checked: 2.13).
+
+    Code that Dynamo traces may still call the function: it is traced with its caller then.
+    """
+    set_code_exec_strategy(code, FrameExecStrategy(FrameAction.SKIP, FrameAction.DEFAULT))
+
+
+@functools.cache
+def leave_frames_to_python(package: str) -> None:
+    """Makes Dynamo skip every function of the package's loaded modules, and what they call, where it starts there.
+
+    Dynamo starts at a frame of the package after a graph break, or in a hook or a backward that compiled code calls.
+    Such code is not written to be traced: it communicates and changes the state of units. Code that Dynamo traces may
+    still call a function of the package: it is traced with its caller then (checked: 2.13).
+
+    Done once for each name of a package.
+    """
+    skipped = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+    for name, module in list(sys.modules.items()):
+        if name == package or name.startswith(f"{package}."):
+            for code in _codes_in(module, module):
+                set_code_exec_strategy(code, skipped)
+
+
+def _codes_in(owner: types.ModuleType | type, module: types.ModuleType) -> Iterator[types.CodeType]:
+    """The code of all functions that a module, or a class of it, defines."""
+    for value in vars(owner).values():
+        if isinstance(value, type):
+            if value.__module__ == module.__name__:
+                yield from _codes_in(value, module)
+            continue
+        for function in _functions_of(value):
+            if function.__module__ == module.__name__:
+                yield from _with_inner(function.__code__)
+
+
+def _functions_of(value: Any) -> Iterator[types.FunctionType]:
+    """The functions of a global name or of an attribute of a class: under decorators, and those of a property."""
+    if isinstance(value, property):
+        for each in (value.fget, value.fset, value.fdel):
+            yield from _functions_of(each)
+        return
+    value = getattr(value, "__func__", value)
+    while value is not None:
+        if isinstance(value, types.FunctionType):
+            yield value
+        value = getattr(value, "__wrapped__", None)
+
+
+def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code, and that of the functions, lambdas and comprehensions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _with_inner(constant)
