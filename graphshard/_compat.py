@@ -1,7 +1,7 @@
 """Private torch names, in one place, each with the versions that it was checked on.
 
-Those that tell Dynamo which frames to leave alone are in ``_compat_frames``. The hand-over to Inductor (:mod:`graphshard.backend.inductor`) has private imports of its own. No other module may
-import a private torch name.
+Those that tell Dynamo which frames to leave alone are in ``_compat_frames``. The hand-over to Inductor
+(:mod:`graphshard.backend.inductor`) has private imports of its own. No other module may import a private torch name.
 """
 
 from __future__ import annotations

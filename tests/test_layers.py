@@ -21,7 +21,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     (
         "graphshard.errors", "graphshard._compat", "graphshard._compat_frames", "graphshard.machine",
         "graphshard.processes", "graphshard.progress",
-    ),  # fmt: skip
+    ),
     ("graphshard.ir",),
     ("graphshard.coordination", "graphshard.memory", "graphshard.cost"),
     ("graphshard.pipeline",),
