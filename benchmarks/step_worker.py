@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from contenders import CONTENDERS, Site, Trainer, build_trainer
 from gpt import GptConfig, random_batch
-from graphshard.cost.calibrate import CalibrationJob, measure_group
+from graphshard.cost.calibration import CalibrationJob, measure_group
 from graphshard.cost.probes import ProbeSizes
 from step_memory import local_bytes, measure_step_memory, optimizer_bytes
 

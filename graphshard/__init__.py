@@ -6,17 +6,17 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-
 from .errors import GraphShardError
-from .fsdp import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx
-from .planner import schedule_graph
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+    from .fsdp import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx
     from .inspection.formulas import formulas
     from .inspection.inspect_graph import inspect_graph
     from .inspection.inspect_model import inspect
     from .inspection.sweep import sweep
+    from .planner import schedule_graph
     from .report import diff_reports
 
 __all__ = [
@@ -39,14 +39,39 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-#: Names that load Inductor, which takes seconds, and their modules: imported when they are first asked for.
+#: Names and their modules, imported when they are first asked for: torch takes seconds, and the command line answers
+#: most questions without it.
 _LATER = {
-    "diff_reports": "report",
-    "formulas": "inspection.formulas",
-    "inspect": "inspection",
-    "inspect_graph": "inspection",
-    "sweep": "inspection",
+    "CPUOffloadPolicy": "torch.distributed.fsdp",
+    "FSDPModule": ".fsdp",
+    "MixedPrecisionPolicy": "torch.distributed.fsdp",
+    "OffloadPolicy": "torch.distributed.fsdp",
+    "UnshardHandle": ".fsdp",
+    "diff_reports": ".report",
+    "formulas": ".inspection.formulas",
+    "fully_shard": ".fsdp",
+    "inspect": ".inspection",
+    "inspect_graph": ".inspection",
+    "register_fsdp_forward_method": ".fsdp",
+    "schedule_graph": ".planner",
+    "share_comm_ctx": ".fsdp",
+    "sweep": ".inspection",
 }
+
+#: Rooms that are attributes of the package without an import of their own.
+_ROOMS = (
+    "capture",
+    "cost",
+    "fsdp",
+    "inspection",
+    "ir",
+    "memory",
+    "passes",
+    "pipeline",
+    "planner",
+    "report",
+    "testing",
+)
 
 
 def __dir__() -> list[str]:
@@ -55,7 +80,10 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name of ``_LATER`` when it is first asked for."""
-    if name in _LATER:
-        return getattr(import_module(f".{_LATER[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Imports a name of ``_LATER``, or a room, when it is first asked for."""
+    if name in _ROOMS:
+        return import_module(f".{name}", __name__)
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_LATER[name], __name__), name)
+    return value

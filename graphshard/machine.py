@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 #: Lines of /proc/cpuinfo that tell processors apart (x86, then ARM).
 _CPU_LINES = (
     "vendor_id", "model name", "cpu family", "model", "stepping", "cache size",
@@ -45,6 +43,8 @@ class Machine:
     @staticmethod
     def here() -> Machine:
         """This process."""
+        import torch  # takes seconds; a card is read without it
+
         return Machine(processor=this_processor(), num_threads=torch.get_num_threads())
 
     def as_data(self) -> dict[str, Any]:
@@ -64,6 +64,8 @@ class Machine:
 def this_processor() -> str:
     """The processor of this machine, and the settings of torch that choose its kernels, as one line."""
     limits = [f"{name}={os.environ[name]}" for name in _LIMITS if name in os.environ]
+    import torch
+
     backend = torch.backends.mkldnn
     precisions = [f"{op}={getattr(backend, op).fp32_precision}" for op in ("matmul", "conv", "rnn")]
     torch_settings = [f"torch {torch.__version__}", torch.backends.cpu.get_cpu_capability()]

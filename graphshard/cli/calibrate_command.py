@@ -7,9 +7,6 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
-from ..cost import CalibrationJob, ProbeSizes, calibrate, is_launched, load_card
 from ..errors import UsageError
 
 
@@ -32,6 +29,10 @@ def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_calibrate(options: argparse.Namespace) -> int:
     """Measures this machine and writes a card."""
+    import torch
+
+    from ..cost import CalibrationJob, ProbeSizes, calibrate, is_launched, load_card
+
     device = options.device or ("cuda" if is_launched() and torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no CUDA device here; use --device cpu")

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from ..errors import UsageError
-from ..report import diff_reports, diff_tables
 
 
 def add_diff_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,13 +19,15 @@ def add_diff_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_diff(options: argparse.Namespace) -> int:
     """Prints the differences; the exit status is 0 with and without them."""
-    from rich.console import Console
-
     out = options.json
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise UsageError(
             f"--json {out}: its folder does not exist, or it is a folder itself; name a file in another"
         )
+    from rich.console import Console
+
+    from ..report import diff_reports, diff_tables
+
     diff = diff_reports(options.before, options.after)
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(diff_tables(diff, str(options.before), str(options.after)), crop=False)

@@ -11,13 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 _RESHARD = {"default": None, "true": True, "false": False}
 _OUTPUTS = ("html", "text", "trace", "json")
@@ -150,6 +149,8 @@ def inspect_options(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UsageError: a dtype that torch does not have.
     """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     return {
         "hardware": options.hardware,
         "tables": options.tables,
@@ -198,6 +199,8 @@ def parse_mesh(words: list[str], option: str = "--mesh") -> dict[str, int]:
 
 
 def _dtype(option: str, name: str | None) -> torch.dtype | None:
+    import torch
+
     if name is None:
         return None
     dtype = getattr(torch, name, None)
@@ -219,12 +222,14 @@ def make_inputs(factory: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 def read_inputs(factory: str, options: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """:func:`make_inputs` with keyword arguments for the factory."""
+    import torch
+
     made = _call(factory, load_attribute("the factory", factory), options)
     given = made if isinstance(made, tuple) else (made,)
     model, args, kwargs = (*given, {}, {})[:3]
     is_fine = (
         len(given) in (2, 3)
-        and isinstance(model, (nn.Module, torch.export.ExportedProgram))
+        and isinstance(model, (torch.nn.Module, torch.export.ExportedProgram))
         and isinstance(args, (tuple, list))
         and isinstance(kwargs, dict)
     )

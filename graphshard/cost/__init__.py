@@ -4,20 +4,25 @@ Imports: ``ir``.
 
 Read first: ``cards`` (a machine as data), ``card_files`` (reads it) and ``model`` (prices of a graph). Compute:
 ``compute``, ``kernels``, ``flops``, ``products``. Collectives: ``links``, ``tables``, ``overlaps``, ``curves``. What
-the planner asks: ``prices``. Measuring a card: ``calibrate``, ``probes``, ``collective_probes``.
+the planner asks: ``prices``. Measuring a card: ``calibration``, ``probes``, ``collective_probes``.
 """
 
-from .calibrate import CalibrationJob, calibrate, is_launched
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .card_files import card_of, known_cards, load_card
 from .cards import HardwareCard, LinkClass
-from .compute import compute_seconds, kernel_seconds, memory_seconds
-from .flops import executed_flops, kernel_class, model_flops, total_flops
-from .kernels import Kernel, kernels_of
-from .links import GroupTopology, collective_bytes, collective_kind, layout_topologies, mesh_topologies
-from .model import CostModel
-from .prices import GraphPrices, Prices, behind_wait
-from .probes import ProbeSizes
-from .tables import CollectiveTables, load_tables, tables_of
+
+if TYPE_CHECKING:
+    from .calibration import CalibrationJob, calibrate, is_launched
+    from .compute import compute_seconds, kernel_seconds, memory_seconds
+    from .flops import executed_flops, kernel_class, model_flops, total_flops
+    from .kernels import Kernel, kernels_of
+    from .links import GroupTopology, collective_bytes, collective_kind, layout_topologies, mesh_topologies
+    from .model import CostModel
+    from .prices import GraphPrices, Prices, behind_wait
+    from .probes import ProbeSizes
+    from .tables import CollectiveTables, load_tables, tables_of
 
 __all__ = [
     "CalibrationJob",
@@ -51,3 +56,40 @@ __all__ = [
     "tables_of",
     "total_flops",
 ]
+
+#: Names and their files, imported when they are first asked for: they load torch, and cards are read without it.
+_LATER = {
+    "CalibrationJob": "calibration",
+    "CollectiveTables": "tables",
+    "CostModel": "model",
+    "GraphPrices": "prices",
+    "GroupTopology": "links",
+    "Kernel": "kernels",
+    "Prices": "prices",
+    "ProbeSizes": "probes",
+    "behind_wait": "prices",
+    "calibrate": "calibration",
+    "collective_bytes": "links",
+    "collective_kind": "links",
+    "compute_seconds": "compute",
+    "executed_flops": "flops",
+    "is_launched": "calibration",
+    "kernel_class": "flops",
+    "kernel_seconds": "compute",
+    "kernels_of": "kernels",
+    "layout_topologies": "links",
+    "load_tables": "tables",
+    "memory_seconds": "compute",
+    "mesh_topologies": "links",
+    "model_flops": "flops",
+    "tables_of": "tables",
+    "total_flops": "flops",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a name of ``_LATER`` when it is first asked for."""
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f".{_LATER[name]}", __name__), name)
+    return value

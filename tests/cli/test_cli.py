@@ -139,3 +139,30 @@ def test_calibrate_under_torchrun(tmp_path):
 
 def test_a_table_is_aligned():
     assert format_table([("a", "bb"), ("ccc", "d")]) == "a    bb\nccc   d"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["inspect", "--help"], ["cards"], ["cards", "h100-sxm"], ["diff"]], ids=str
+)
+def test_what_needs_no_torch_does_not_wait_for_it(arguments):
+    """Torch takes seconds to import."""
+    script = (
+        "import sys, graphshard.cli.main as command\n"
+        "try: command.main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "assert 'torch' not in sys.modules and 'graphshard.cli' in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_package_imports_its_names_when_they_are_asked_for():
+    script = (
+        "import sys, graphshard\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert graphshard.fully_shard.__module__ == 'graphshard.fsdp.fully_shard'\n"
+        "assert graphshard.passes.LowerShards and graphshard.MixedPrecisionPolicy().param_dtype is None\n"
+        "assert not hasattr(graphshard, 'nonsense')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

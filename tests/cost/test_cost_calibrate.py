@@ -13,14 +13,14 @@ from torch.profiler import ProfilerActivity, profile
 import graphshard.cost.collective_probes as collective_probes
 import graphshard.cost.probes as probes_module
 from graphshard.cost import CostModel, GroupTopology, load_card
-from graphshard.cost.calibrate import CalibrationJob, calibrate, describe_machine
+from graphshard.cost.calibration import CalibrationJob, calibrate, describe_machine
 from graphshard.cost.cards import COLLECTIVE_KINDS, KERNEL_CLASSES, LinkClass
 from graphshard.cost.collective_probes import CommProbe, _Asked, _Timing, probe_collectives
 from graphshard.cost.probes import ProbeSizes, probe_compute, typical
 from graphshard.errors import CalibrationError
 
 #: By its name: the door gives the function of that name.
-calibrate_module = importlib.import_module("graphshard.cost.calibrate")
+calibrate_module = importlib.import_module("graphshard.cost.calibration")
 
 CPU = torch.device("cpu")
 QUICK = ProbeSizes.for_device("cpu", quick=True)
