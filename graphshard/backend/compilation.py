@@ -58,7 +58,7 @@ from .inductor import (
 )
 from .joint import JointResult
 from .observer import Observer
-from .pipelines import half_pipeline
+from .pipelines import half_pipeline, half_pipelines
 from .step_planner import StepPlanner
 
 
@@ -181,20 +181,22 @@ def _begin(task: HalfTask, variant: Variant) -> HalfGraph:
 
 
 def lower(task: HalfTask, half: HalfGraph) -> HalfGraph:
-    """Runs all passes on a half but the last."""
-    passes_before, _ = half_pipeline(task.graph.options).split(-1)
-    records = passes_before.run(half.gm, half.context)
+    """Runs all passes on a half up to the one that places the collectives."""
+    records = half_pipelines(task.graph.options).before.run(half.gm, half.context)
     return replace(half, records=(*half.records, *records))
 
 
 def place(task: HalfTask, half: HalfGraph) -> HalfGraph:
-    """Runs the last pass, which places the collectives; with a cost model, one rank plans and the others follow.
+    """Runs the pass that places the collectives, and the user's behind it.
+
+    With a cost model, one rank plans and the others follow.
 
     Raises:
         AgreementError: the ranks have different collectives to place.
         InfeasibleBudgetError: no plan keeps the memory budget.
     """
-    _, placing = half_pipeline(task.graph.options).split(-1)
+    pipelines = half_pipelines(task.graph.options)
+    placing = pipelines.placing
     if task.graph.options.hardware is None:
         records = placing.run(half.gm, half.context)
     else:
@@ -202,6 +204,8 @@ def place(task: HalfTask, half: HalfGraph) -> HalfGraph:
         records = planner.place(
             placing, half.gm, half.context, agree(task, half), task.kind, chosen=task.joint.chosen
         )
+    if pipelines.after.passes:
+        records = [*records, *pipelines.after.run(half.gm, half.context)]
     context = replace(half.context, scratch=task.graph.kernels.scratch())
     return replace(half, context=context, records=(*half.records, *records))
 

@@ -24,7 +24,7 @@ from .inductor import JOINT_PASS, JointPass, compile_fx, functorch_patch, type_r
 from .joint import JointResult, run_joint_passes
 from .observer import Observer
 from .options import BackendOptions
-from .pipelines import JOINT_PIPELINE
+from .pipelines import half_pipelines, joint_pipeline
 
 
 def graphshard(
@@ -46,6 +46,7 @@ def graphshard(
 
     Raises:
         OptionError: an unknown option or value, or a mode.
+        PipelineError: a pass of the user does not fit where it is to run.
         AgreementError: the ranks would issue different collectives.
         RefusedError: another rank has stopped with an error.
         InfeasibleBudgetError: no plan keeps the user's memory budget.
@@ -56,7 +57,9 @@ def graphshard(
             f"(torch._inductor.list_mode_options({mode!r})) in options={{'inductor': {{...}}}}"
         )
     leave_frames_to_python("graphshard.backend")
-    graph = read_graph(gm, example_inputs, BackendOptions.parse(options))
+    parsed = BackendOptions.parse(options)
+    half_pipelines(parsed)  # passes that do not fit are refused before anything runs
+    graph = read_graph(gm, example_inputs, parsed)
     callbacks = _Callbacks(graph)
     with graph.refusing("", gm):
         boundary = enter_boundary(gm, example_inputs)
@@ -93,7 +96,7 @@ class _Callbacks:
     def __init__(self, graph: DynamoGraph) -> None:
         self._graph = graph
         self._observer = Observer(folder=graph.options.dump, index=graph.index)
-        self._joint_pass = JointPass(self._run_joint, JOINT_PIPELINE.uuid)
+        self._joint_pass = JointPass(self._run_joint, joint_pipeline(graph.options).uuid)
         self.patches = {**graph.inductor, JOINT_PASS: self._joint_pass}
         self.forward = _ForwardResult()
 

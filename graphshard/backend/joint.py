@@ -11,7 +11,7 @@ from ..memory import step_bytes
 from ..pipeline import PassContext, context_from_shard_ops, pieces_of, read_shards_as_they_are
 from .dynamo_graph import DynamoGraph
 from .observer import Observer
-from .pipelines import JOINT_PIPELINE
+from .pipelines import joint_pipeline
 from .step_planner import StepPlanner
 
 
@@ -46,7 +46,7 @@ def run_joint_passes(gm: fx.GraphModule, graph: DynamoGraph, observer: Observer)
     read_shards_as_they_are(gm)
     context = context_from_shard_ops(gm, full_checks=options.verify == "full")
     observer.graph("joint", "0-captured", gm, context)
-    first, tag = JOINT_PIPELINE.split(-1)
+    first, tag = joint_pipeline(options).split(-1)
     records = first.run(gm, context)
     is_whole = graph.are_ranks_compared and graph.is_whole_step(context)
     is_chosen = options.memory_budget is not None or is_whole

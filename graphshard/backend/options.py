@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,16 @@ from torch.distributed.fsdp import BackwardPrefetch
 from ..cost import HardwareCard, load_card
 from ..errors import OptionError
 from ..memory import parse_bytes
+from ..pipeline import Pass
 
 #: Options that need a hardware card.
 _NEED_HARDWARE = ("memory_budget", "bucket", "limit_all_gathers", "backward_prefetch")
 
 #: Gathers in flight in FSDP1 with ``limit_all_gathers=True``.
 _FSDP1_GATHERS = 2
+
+#: Key of the passes that name no pass to follow.
+DEFAULT_PLACE = ""
 
 _CHOICES = {
     "bucket": ("unit", "none", "auto"),
@@ -58,6 +62,9 @@ class BackendOptions:
             error. "off" does neither.
         dump: folder for the graph text after each pass, one file a graph and stage; None for none.
         inductor: options for Inductor, as ``torch.compile(options=...)`` takes them.
+        passes: passes of the user (docs/extend/writing-a-pass.md), by the name of the pass that they follow: one of the
+            joint graph, one that lowers and merges, or the one that places the collectives. A plain sequence runs on
+            both halves once they are lowered, before collectives are merged. All ranks need the same.
     """
 
     bucket: str = "unit"
@@ -70,6 +77,7 @@ class BackendOptions:
     verify: str = "cheap"
     dump: Path | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
+    passes: Mapping[str, tuple[Pass, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -143,4 +151,28 @@ class BackendOptions:
             given["backward_prefetch"] = given["backward_prefetch"].name.removeprefix("BACKWARD_").lower()
         if given.get("memory_budget") is not None:
             given["memory_budget"] = parse_bytes(given["memory_budget"])
+        if "passes" in given:
+            given["passes"] = _read_passes(given["passes"])
         return BackendOptions(**given)
+
+
+def _read_passes(given: Any) -> dict[str, tuple[Pass, ...]]:
+    """Passes by the name of the pass that they follow.
+
+    Raises:
+        OptionError: not a sequence of passes, nor a dict of such.
+    """
+    by_name = given if isinstance(given, Mapping) else {DEFAULT_PLACE: given}
+    for name, steps in by_name.items():
+        if not isinstance(name, str) or not isinstance(steps, Sequence) or isinstance(steps, str):
+            raise OptionError(
+                f"graphshard backend: option passes={given!r} must be a list of passes, or a dict of such lists by the "
+                "name of the pass that they follow"
+            )
+        for step in steps:
+            if isinstance(step, type) or not isinstance(step, Pass):
+                raise OptionError(
+                    f"graphshard backend: option passes: {step!r} is no pass: it needs name, requires, provides, "
+                    "breaks and run(gm, ctx), and is an instance, not a class (docs/extend/writing-a-pass.md)"
+                )
+    return {name: tuple(steps) for name, steps in by_name.items() if steps}
