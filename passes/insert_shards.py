@@ -3,8 +3,8 @@
 The input graph holds full parameters and full gradients: a capture without ``fully_shard``. The input of each
 parameter becomes its shard, with an ``unshard`` in front of the first reader. Each gradient of it gets a
 ``reduce_grad`` in front of the output. Each unit gets an input that is its handle. The result has the form of the
-graphs that Dynamo captures of a sharded model. The facts about a parameter (unit, axes, dtypes) come as an
-:class:`~graphshard.ir.params.UnshardCall` without its tensors.
+graphs that Dynamo captures of a sharded model. A complex parameter is gathered as reals, with a last dim of 2. The
+facts about a parameter (unit, axes, dtypes) come as an :class:`~graphshard.ir.params.UnshardCall` without its tensors.
 
 Before::
 
@@ -45,6 +45,7 @@ from graphshard.ir import (
     GraphEmitter,
     PlainParameter,
     UnshardCall,
+    aten,
     fake_result,
     gradient_call,
     output_values,
@@ -113,7 +114,8 @@ def _refuse_misfits(pending: Mapping[str, PlainParameter], inputs: Mapping[str, 
         if name not in inputs:
             wrong.append(f"{given.call.name}: the graph has no input {name}")
             continue
-        shape = list(inputs[name].meta["val"].shape)
+        value = inputs[name].meta["val"]
+        shape = [*value.shape, 2] if value.is_complex() else list(value.shape)
         if shape != list(given.call.shape):
             wrong.append(f"{given.call.name}: input {name} has shape {shape}, not {list(given.call.shape)}")
     if wrong:
@@ -129,13 +131,17 @@ def _add_handle(graph: fx.Graph, after: fx.Node, unit: str) -> fx.Node:
 
 def _gather(graph: fx.Graph, call: UnshardCall, dtype: torch.dtype, position: Mapping[fx.Node, int]) -> None:
     node = call.shard
-    node.meta["val"] = _empty_like(node, padded_shape(call.shape, call.dim, call.group_size), dtype)
+    is_complex = node.meta["val"].is_complex()
+    shard_shape = padded_shape(call.shape, call.dim, call.group_size)
+    node.meta["val"] = _empty_like(node, shard_shape, dtype.to_real() if is_complex else dtype)
     readers = [reader for reader in node.users if reader.op != "output"]
     if not readers:
         return
     first = min(readers, key=position.__getitem__)
     with graph.inserting_before(first):
-        full = GraphEmitter(graph, origin=first)(UNSHARD, *call)
+        emit = GraphEmitter(graph, origin=first)
+        full = emit(UNSHARD, *call)
+        full = emit(aten.view_as_complex.default, full) if is_complex else full
     for reader in readers:
         reader.replace_input_with(node, full)
 
@@ -148,8 +154,12 @@ def _empty_like(node: fx.Node, shape: list[int], dtype: torch.dtype) -> torch.Te
 
 def _reduce(graph: fx.Graph, call: UnshardCall, grad: fx.Node, dtype: torch.dtype) -> fx.Node:
     shard = call.shard.meta["val"]
-    with graph.inserting_after(_end_of_function(grad)):
-        emit = GraphEmitter(graph, origin=grad)
+    emit, end = GraphEmitter(graph, origin=grad), _end_of_function(grad)
+    if grad.meta["val"].is_complex():
+        dtype = dtype.to_real()
+        with graph.inserting_after(end):
+            grad = end = emit(aten.view_as_real.default, grad)
+    with graph.inserting_after(end):
         return emit(REDUCE_GRAD, *gradient_call(call, grad, shard.shape, dtype, shard.device))
 
 

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from .._compat import detect_fake_mode, is_to_local
 from ..errors import ParameterStateError
-from ..fsdp import Version, unit_of, version_of
+from ..fsdp import Version, as_complex, unit_of, version_of
 from ..ir import UNSHARD, UnshardCall, padded_shape
-from .parameter_writes import ParameterWrite, return_written, store_written
+from .parameter_writes import ParameterWrite, return_written, store_written, views_for_gather
 
 #: How Dynamo writes ``torch.utils.checkpoint``: (body, *operands), the body a graph of its own.
 CHECKPOINTED_REGION = torch.ops.higher_order.tag_activation_checkpoint
@@ -38,12 +38,14 @@ class Crossing:
         shape: of the padded shard.
         dim: along which the parameter is cut.
         names: under which the graph gathers it: one, several for a tied parameter, none at one rank.
+        as_reals: it is complex, and enters as reals, with a last dim of 2.
     """
 
     position: int
     shape: tuple[int, ...]
     dim: int
     names: tuple[str, ...] = ()
+    as_reals: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +95,11 @@ def enter_boundary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boundar
         placeholders = _followed(placeholder) if isinstance(example, DTensor) else None
         if placeholders is None or not _can_cross(locals_ := _locals_of(placeholders)):
             continue
+        as_reals = any(map(views_for_gather, _readers(locals_)))
+        if as_reals:
+            locals_ = _merged_reals(locals_)
         (shape, dim), names = _padded(locals_, example), _names(locals_)
-        inputs[position] = _fake_shard(example, shape)
+        inputs[position] = _fake_shard(example, shape, as_reals)
         for entrance in placeholders:
             entrance.meta["example_value"] = inputs[position]
             entrance.type = Tensor
@@ -102,7 +107,7 @@ def enter_boundary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boundar
         for local in locals_:
             local.replace_all_uses_with(local.args[0])
             local.graph.erase_node(local)
-        crossings.append(Crossing(position=position, shape=shape, dim=dim, names=names))
+        crossings.append(Crossing(position=position, shape=shape, dim=dim, names=names, as_reals=as_reals))
     for module in touched:
         module.recompile()
     units = {position: unit_of(value) for position, value in enumerate(example_inputs)}
@@ -156,8 +161,20 @@ def _locals_of(placeholders: list[fx.Node]) -> list[fx.Node]:
 
 def _can_cross(uses: list[fx.Node]) -> bool:
     """Whether only gathers read the shard, or (at one rank) no gather does."""
-    readers = [reader for use in uses for reader in use.users]
+    readers = [reader for user in _readers(uses) for reader in (user.users if views_for_gather(user) else [user])]
     return len({reader.target is UNSHARD for reader in readers}) <= 1
+
+
+def _readers(uses: list[fx.Node]) -> list[fx.Node]:
+    return [reader for use in uses for reader in use.users]
+
+
+def _merged_reals(uses: list[fx.Node]) -> list[fx.Node]:
+    """The uses of a complex shard without the views as reals behind them: the shard itself enters as reals."""
+    for view in _readers(uses):
+        view.replace_all_uses_with(view.args[0])
+        view.graph.erase_node(view)
+    return uses
 
 
 def _padded(locals_: list[fx.Node], example: DTensor) -> tuple[tuple[int, ...], int]:
@@ -175,13 +192,12 @@ def _names(locals_: list[fx.Node]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(UnshardCall(*reader.args).name for reader in readers))
 
 
-def _fake_shard(example: DTensor, shape: tuple[int, ...]) -> Tensor:
+def _fake_shard(example: DTensor, shape: tuple[int, ...], as_reals: bool) -> Tensor:
     mode = detect_fake_mode([example])
     assert mode is not None, "Dynamo hands fake inputs to its backends"
     with mode:
-        return torch.empty(
-            shape, dtype=example.dtype, device=example.device, requires_grad=example.requires_grad
-        )
+        dtype = example.dtype.to_real() if as_reals else example.dtype
+        return torch.empty(shape, dtype=dtype, device=example.device, requires_grad=example.requires_grad)
 
 
 def _at_runtime(
@@ -269,6 +285,8 @@ def padded_local(param: DTensor, crossing: Crossing) -> Tensor:
     The gather drops the padding, whatever its values are.
     """
     local = param._local_tensor.detach()
+    if crossing.as_reals:
+        local = torch.view_as_real(local)
     if local.shape == crossing.shape:
         return local
     numel = 1
@@ -300,8 +318,10 @@ class _PaddedLocals(torch.autograd.Function):
             ctx.crossings, ctx.specs, ctx.local_shapes, grads, strict=True
         ):
             if grad is not None:
-                if grad.shape != shape:
+                if grad.shape[crossing.dim] != shape[crossing.dim]:
                     grad = grad.narrow(crossing.dim, 0, shape[crossing.dim])
+                if crossing.as_reals:
+                    grad = as_complex(grad)
                 # What DTensor(...) does, without its __init__, which is empty and takes 2 us.
                 grad = DTensor.__new__(DTensor, grad.contiguous(), spec, requires_grad=False)
             result.append(grad)

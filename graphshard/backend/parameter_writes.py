@@ -147,7 +147,14 @@ def _is_read(node: fx.Node) -> bool:
     """Whether a node reads a parameter: a gather, or at one rank the shard itself."""
     if node.target is UNSHARD:
         return True
-    return is_to_local(node) and not any(user.target is UNSHARD for user in node.users)
+    return is_to_local(node) and not any(
+        user.target is UNSHARD or views_for_gather(user) for user in node.users
+    )
+
+
+def views_for_gather(node: fx.Node) -> bool:
+    """Whether a node views a complex shard as reals for the gather that reads it."""
+    return node.target is torch.view_as_real and any(user.target is UNSHARD for user in node.users)
 
 
 def _key_of(read: fx.Node) -> str:
@@ -212,6 +219,9 @@ def _read_once(gm: fx.GraphModule, key: str, line: str) -> tuple[fx.Node, fx.Nod
     first = reads[0]
     local = first.args[0] if first.target is UNSHARD else first
     assert isinstance(local, fx.Node)
+    view = local if views_for_gather(local) else None
+    local = view.args[0] if view is not None else local
+    assert isinstance(local, fx.Node)
     param = local.args[0]
     assert isinstance(param, fx.Node)
     if not all(is_to_local(user) for user in param.users):
@@ -219,6 +229,7 @@ def _read_once(gm: fx.GraphModule, key: str, line: str) -> tuple[fx.Node, fx.Nod
     start = next(node for node in gm.graph.nodes if node.op != "placeholder")
     with gm.graph.inserting_before(start):
         shard = gm.graph.node_copy(local)
+        shard = shard if view is None else gm.graph.node_copy(view, {local: shard}.__getitem__)
         if first.target is UNSHARD:
             call = UnshardCall(*first.args)._replace(
                 shard=shard, reshard=1, reshard_group="", reshard_fixed=True
@@ -231,8 +242,9 @@ def _read_once(gm: fx.GraphModule, key: str, line: str) -> tuple[fx.Node, fx.Nod
         source = read.args[0]
         read.replace_all_uses_with(value)
         gm.graph.erase_node(read)
-        if read.target is UNSHARD and not source.users:
-            gm.graph.erase_node(source)
+        while read.target is UNSHARD and not source.users and source.op != "placeholder":
+            erased, source = source, source.args[0]
+            gm.graph.erase_node(erased)
     return value, entrance
 
 

@@ -222,7 +222,9 @@ def _plain_parameters(
         if param is not None:
             path = paths[id(param)]
             dtype = model.get_parameter(path).dtype
-            call = rules.call_of(path, node.meta["val"].shape, dtype.is_floating_point)
+            value = node.meta["val"]
+            shape = torch.view_as_real(value).shape if dtype.is_complex else value.shape
+            call = rules.call_of(path, shape, dtype.is_floating_point)
             plain.append(PlainParameter(placeholder=node.name, call=call, dtype=dtype))
     return plain
 

@@ -59,9 +59,11 @@ def reshard_step(captured: CapturedStep, mesh: Mapping[str, int]) -> CapturedSte
 def _offsets(captured: CapturedStep, num_shards: int) -> dict[str, int]:
     """Row offsets of shards in their units, by name of the parameter."""
     bindings = {binding.name: binding for binding in captured.context.parameters}
-    dtypes = {
-        node.name: node.meta["val"].dtype for node in captured.forward.graph.find_nodes(op="placeholder")
-    }
+    graph = captured.forward.graph
+    dtypes = {node.name: node.meta["val"].dtype for node in graph.find_nodes(op="placeholder")}
+    for node in graph.find_nodes(op="call_function", target=UNSHARD):
+        if any(reader.target is torch.ops.aten.view_as_complex.default for reader in node.users):
+            dtypes[node.args[0].name] = dtypes[node.args[0].name].to_complex()
     ordered = [bindings[name] for name in captured.order if name in bindings]
     return row_offsets(
         {

@@ -114,6 +114,10 @@ class LinkClass:
     measured: tuple[MeasuredCollective, ...] = ()
 
 
+#: The dtype of the real and the imaginary part of a complex dtype, by name.
+_PARTS = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareCard:
     """What one rank and its links can do.
@@ -177,9 +181,14 @@ class HardwareCard:
     def peak(self, dtype_name: str) -> float:
         """FLOP/s of the matrix units.
 
+        A complex multiply-add is four real ones. Unless the card has a number for a complex dtype, its peak is a
+        quarter of that of its parts.
+
         Raises:
             CardError: the card has no number for this dtype.
         """
+        if dtype_name not in self.peak_flops and dtype_name in _PARTS:
+            return self.peak(_PARTS[dtype_name]) / 4
         if dtype_name not in self.peak_flops:
             raise CardError(
                 f"card {self.name!r} has no peak_flops for {dtype_name}, but for "

@@ -12,7 +12,7 @@ Further: ``deepcopy``, ``tensor_trees``.
 
 from .fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from .fully_shard import fully_shard
-from .parameter_slot import ParameterSlot, slots_of
+from .parameter_slot import ParameterSlot, as_complex, slots_of
 from .shard_versions import Version, version_of
 from .sharded_class import register_fsdp_forward_method
 from .tree import ROOT, SLOTS, Tree, TreeUnit
@@ -28,6 +28,7 @@ __all__ = [
     "Unit",
     "UnshardHandle",
     "Version",
+    "as_complex",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",

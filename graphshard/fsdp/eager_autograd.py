@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..ir import UnshardCall, gradient_call
-from .parameter_slot import ParameterSlot, local_shard
+from .parameter_slot import ParameterSlot, even_offset, local_shard
 from .shard_versions import FullRead, version_of
 from .tensor_trees import tensors_in
 from .tree import Tree
@@ -31,6 +31,7 @@ class _GatherUnit(torch.autograd.Function):
         # What a gather returns are views, to which autograd lets nobody write in place.
         fulls = tuple(full.data if type(full) is Tensor else full for full in unit.gather(slots))
         ctx.unit = unit
+        ctx.is_complex = [slot.is_complex for slot in slots]
         ctx.calls = [
             gradient_call(
                 UnshardCall(None, unit.handle, *slot.arguments), None, shard.shape, shard.dtype, shard.device
@@ -48,7 +49,8 @@ class _GatherUnit(torch.autograd.Function):
         reduced = ctx.unit.reduce([ctx.calls[index]._replace(grad=grads[index]) for index in given])
         result: list[Tensor | None] = [None] * len(grads)
         for index, grad in zip(given, reduced, strict=True):
-            result[index] = grad
+            # The backward of view_as_real makes complex numbers of it.
+            result[index] = even_offset(grad) if ctx.is_complex[index] and grad is not None else grad
         return (None, None, *result)
 
 
@@ -130,6 +132,7 @@ def _gather(unit: Unit, slots: list[ParameterSlot], in_use: dict[str, FullRead])
         if slots and not slots[0].needs_op:
             fulls = tuple(_ReadShard.apply(local_shard(slot)) for slot in slots)
         else:
-            fulls = _GatherUnit.apply(unit, slots, *map(local_shard, slots))
+            fulls = _GatherUnit.apply(unit, slots, *(slot.as_sent(local_shard(slot)) for slot in slots))
         for slot, full in zip(slots, fulls, strict=True):
-            in_use[slot.name] = FullRead.of(full, slot.as_read(full), version_of(slot.param))
+            held = slot.as_held(full)
+            in_use[slot.name] = FullRead.of(held, slot.as_read(held), version_of(slot.param))

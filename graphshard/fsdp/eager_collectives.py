@@ -218,13 +218,15 @@ def _write_back(slot: ParameterSlot, full: Tensor, line: str) -> None:
             f"parameter {slot.name} is written in place in a forward{at}, but it has an all-gather extension, so the "
             "values cannot be written back to the shards: change it outside of the forward"
         )
+    full = slot.as_held(full)
     if full.shape != slot.shape:
         raise ParameterStateError(
             f"parameter {slot.name} of shape {tuple(slot.shape)} is replaced in a forward{at} by values of shape "
             f"{tuple(full.shape)}: keep the shape"
         )
     local = local_shard(slot).detach()
-    (old,) = StartedGather([UnshardCall(local, slot.unit.handle, *slot.arguments)]).wait()
+    call = UnshardCall(slot.as_sent(local), slot.unit.handle, *slot.arguments)
+    old = slot.as_held(StartedGather([call]).wait()[0])
     full = full.to(old)
     is_changed = (full != old) & ~(full.isnan() & old.isnan())
     merged = _merged(slot, full, old, is_changed, at)

@@ -35,6 +35,7 @@ class ParameterSlot:
         hidden: the sharded parameter while the owners show the gathered one; else None.
         version: its version when an uncompiled forward last read it.
         is_extended: the shard is a tensor subclass with a gather extension.
+        is_complex: it is complex; it travels as reals, with a last dim of 2, and so does its gradient.
         row_offset: first element of the shard in the unit's row; see ``UnshardCall``.
     """
 
@@ -51,6 +52,7 @@ class ParameterSlot:
     hidden: nn.Parameter | None = None
     version: Version | None = None
     is_extended: bool = False
+    is_complex: bool = False
     row_offset: int = -1
 
     @property
@@ -66,7 +68,16 @@ class ParameterSlot:
 
     def as_read(self, piece: Tensor) -> Tensor:
         """The value that a forward reads: the gathered tensor, or the DTensor around it."""
+        piece = self.as_held(piece)
         return piece if self.outer is None else self.outer.wrap(piece)
+
+    def as_held(self, piece: Tensor) -> Tensor:
+        """The gathered tensor: of a complex parameter, complex numbers again."""
+        return torch.view_as_complex(piece) if self.is_complex and not piece.is_complex() else piece
+
+    def as_sent(self, local: Tensor) -> Tensor:
+        """The argument ``shard`` of the shard ops, from this rank's piece."""
+        return torch.view_as_real(local) if self.is_complex else local
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterSlot:
         """The slot of a copied parameter; the copied modules are added to ``owners`` later."""
@@ -77,13 +88,14 @@ class ParameterSlot:
         unit, settings = self.unit, self.unit.settings
         policy = settings.mp_policy
         is_float = self.param.dtype.is_floating_point
+        self.is_complex = self.param.is_complex() and not self.is_extended
         ranks = unit.reshard_ranks(self.axis.size)
         call = UnshardCall(
             shard=None,
             handle=None,
             name=self.name,
             unit=unit.label,
-            shape=list(self.shape),
+            shape=[*self.shape, 2] if self.is_complex else list(self.shape),
             dim=self.dim,
             dtype=policy.param_dtype if is_float else None,
             reshard=ranks,
@@ -134,6 +146,7 @@ class ParameterSlot:
     def add_gradient(self, reduced: Tensor) -> None:
         """Adds the reduced gradient of the shard to ``.grad``, and calls the parameter's hooks."""
         param = self.param
+        reduced = as_complex(reduced) if self.is_complex else reduced
         grad = DTensor(reduced, param._spec, requires_grad=False)
         param.grad = grad if param.grad is None else param.grad + grad
         for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
@@ -153,7 +166,7 @@ class ParameterSlot:
 
 
 def local_shard(slot: ParameterSlot) -> Tensor:
-    """This rank's piece of a parameter, the argument ``shard`` of the shard ops.
+    """This rank's piece of a parameter.
 
     Raises:
         ParameterStateError: the parameter was replaced by a plain tensor, is on the meta device, or is offloaded and
@@ -202,6 +215,16 @@ def stored_parameters(module: nn.Module) -> dict[str, Any]:
     attribute of this name of a module, so another module has the same dict as its attribute.
     """
     return module.__dict__[STORED]._parameters
+
+
+def as_complex(reals: Tensor) -> Tensor:
+    """A tensor with a last dim of 2 as complex numbers; a copy where its place in memory does not allow a view."""
+    return torch.view_as_complex(even_offset(reals.contiguous()))
+
+
+def even_offset(reals: Tensor) -> Tensor:
+    """``reals``, copied if an odd number of elements lies before it in its storage: complex views need an even one."""
+    return reals.clone() if reals.storage_offset() % 2 else reals
 
 
 def slots_of(module: nn.Module) -> Iterator[tuple[str, ParameterSlot]]:

@@ -53,7 +53,9 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
         _check_version(slot)
         return full_parameter(slot)
     local = local_shard(slot)
-    return slot.as_read(UNSHARD(local, unit.handle, *slot.arguments) if slot.needs_op else local)
+    return slot.as_read(
+        UNSHARD(slot.as_sent(local), unit.handle, *slot.arguments) if slot.needs_op else local
+    )
 
 
 def _is_reading(tree: Tree) -> bool:

@@ -202,7 +202,11 @@ class Unit:
     def start_unshard(self, slots: Sequence[ParameterSlot] | None = None) -> PendingGather:
         """Starts to gather those of ``slots`` (None: of all) that are not gathered; one collective for each dtype."""
         wanted = self.slots if slots is None else slots
-        missing = [(slot, local_shard(slot)) for slot in wanted if self.gathered_value(slot.name) is None]
+        missing = [
+            (slot, slot.as_sent(local_shard(slot)))
+            for slot in wanted
+            if self.gathered_value(slot.name) is None
+        ]
         return PendingGather(self, missing)
 
     def prefetch(self) -> None:
@@ -389,12 +393,12 @@ class Unit:
         for slot in self.slots:
             if slot.name not in waiting:
                 continue
-            local = local_shard(slot)
+            local = slot.as_sent(local_shard(slot))
             call = UnshardCall(local, self.handle, *slot.arguments)
             grad = self.unreduced.pop(slot.name, None)
             if grad is None:
                 dtype = call.reduce_dtype or call.dtype or local.dtype
-                grad = torch.zeros(slot.shape, dtype=dtype, device=call.device or local.device)
+                grad = torch.zeros(call.shape, dtype=dtype, device=call.device or local.device)
             slots.append(slot)
             calls.append(gradient_call(call, grad, local.shape, local.dtype, local.device))
         for slot, reduced in zip(slots, self._reduce_now(calls) if calls else (), strict=True):

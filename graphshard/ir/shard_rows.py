@@ -45,10 +45,14 @@ class ShardedShape(NamedTuple):
 
     @property
     def has_place(self) -> bool:
-        """Whether shards are of one size, cut along dim 0, and keep the next one aligned."""
+        """Whether shards are of one size, cut along dim 0, and keep the next one aligned.
+
+        Complex shards have none: they travel as reals.
+        """
         is_even = self.dim == 0 and self.shape[0] % self.num_ranks == 0
         num_bytes = math.prod(self.shape) // self.num_ranks * self.dtype.itemsize
-        return self.num_ranks > 1 and is_even and num_bytes > 0 and num_bytes % ALIGNMENT == 0
+        is_aligned = num_bytes > 0 and num_bytes % ALIGNMENT == 0
+        return self.num_ranks > 1 and is_even and is_aligned and not self.dtype.is_complex
 
 
 def row_offsets(parameters: Mapping[str, ShardedShape]) -> dict[str, int]:

@@ -324,6 +324,12 @@ def test_a_dtype_without_a_peak_is_named():
     assert isinstance(ROUND_CARD, HardwareCard)
 
 
+def test_a_complex_peak_is_a_quarter_of_that_of_the_parts():
+    assert ROUND_CARD.peak("complex64") == ROUND_CARD.peak("float32") / 4
+    with pytest.raises(CardError, match="has no peak_flops for float16"):
+        ROUND_CARD.peak("complex32")
+
+
 def test_a_curve_is_linear_in_the_logarithm_and_flat_outside():
     curve = Curve(((1e3, 0.2), (1e5, 0.8)))
     assert curve.at(1) == curve.at(0) == curve.at(1e3) == 0.2

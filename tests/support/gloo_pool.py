@@ -74,6 +74,7 @@ TOLERATED_WARNINGS = [
     (UserWarning, r"Multiple backends are registered with this ProcessGroup"),
     (UserWarning, r"DTensor random operators may not have complete support on cpu"),
     (UserWarning, r"Warning: Profiler clears events at the end of each cycle"),  # on 2.11
+    (UserWarning, r"Torchinductor does not support code generation for complex operators"),
     (FutureWarning, r"`torch\.jit\.script` is deprecated"),  # forward-mode derivatives, on 2.14
 ]
 """(category, message pattern) of the warnings that are not errors on a rank."""
