@@ -79,6 +79,7 @@ from .op_traits import (
     is_view,
     lies_as,
     readers_through_aliases,
+    returns_nothing,
     viewed,
     writes_over,
 )
@@ -207,6 +208,7 @@ __all__ = [
     "recompute_tags",
     "remembered_results",
     "repeated_waits",
+    "returns_nothing",
     "row_offsets",
     "schema_call",
     "setting",

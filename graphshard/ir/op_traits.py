@@ -103,6 +103,11 @@ def is_view(node: fx.Node) -> bool:
     return traits.is_view and not (traits.may_copy and _copies(node))
 
 
+def returns_nothing(node: fx.Node) -> bool:
+    """Whether a node calls an op without a result: a check of a number, the end of ordered effects, a print."""
+    return isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns
+
+
 def is_alias(node: fx.Node) -> bool:
     """True for a node whose results share memory with inputs: a view, a wait, an in-place op."""
     return is_view(node) or _traits(node.target).is_in_place or is_wait(node)

@@ -66,6 +66,26 @@ def test_typed_finds_a_missing_value():
     assert problem.startswith("all_gather_into_tensor") and problem.endswith("has no fake value")
 
 
+def test_a_node_without_a_result_needs_no_value():
+    build = GraphBuilder()
+    x = build.input("primals_1", 2, 2, dtype=torch.float32)
+    node = build(aten.relu.default, x)
+    gm = build.finish(node)
+    with gm.graph.inserting_after(node):
+        gm.graph.call_function(aten._assert_async.msg, (node, "not zero"))
+        gm.graph.call_function(torch.ops.prims._sink_tokens.default, ([node],))
+    assert check_typed(gm, FULL) == []
+
+
+def test_sizes_that_depend_on_data_are_not_computed_again():
+    """Each call of such an op has symbols of its own; here a value that the op does not give stands for them."""
+    build = GraphBuilder()
+    x = build.input("primals_1", 2, 2, dtype=torch.float32)
+    node = build(aten.relu.default, x)
+    node.meta["val"], node.meta["unbacked_bindings"] = torch.empty(3, 2), {"u0": ()}
+    assert check_typed(build.finish(node), FULL) == []
+
+
 @pytest.mark.parametrize(
     "wrong", [torch.empty(3, 2), torch.empty(2, 2, dtype=torch.float64)], ids=["shape", "dtype"]
 )

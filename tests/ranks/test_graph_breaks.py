@@ -361,11 +361,11 @@ def test_blocks_beyond_the_limit_of_recompilations(run_on_gloo_ranks):
 
 
 class BreaksOnOneRank(nn.Module):
-    """Rank 1 prints, which breaks its graph."""
+    """Rank 1 has a graph break; its layers are of sizes that no other test has, so that its graphs are new."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.first, self.second = nn.Linear(DIM, 23), nn.Linear(23, 29)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
