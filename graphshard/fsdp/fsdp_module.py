@@ -24,6 +24,7 @@ from ..errors import (
     OptionError,
     OptionTypeError,
     ParameterStateError,
+    ShardingError,
     UnsupportedShardingError,
 )
 from ..ir import UNIT
@@ -61,6 +62,10 @@ class StateForTorch:
 
     unit: Unit
 
+    def refuse(self) -> NoReturn:
+        """Refuses torch's ``fully_shard`` on the unit's modules."""
+        refuse_torch_sharding(self.unit.modules[0])
+
     def _root_post_backward_final_callback(self) -> None:
         self.unit.tree.finish_backward()
 
@@ -83,6 +88,17 @@ def refuse_state(unit: Unit, what: str) -> NoReturn:
     raise UnsupportedShardingError(
         f"unit {unit.label} was sharded by graphshard, and has no {what} of torch.distributed.fsdp: import "
         "register_fsdp_forward_method, share_comm_ctx and the like from graphshard, not from torch.distributed.fsdp"
+    )
+
+
+def refuse_torch_sharding(module: nn.Module) -> NoReturn:
+    """Refuses torch's ``fully_shard`` on, around or inside a module that graphshard has sharded."""
+    unit: Unit | None = module.__dict__.get(UNIT)
+    slots = unit.slots if unit is not None else [slot for _, slot in slots_of(module)]
+    names = ", ".join(slot.name for slot in slots) or type(module).__name__
+    raise ShardingError(
+        f"torch.distributed.fsdp cannot shard {names}, which graphshard has sharded: one model is sharded by one "
+        "library. Import fully_shard from graphshard for all of its modules"
     )
 
 

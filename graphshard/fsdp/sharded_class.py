@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from .._compat import in_recomputation
+from .._compat_composable import watch_torch_sharding
 from .._compat_frames import leave_frame_to_python, leave_frames_to_python
 from ..errors import ParameterStateError, ShardingError, UnsupportedShardingError
 from ..ir import UNIT, UNSHARD
 from .eager_autograd import drop_prefetched, finish_reads, full_parameter, take_part_unused, watch_outputs
-from .fsdp_module import FSDPModule
+from .fsdp_module import FSDPModule, refuse_torch_sharding
 from .parameter_slot import ParameterSlot, local_shard, stored_parameters
 from .shard_versions import version_of
 from .tensor_trees import cast_tensors, move_tensors
@@ -226,6 +227,8 @@ def sharded_class(cls: type[nn.Module], names: tuple[str, ...], is_unit: bool) -
     if is_unit:
         body["forward"] = _forward_inside_tree(cls)
         body["__setstate__"] = _set_state
+    watched, attribute = watch_torch_sharding(refuse_torch_sharding)
+    body[watched] = attribute
     name = f"FSDP{cls.__name__}" if is_unit else cls.__name__
     body["__qualname__"] = name if is_unit else cls.__qualname__
     return type(name, (FSDPModule, cls) if is_unit else (cls,), body)
