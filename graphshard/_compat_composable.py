@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -11,19 +12,52 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY  # ch
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateForTorch:
+    """What ``torch.distributed.fsdp.fully_shard.state(module)`` returns for a unit's module (checked: 2.13).
+
+    Torch's pipeline schedules finish a step through it. Any other attribute of FSDP2's state is refused.
+
+    Attributes:
+        unit: the unit.
+        refuse_access: called with the unit and the name of an attribute.
+        refuse_sharding: called with the unit where torch's ``fully_shard`` is called on the module.
+    """
+
+    unit: Any
+    refuse_access: Callable[[Any, str], Any]
+    refuse_sharding: Callable[[Any], Any]
+
+    def _root_post_backward_final_callback(self) -> None:
+        self.unit.tree.finish_backward()
+
+    @property
+    def _state_ctx(self) -> StateForTorch:
+        return self
+
+    @property
+    def all_states(self) -> tuple[()]:
+        return ()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.refuse_access(self.unit, name)
+
+
 class _AppliedStates(dict[Any, Any]):
     """States of composable APIs by API, with that of ``fully_shard``; it is asked before an API is applied."""
 
     def __contains__(self, api: object) -> bool:
         if api is fully_shard.__wrapped__:
-            self[api].refuse()
+            self[api].refuse_sharding(self[api].unit)
         return super().__contains__(api)
 
 
-def set_state_for_torch(module: nn.Module, state: Any) -> None:
+def set_state_for_torch(module: nn.Module, state: StateForTorch) -> None:
     """Makes ``torch.distributed.fsdp.fully_shard.state(module)`` return ``state`` (checked: 2.13).
 
-    ``torch.distributed.fsdp.fully_shard(module)`` calls ``state.refuse()``.
+    ``torch.distributed.fsdp.fully_shard(module)`` calls ``state.refuse_sharding``.
     """
     states = _AppliedStates(module.__dict__.get(STATE_KEY, {}))
     states[fully_shard.__wrapped__] = state

@@ -29,7 +29,7 @@ from ..errors import (
     UnsupportedShardingError,
 )
 from ..ir import NO_AXIS, UNIT, MeshAxis, axis_of
-from .fsdp_module import FSDPModule, StateForTorch
+from .fsdp_module import FSDPModule, state_for_torch
 from .gather_extensions import has_extension
 from .parameter_slot import ParameterSlot, store_parameters, stored_parameters
 from .placements import DataParallelAxes, Layout, layout_of
@@ -349,7 +349,7 @@ def _swap_classes(modules: list[nn.Module], unit: Unit) -> None:
             if is_unit:
                 owner.__dict__[UNIT] = unit
                 wrap_own_forward(owner)
-                set_state_for_torch(owner, StateForTorch(unit=unit))
+                set_state_for_torch(owner, state_for_torch(unit))
             if is_unit or (names and UNIT not in owner.__dict__):
                 owner.__class__ = sharded_class(_plain_class(owner), names, is_unit)
             if names:

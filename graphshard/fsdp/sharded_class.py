@@ -227,8 +227,7 @@ def sharded_class(cls: type[nn.Module], names: tuple[str, ...], is_unit: bool) -
     if is_unit:
         body["forward"] = _forward_inside_tree(cls)
         body["__setstate__"] = _set_state
-    watched, attribute = watch_torch_sharding(refuse_torch_sharding)
-    body[watched] = attribute
+    body.update([watch_torch_sharding(refuse_torch_sharding)])
     name = f"FSDP{cls.__name__}" if is_unit else cls.__name__
     body["__qualname__"] = name if is_unit else cls.__qualname__
     return type(name, (FSDPModule, cls) if is_unit else (cls,), body)
@@ -268,10 +267,11 @@ def wrap_own_forward(module: nn.Module) -> None:
     It hides the forward of the class. ``del module.forward`` still shows that one.
     """
     own = module.__dict__.get("forward")
-    if own is not None and getattr(own, "func", None) is not _run_own_forward:
+    if own is not None and not hasattr(own, "_graphshard_runs"):
         # A partial, unlike a closure, is deep-copied with the module that it is bound to.
-        wrapped = functools.partial(_run_own_forward, module, own)
-        module.__dict__["forward"] = functools.update_wrapper(wrapped, own)
+        wrapped: Any = functools.update_wrapper(functools.partial(_own_forward_runner(), module, own), own)
+        wrapped._graphshard_runs = own
+        module.__dict__["forward"] = wrapped
 
 
 def _set_state(self: nn.Module, state: dict[str, Any]) -> None:
@@ -281,8 +281,11 @@ def _set_state(self: nn.Module, state: dict[str, Any]) -> None:
     wrap_own_forward(self)
 
 
-def _run_own_forward(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return run_inside_tree(module, own, args, kwargs)
+def _own_forward_runner() -> Callable[..., Any]:
+    def run_own_forward(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return run_inside_tree(module, own, args, kwargs)
+
+    return _with_own_code(run_own_forward)
 
 
 def run_inside_tree(
