@@ -1,6 +1,7 @@
 """Private torch names, in one place, each with the versions that it was checked on.
 
-Those that tell Dynamo which frames to leave alone are in ``_compat_frames``. The hand-over to Inductor
+Those that tell Dynamo which frames to leave alone are in ``_compat_frames``, those of composable APIs in
+``_compat_composable``. The hand-over to Inductor
 (:mod:`graphshard.backend.inductor`) has private imports of its own. No other module may import a private torch name.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -45,7 +47,6 @@ from torch.autograd import (  # checked: 2.11, 2.13, 2.14
     _disable_profiler_legacy,
     _enable_profiler_legacy,
 )
-from torch.distributed._composable.contract import STATE_KEY  # checked: 2.13
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
@@ -70,7 +71,6 @@ __all__ = [
     "allocated_bytes",
     "autograd_metadata",
     "below_autograd",
-    "breaks_off",
     "capture_with_dynamo",
     "collective_op",
     "detect_fake_mode",
@@ -80,6 +80,7 @@ __all__ = [
     "gather_single",
     "gradient_described",
     "gradients_are_boxed",
+    "graph_break_after",
     "group_by_name",
     "group_timeout_seconds",
     "in_recomputation",
@@ -168,13 +169,6 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def set_state_for_torch(module: nn.Module, state: Any) -> None:
-    """Makes ``torch.distributed.fsdp.fully_shard.state(module)`` return ``state`` (checked: 2.13)."""
-    from torch.distributed.fsdp import fully_shard
-
-    module.__dict__.setdefault(STATE_KEY, {})[fully_shard.__wrapped__] = state
-
-
 def group_by_name(name: str) -> dist.ProcessGroup:
     """The process group a functional collective's group name stands for (checked: 2.13)."""
     from torch.distributed.distributed_c10d import _resolve_process_group
@@ -234,10 +228,18 @@ def capture_with_dynamo(
     return _dynamo_graph_capture_for_export(module)(*args, **kwargs)
 
 
-def breaks_off(gm: fx.GraphModule) -> bool:
-    """Whether a graph of Dynamo ends at a graph break (checked: 2.13)."""
+def graph_break_after(gm: fx.GraphModule) -> str | None:
+    """Where and why a graph of Dynamo ends at a graph break; None if it does not (checked: 2.13).
+
+    The place is the innermost line that is not torch's.
+    """
     reason = gm.__dict__.get("compile_subgraph_reason")
-    return reason is not None and reason.graph_break
+    if reason is None or not reason.graph_break:
+        return None
+    torch_folder = os.path.dirname(torch.__file__)
+    frames = [each for each in reason.user_stack if not each.filename.startswith(torch_folder)]
+    place = "".join(f"{each.filename}:{each.lineno}: " for each in (frames or reason.user_stack)[-1:])
+    return place + reason.reason.strip().split("\n")[0]
 
 
 def returns_tuple_of(traced: fx.GraphModule, named: type) -> bool:

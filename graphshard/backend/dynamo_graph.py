@@ -5,17 +5,20 @@ Handles of units are among the graph's inputs; everything here is read from them
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
-from .._compat import breaks_off
+from .._compat import graph_break_after
+from .._compat_composable import is_sharded_by_torch
 from ..coordination import count_in_group, is_fake_group, refusing
 from ..cost import HardwareCard
 from ..fsdp import ROOT, Tree, unit_of
@@ -85,7 +88,7 @@ def read_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Backe
     """Reads what a graph and its inputs say; tells their models if a graph break follows.
 
     Warns:
-        UserWarning: no parameter is sharded, or the hardware card is of another kind of device.
+        UserWarning: no parameter is sharded, a graph break follows, or the hardware card is of another kind of device.
 
     Raises:
         OptionError: an Inductor option that cannot be set, or a folder that cannot be made.
@@ -96,7 +99,7 @@ def read_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Backe
     _warn_of_another_device(options.hardware, trees, example_inputs)
     is_shared = options.verify != "off"
     for tree in trees:
-        tree.is_broken |= breaks_off(gm)
+        _tell_of_break(tree, gm)
     return DynamoGraph(
         options=options,
         index=next_index(options.dump),
@@ -104,7 +107,7 @@ def read_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Backe
         models=label_models(trees) if is_shared and options.hardware is not None else {},
         groups=tuple(dict.fromkeys(name for tree in trees for name in tree.groups())) if is_shared else (),
         parameters={slot.name: unit.label for tree in trees for unit in tree.units() for slot in unit.slots},
-        is_broken=any(tree.is_broken for tree in trees),
+        is_broken=any(tree.graph_breaks for tree in trees),
         waiting=_waiting_units(example_inputs),
         kernels=_measurements_beside(options.hardware),
         are_shards_pinned=any(
@@ -145,10 +148,44 @@ def _waiting_units(inputs: Sequence[Any]) -> frozenset[str]:
     return frozenset(unit.label for unit in units if is_one_model and not unit.reduce_grads)
 
 
+def _tell_of_break(tree: Tree, gm: fx.GraphModule) -> None:
+    """Warns, once for each place, that the plan of a model ends at a graph break."""
+    place = graph_break_after(gm)
+    if place is None or place in tree.graph_breaks:
+        return
+    tree.graph_breaks.add(place)
+    warnings.warn(
+        f"graphshard: a graph break cuts the model in two at {place}. Each part is planned alone: nothing is "
+        "prefetched or overlapped across the break, a parameter that both parts read is gathered twice, and a memory "
+        "budget counts what both parts hold. torch.compile(fullgraph=True) finds all breaks",
+        stacklevel=4,
+    )
+
+
+def _torch_module_that_runs() -> str | None:
+    """The class of a module that torch.distributed.fsdp has sharded and that is being called; None if there is none."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        module = frame.f_locals.get("self") if frame.f_code.co_name == "_call_impl" else None
+        if isinstance(module, torch.nn.Module) and is_sharded_by_torch(module):
+            return type(module).__name__
+        frame = frame.f_back
+    return None
+
+
 def _warn_if_never_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     plain = [value for value in example_inputs if type(value) is torch.nn.Parameter and value.requires_grad]
     sharded = any(isinstance(value, dist.tensor.DTensor) for value in example_inputs)
     if plain and not sharded and not gm.graph.find_nodes(op="call_function", target=UNSHARD):
+        torch_module = _torch_module_that_runs()
+        if torch_module is not None:
+            warnings.warn(
+                f"graphshard: {torch_module} was sharded by torch.distributed.fsdp, whose gathers and reductions run "
+                "outside of compiled graphs, so its graphs are compiled by Inductor alone and nothing is planned; "
+                "shard the model with graphshard.fully_shard",
+                stacklevel=3,
+            )
+            return
         warnings.warn(
             f"graphshard: none of the {len(plain)} parameters of this graph is sharded, so it is compiled "
             "by Inductor alone; call graphshard.fully_shard on the model before torch.compile",

@@ -8,7 +8,6 @@ traced again; their docstrings say so.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -18,12 +17,14 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 
 from .._compat import group_by_name
+from .._compat_composable import StateForTorch
 from ..errors import (
     ConflictingCommError,
     NotRootError,
     OptionError,
     OptionTypeError,
     ParameterStateError,
+    ShardingError,
     UnsupportedShardingError,
 )
 from ..ir import UNIT
@@ -52,37 +53,31 @@ class UnshardHandle:
         self._unit.finish_unshard(self._pending)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateForTorch:
-    """What ``torch.distributed.fsdp.fully_shard.state(module)`` returns for a unit's module: FSDP2's state in part.
-
-    Torch's pipeline schedules finish a step through it. Any other attribute of FSDP2's state is refused.
-    """
-
-    unit: Unit
-
-    def _root_post_backward_final_callback(self) -> None:
-        self.unit.tree.finish_backward()
-
-    @property
-    def _state_ctx(self) -> StateForTorch:
-        return self
-
-    @property
-    def all_states(self) -> tuple[()]:
-        return ()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        refuse_state(self.unit, f"state.{name}")
-
-
 def refuse_state(unit: Unit, what: str) -> NoReturn:
     """Refuses access to the private state of torch's FSDP2, which units do not have."""
     raise UnsupportedShardingError(
         f"unit {unit.label} was sharded by graphshard, and has no {what} of torch.distributed.fsdp: import "
         "register_fsdp_forward_method, share_comm_ctx and the like from graphshard, not from torch.distributed.fsdp"
+    )
+
+
+def state_for_torch(unit: Unit) -> StateForTorch:
+    """What ``torch.distributed.fsdp.fully_shard.state(module)`` returns for a module of the unit."""
+    return StateForTorch(
+        unit=unit,
+        refuse_access=lambda unit, name: refuse_state(unit, f"state.{name}"),
+        refuse_sharding=lambda unit: refuse_torch_sharding(unit.modules[0]),
+    )
+
+
+def refuse_torch_sharding(module: nn.Module) -> NoReturn:
+    """Refuses torch's ``fully_shard`` on, around or inside a module that graphshard has sharded."""
+    unit: Unit | None = module.__dict__.get(UNIT)
+    slots = unit.slots if unit is not None else [slot for _, slot in slots_of(module)]
+    names = ", ".join(slot.name for slot in slots) or type(module).__name__
+    raise ShardingError(
+        f"torch.distributed.fsdp cannot shard {names}, which graphshard has sharded: one model is sharded by one "
+        "library. Import fully_shard from graphshard for all of its modules"
     )
 
 

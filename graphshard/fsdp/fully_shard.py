@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from .._compat import set_state_for_torch
+from .._compat_composable import is_sharded_by_torch, set_state_for_torch
 from ..errors import (
     AlreadyShardedError,
     GraphShardError,
@@ -29,7 +29,7 @@ from ..errors import (
     UnsupportedShardingError,
 )
 from ..ir import NO_AXIS, UNIT, MeshAxis, axis_of
-from .fsdp_module import FSDPModule, StateForTorch
+from .fsdp_module import FSDPModule, state_for_torch
 from .gather_extensions import has_extension
 from .parameter_slot import ParameterSlot, store_parameters, stored_parameters
 from .placements import DataParallelAxes, Layout, layout_of
@@ -194,6 +194,22 @@ def _check_modules(modules: list[nn.Module]) -> None:
                 f"fully_shard: {type(module).__name__} has no forward, so nothing can gather its parameters; "
                 "shard each of its children, or pass them as a list"
             )
+        _refuse_torch_units(module)
+
+
+def _refuse_torch_units(module: nn.Module) -> None:
+    """Refuses modules that torch has sharded: their parameters look like those of tensor parallelism."""
+    found = {
+        path: type(each).__name__
+        for path, each in module.named_modules()
+        if not isinstance(each, FSDPModule) and is_sharded_by_torch(each)
+    }
+    if found:
+        shown = ", ".join(f"{path or 'the module itself'} ({kind})" for path, kind in list(found.items())[:5])
+        raise ShardingError(
+            f"fully_shard: torch.distributed.fsdp has sharded {shown}; one model is sharded by one library. Import "
+            "fully_shard from graphshard for all of its modules"
+        )
 
 
 def _default_mesh() -> DeviceMesh:
@@ -333,7 +349,7 @@ def _swap_classes(modules: list[nn.Module], unit: Unit) -> None:
             if is_unit:
                 owner.__dict__[UNIT] = unit
                 wrap_own_forward(owner)
-                set_state_for_torch(owner, StateForTorch(unit=unit))
+                set_state_for_torch(owner, state_for_torch(unit))
             if is_unit or (names and UNIT not in owner.__dict__):
                 owner.__class__ = sharded_class(_plain_class(owner), names, is_unit)
             if names:

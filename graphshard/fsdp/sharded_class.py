@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from .._compat import in_recomputation
+from .._compat_composable import watch_torch_sharding
 from .._compat_frames import leave_frame_to_python, leave_frames_to_python
 from ..errors import ParameterStateError, ShardingError, UnsupportedShardingError
 from ..ir import UNIT, UNSHARD
 from .eager_autograd import drop_prefetched, finish_reads, full_parameter, take_part_unused, watch_outputs
-from .fsdp_module import FSDPModule
+from .fsdp_module import FSDPModule, refuse_torch_sharding
 from .parameter_slot import ParameterSlot, local_shard, stored_parameters
 from .shard_versions import version_of
 from .tensor_trees import cast_tensors, move_tensors
@@ -228,6 +229,7 @@ def sharded_class(cls: type[nn.Module], names: tuple[str, ...], is_unit: bool) -
     if is_unit:
         body["forward"] = _forward_inside_tree(cls)
         body["__setstate__"] = _set_state
+    body.update([watch_torch_sharding(refuse_torch_sharding)])
     name = f"FSDP{cls.__name__}" if is_unit else cls.__name__
     body["__qualname__"] = name if is_unit else cls.__qualname__
     return type(name, (FSDPModule, cls) if is_unit else (cls,), body)
@@ -267,10 +269,11 @@ def wrap_own_forward(module: nn.Module) -> None:
     It hides the forward of the class. ``del module.forward`` still shows that one.
     """
     own = module.__dict__.get("forward")
-    if own is not None and getattr(own, "func", None) is not _run_own_forward:
+    if own is not None and not hasattr(own, "_graphshard_runs"):
         # A partial, unlike a closure, is deep-copied with the module that it is bound to.
-        wrapped = functools.partial(_run_own_forward, module, own)
-        module.__dict__["forward"] = functools.update_wrapper(wrapped, own)
+        wrapped: Any = functools.update_wrapper(functools.partial(_own_forward_runner(), module, own), own)
+        wrapped._graphshard_runs = own
+        module.__dict__["forward"] = wrapped
 
 
 def _set_state(self: nn.Module, state: dict[str, Any]) -> None:
@@ -280,8 +283,11 @@ def _set_state(self: nn.Module, state: dict[str, Any]) -> None:
     wrap_own_forward(self)
 
 
-def _run_own_forward(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return run_inside_tree(module, own, args, kwargs)
+def _own_forward_runner() -> Callable[..., Any]:
+    def run_own_forward(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return run_inside_tree(module, own, args, kwargs)
+
+    return _with_own_code(run_own_forward)
 
 
 def run_inside_tree(

@@ -115,7 +115,7 @@ class Tree:
         is_last_backward: gradients that wait are reduced at the end of a backward.
         waiting: gradients of a unit wait for a reduction.
         max_reductions: the largest ``max_reductions`` of its units.
-        is_broken: Dynamo has cut a forward of the model into several graphs.
+        graph_breaks: places where Dynamo has cut a forward of the model into several graphs.
         numbers: by process group, the number of this model among those whose graphs were planned there.
     """
 
@@ -126,7 +126,7 @@ class Tree:
     is_last_backward: bool = True
     waiting: bool = False
     max_reductions: int = 0
-    is_broken: bool = False
+    graph_breaks: set[str] = field(default_factory=set)
     numbers: dict[str, int] = field(default_factory=dict)
     _end_is_queued: bool = False
     _last_run: str = ""
