@@ -103,8 +103,9 @@ def capture_step(
         model: a model on the meta device or any other; it is neither run nor changed.
         args, kwargs: example inputs of one rank; only shape and dtype of tensors count.
         rules: mesh, units and dtypes.
-        loss: turns the model's output into a scalar; None if the model returns one. If it picks one of several
-            outputs, the others are results of the step too, as in a compiled model.
+        loss: turns the model's output into a scalar; None if the model returns one, or with ``needs_loss`` an output
+            that holds one. If it picks one of several outputs, the others are results of the step too, as in a compiled
+            model.
         checkpoint: patterns, as in ``rules.units``, of modules whose activations are recomputed.
         needs_loss: refuse a step whose result is not one scalar.
         device_type: device type that the step is to run on; None for that of the capture, the CPU.
@@ -134,7 +135,7 @@ def capture_step(
         stack.enter_context(lazy_graph_modules())
         stack.enter_context(no_garbage_collection())
         stack.enter_context(mode)
-        traced = trace_step(StepModule(fake, loss), fake_args, fake_kwargs)
+        traced = trace_step(StepModule(fake, loss, finds_loss=needs_loss), fake_args, fake_kwargs)
         has_others = returns_tuple_of(traced, LossAndOthers)
         if device_type == "cuda":
             use_gpu_attention(traced)
@@ -292,7 +293,8 @@ def _refuse_other_results(results: Sequence[Any], loss: Callable[[Any], Tensor] 
             )
         raise CaptureError(
             f"what the model returns is no loss: {found}; give a "
-            "function that turns it into one scalar (loss=...), or return that from the model"
+            "function that turns it into one scalar (loss=..., or --loss PKG.MODULE:FUNCTION), or return that from "
+            "the model"
         )
 
 

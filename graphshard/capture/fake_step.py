@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,23 +41,44 @@ class LossAndOthers(NamedTuple):
     others: list[Tensor]
 
 
+def loss_in(output: Any) -> Tensor | None:
+    """The loss that a model's output holds: its attribute or entry ``loss``, or its only scalar of floats."""
+    if isinstance(output, Tensor):
+        return output
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(named, Tensor):
+        return named
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    scalars = [leaf for leaf in leaves if leaf.numel() == 1 and leaf.dtype.is_floating_point]
+    return scalars[0] if len(scalars) == 1 else None
+
+
 class StepModule(nn.Module):
     """The model with its loss.
 
     A compiled model that returns its loss returns its other results as well, and autograd gives its backward zeros for
     their gradients. So they are results here too.
+
+    Args:
+        model: the model.
+        loss: turns its output into a scalar; None if the output holds one.
+        finds_loss: without ``loss``, take the loss that the output holds; see :func:`loss_in`.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[Any], Tensor] | None) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Callable[[Any], Tensor] | None, *, finds_loss: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
-        self._loss = loss
+        self._loss = loss_in if loss is None and finds_loss else loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = self.model(*args, **kwargs)
         if self._loss is None:
             return output
         loss = self._loss(output)
+        if loss is None:
+            return output
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         if all(result is not loss for result in results):
             return loss

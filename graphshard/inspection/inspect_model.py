@@ -85,7 +85,8 @@ def inspect(
         tables: measured times of collectives (CSV), used where they have rows.
         units: patterns of module paths ("layers.*"). Each module that matches is a unit, as if ``fully_shard`` were
             called on it. All other parameters belong to the root.
-        loss: turns the model's output into a scalar; None if the model returns one.
+        loss: turns the model's output into a scalar. None if the model returns one, or an output that holds one: as
+            ``.loss`` or ``["loss"]``, or as its only scalar of floats.
         mp_policy, reshard_after_forward: as in ``fully_shard``.
         optimizer: one of :data:`graphshard.inspection.optimizers.OPTIMIZERS`; its state counts.
         micro_batches: runs of forward and backward before the optimizer. Each backward reduces its gradients and adds

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard.capture.capture_step import CapturedStep, capture_step
+from graphshard.capture.fake_step import loss_in
 from graphshard.capture.rules import ShardingRules
 from graphshard.errors import CaptureError, OptionTypeError, ShardingError
 from graphshard.ir.collectives import ALL_GATHER, ALL_REDUCE
@@ -237,10 +239,11 @@ class _WithLogits(nn.Module):
     ("loss", "results"),
     [
         (lambda output: output["loss"], [(), (8, 3)]),
+        (None, [(), (8, 3)]),
         (lambda output: output["loss"] * 2, [()]),
         (lambda output: output["logits"].square().mean(), [()]),
     ],
-    ids=["returned", "scaled", "computed"],
+    ids=["returned", "found", "scaled", "computed"],
 )
 def test_results_beside_a_loss_that_the_model_returns_have_gradients(loss, results):
     captured = capture_step(
@@ -251,6 +254,23 @@ def test_results_beside_a_loss_that_the_model_returns_have_gradients(loss, resul
     inputs = captured.backward.graph.find_nodes(op="placeholder")
     tangents = [node.meta["val"] for node in inputs if node.name.startswith("tangents_")]
     assert [tuple(tangent.shape) for tangent in tangents] == results
+
+
+@pytest.mark.parametrize(
+    ("output", "found"),
+    [
+        (torch.tensor(1.0), 1.0),
+        ({"loss": torch.tensor(2.0), "aux": torch.tensor(3.0)}, 2.0),
+        (SimpleNamespace(loss=torch.tensor(4.0)), 4.0),
+        ((torch.ones(3), torch.tensor(5.0), torch.tensor(6)), 5.0),
+        ((torch.tensor(5.0), torch.tensor(6.0)), None),
+        ({"logits": torch.ones(3)}, None),
+    ],
+    ids=["itself", "entry", "attribute", "only scalar", "two scalars", "none"],
+)
+def test_the_loss_in_an_output(output, found):
+    loss = loss_in(output)
+    assert (None if loss is None else loss.item()) == found
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,18 @@ class _ReturnsItsBuffer(Counted):
         return super().forward(x), self.num_calls
 
 
+class _ReturnsTwoLosses(Counted):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        loss = super().forward(x)
+        return loss, 2 * loss
+
+
 def test_what_is_no_loss_is_told_without_the_buffers():
-    with pytest.raises(CaptureError, match=r"what the model returns is no loss: f32\[\], i64\[\]; give"):
-        _inspect(_ReturnsItsBuffer(), units=[])
-    assert _inspect(_ReturnsItsBuffer(), loss=lambda results: results[0]).halves
+    with pytest.raises(CaptureError, match=r"what the model returns is no loss: f32\[\], f32\[\]; give"):
+        _inspect(_ReturnsTwoLosses(), units=[])
+    assert _inspect(_ReturnsTwoLosses(), loss=lambda results: results[0]).halves
+
+
+def test_the_only_scalar_of_floats_is_the_loss():
+    found = _inspect(_ReturnsItsBuffer(), units=[])
+    assert found.halves and found.memory == _inspect(_ReturnsItsBuffer(), loss=lambda results: results[0]).memory
