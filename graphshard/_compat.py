@@ -11,13 +11,14 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch._C._profiler import _ExperimentalConfig  # checked: 2.11, 2.13, 2.14
+from torch._dynamo.convert_frame import compile_lock  # checked: 2.13
 from torch._dynamo.exc import TorchDynamoException  # checked: 2.13
 from torch._dynamo.functional_export import _dynamo_graph_capture_for_export  # checked: 2.13
 from torch._functorch._aot_autograd.descriptors import (  # checked: 2.13
@@ -73,6 +74,7 @@ __all__ = [
     "below_autograd",
     "capture_with_dynamo",
     "collective_op",
+    "compile_lock",
     "detect_fake_mode",
     "export_joint",
     "flatten_mesh",
@@ -98,6 +100,7 @@ __all__ = [
     "parameter_of_input",
     "queue_after_backward",
     "reduce_scatter_single",
+    "register_backend",
     "spin_gpu",
     "storage_id",
     "store_of",
@@ -122,6 +125,21 @@ from_local_takes_grad_placements = "grad_placements" in inspect.signature(DTenso
 #: Whether a backward may release the gradients that it was called with (checked: 2.11 and 2.12 may not, 2.13 may). If
 #: not, autograd holds them until the backward returns.
 gradients_are_boxed = hasattr(torch.autograd.Function, "boxed_grads_call")
+
+
+def register_backend(name: str, load: Callable[[], Callable[..., Any]]) -> None:
+    """Gives Dynamo a backend by name, unless it has one; ``load`` returns it and is called when it compiles.
+
+    Dynamo finds the backends of entry points too, but two threads that first ask for one at the same time both load and
+    register it, and the second gets an AssertionError (checked: 2.13).
+    """
+
+    def backend(gm: fx.GraphModule, example_inputs: Any, **arguments: Any) -> Any:
+        return load()(gm, example_inputs, **arguments)
+
+    backend.__name__ = name
+    with suppress(AssertionError):  # the name is taken: by the entry point, or another thread
+        torch._dynamo.register_backend(backend, name=name)
 
 
 def lazy_graph_modules() -> AbstractContextManager[None]:

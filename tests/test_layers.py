@@ -70,6 +70,7 @@ TOLERATED_CACHES = {
     "graphshard.cost.flops._count": "a formula of shapes; the blocks of a model are alike",
     "graphshard.cost.flops._count_parts": "a function of shapes; the blocks of a model are alike",
     "graphshard.fsdp.sharded_class.sharded_class": "equal blocks must share one class; a pure function",
+    "graphshard.fsdp.sharded_class.offer_backend": "registers the backend with torch, once a process; returns nothing",
     "graphshard.fsdp.sharded_class.watch_frames": "marks our functions for Dynamo, once a process; returns nothing",
     "graphshard.fsdp.shard_versions.watch_optimizers": "registers one hook with torch, once a process; returns nothing",
 }

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from .._compat import below_autograd
+from .._compat import below_autograd, compile_lock
 from ..errors import UnsupportedShardingError
 from ..fsdp import Unit, unit_of
 from ..ir import REDUCE_GRAD, UNSHARD, ReduceGradCall, UnshardCall
@@ -51,9 +51,10 @@ class Half:
         self.source_code = None
 
     def compile(self, state: State = PLAIN_STATE) -> CompiledVariant:
-        """The variant for a state, compiled when it is first asked for."""
+        """The variant for a state, compiled when it is first asked for; under Dynamo's lock, as Inductor expects."""
         if state not in self._variants:
-            self._variants[state] = self.compile_state(state)
+            with compile_lock:
+                self._variants[state] = self.compile_state(state)
         return self._variants[state]
 
     def __call__(self, args: list[Any]) -> Any:

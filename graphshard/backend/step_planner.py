@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from .. import passes
-from ..coordination import Decision, PlanStore, agree_on_group, decide_together, is_fake_group
+from ..coordination import Decision, PlanStore, agree_on_group, can_wait_in_compilation, decide_together
 from ..cost import CostModel, HardwareCard
 from ..ir import UNSHARD, UnshardCall, group_name, is_collective, text_fingerprint
 from ..memory import KernelMeasurements, ScratchTable, parse_bytes, step_bytes
@@ -210,7 +210,7 @@ class StepPlanner:
 
     def _stores(self, groups: Iterable[str]) -> list[PlanStore]:
         """The stores where the ranks of each group find a plan."""
-        shared = [name for name in groups if self.is_shared and not is_fake_group(name)]
+        shared = [name for name in groups if self.is_shared and can_wait_in_compilation(name)]
         return [PlanStore.of_group(name, self.models.get(name, "")) for name in shared]
 
 

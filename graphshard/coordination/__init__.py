@@ -8,7 +8,7 @@ collective), ``refusals`` (a rank that stops tells the others), ``shared_plan`` 
 """
 
 from .agreement import agree_on_group
-from .group_store import count_in_group, is_fake_group
+from .group_store import can_wait_in_compilation, count_in_group, is_fake_group
 from .refusals import Refusals, refusing
 from .rendezvous import meet
 from .shared_plan import Decision, PlanStore, decide_together
@@ -18,6 +18,7 @@ __all__ = [
     "PlanStore",
     "Refusals",
     "agree_on_group",
+    "can_wait_in_compilation",
     "count_in_group",
     "decide_together",
     "is_fake_group",

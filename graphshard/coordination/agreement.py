@@ -21,7 +21,7 @@ import torch.distributed as dist
 from .._compat import group_by_name, group_timeout_seconds
 from ..errors import AgreementError
 from ..ir import text_fingerprint
-from .group_store import group_store, is_fake_group
+from .group_store import can_wait_in_compilation, group_store
 from .refusals import Refusals
 
 
@@ -106,8 +106,11 @@ class Agreement:
 
 
 def agree_on_group(name: str, sequence: Sequence[str], *, what: str) -> None:
-    """:meth:`Agreement.require` among the ranks of the process group ``name``; nothing on a fake one."""
-    if is_fake_group(name):
+    """:meth:`Agreement.require` among the ranks of the process group ``name``.
+
+    Nothing on a fake group, and on one whose ranks are threads: they run the code of one process.
+    """
+    if not can_wait_in_compilation(name):
         return
     group = group_by_name(name)
     agreement = Agreement(

@@ -21,6 +21,15 @@ def is_fake_group(name: str) -> bool:
     return dist.get_backend(group_by_name(name)) == "fake"
 
 
+def can_wait_in_compilation(name: str) -> bool:
+    """Whether a rank of a process group may wait for the others while it compiles.
+
+    On a fake group there are no others. Ranks that are threads of one process (torch's "threaded" groups, for tests)
+    compile one after the other, under a lock of Dynamo: one that waits would wait for ranks that wait for the lock.
+    """
+    return dist.get_backend(group_by_name(name)) not in ("fake", "threaded")
+
+
 def count_in_group(name: str, what: str) -> int:
     """How often this rank has counted ``what`` in a process group, this time included.
 

@@ -36,7 +36,7 @@ from .placements import DataParallelAxes, Layout, layout_of
 from .row_layout import give_places
 from .shard_parameter import local_piece, mesh_device, shard_extended, shard_parameter
 from .shard_versions import watch_optimizers
-from .sharded_class import sharded_class, watch_frames, wrap_own_forward
+from .sharded_class import offer_backend, sharded_class, watch_frames, wrap_own_forward
 from .tree import SLOTS, Tree, relabel
 from .unit import Unit
 from .unit_settings import UnitSettings
@@ -109,6 +109,7 @@ def fully_shard(
     _refuse_stale_optimizers(fresh)
     watch_optimizers()
     watch_frames()
+    offer_backend()
     settings = UnitSettings(
         reshard_after_forward=reshard_after_forward,
         mp_policy=mp_policy,

@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator, MutableMapping
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
-from .._compat import in_recomputation
+from .._compat import in_recomputation, register_backend
 from .._compat_composable import watch_torch_sharding
 from .._compat_frames import leave_frame_to_python, leave_frames_to_python
 from ..errors import ParameterStateError, ShardingError, UnsupportedShardingError
@@ -261,6 +262,13 @@ def watch_frames() -> None:
     """From the first call on, Dynamo starts at no frame of ours but the forwards of units."""
     leave_frames_to_python(__name__.partition(".")[0])
     leave_frame_to_python(run_inside_tree.__code__)
+
+
+@functools.cache
+def offer_backend() -> None:
+    """From the first call on, Dynamo knows the backend ``graphshard``, in threads that ask for it at once too."""
+    package = __name__.partition(".")[0]
+    register_backend(package, lambda: import_module(f"{package}.backend").graphshard)
 
 
 def wrap_own_forward(module: nn.Module) -> None:
