@@ -161,7 +161,9 @@ def _locals_of(placeholders: list[fx.Node]) -> list[fx.Node]:
 
 def _can_cross(uses: list[fx.Node]) -> bool:
     """Whether only gathers read the shard, or (at one rank) no gather does."""
-    readers = [reader for user in _readers(uses) for reader in (user.users if views_for_gather(user) else [user])]
+    readers = [
+        reader for user in _readers(uses) for reader in (user.users if views_for_gather(user) else [user])
+    ]
     return len({reader.target is UNSHARD for reader in readers}) <= 1
 
 
