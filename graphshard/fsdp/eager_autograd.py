@@ -29,7 +29,8 @@ class _GatherUnit(torch.autograd.Function):
     def forward(ctx: Any, unit: Unit, slots: list[ParameterSlot], *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         # What a gather returns are views, to which autograd lets nobody write in place.
-        fulls = tuple(full.data if type(full) is Tensor else full for full in unit.gather(slots))
+        held = [slot.as_held(full) for slot, full in zip(slots, unit.gather(slots), strict=True)]
+        fulls = tuple(full.data if type(full) is Tensor else full for full in held)
         ctx.unit = unit
         ctx.is_complex = [slot.is_complex for slot in slots]
         ctx.calls = [
@@ -46,7 +47,12 @@ class _GatherUnit(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = [index for index, grad in enumerate(grads) if grad is not None]
-        reduced = ctx.unit.reduce([ctx.calls[index]._replace(grad=grads[index]) for index in given])
+        sent = [
+            torch.view_as_real(grads[index].resolve_conj()) if ctx.is_complex[index] else grads[index]
+            for index in given
+        ]
+        calls = [ctx.calls[index]._replace(grad=grad) for index, grad in zip(given, sent, strict=True)]
+        reduced = ctx.unit.reduce(calls)
         result: list[Tensor | None] = [None] * len(grads)
         for index, grad in zip(given, reduced, strict=True):
             # The backward of view_as_real makes complex numbers of it.
@@ -134,5 +140,4 @@ def _gather(unit: Unit, slots: list[ParameterSlot], in_use: dict[str, FullRead])
         else:
             fulls = _GatherUnit.apply(unit, slots, *(slot.as_sent(local_shard(slot)) for slot in slots))
         for slot, full in zip(slots, fulls, strict=True):
-            held = slot.as_held(full)
-            in_use[slot.name] = FullRead.of(held, slot.as_read(held), version_of(slot.param))
+            in_use[slot.name] = FullRead.of(full, slot.as_read(full), version_of(slot.param))

@@ -242,7 +242,7 @@ def _merged(slot: ParameterSlot, full: Tensor, old: Tensor, is_changed: Tensor, 
     group_names = _groups([slot])
     if not group_names:
         return full
-    wide = torch.float64 if full.is_floating_point() else torch.int64
+    wide = torch.float64 if full.is_floating_point() or full.is_complex() else torch.int64
     values, olds = (value.to(wide) for value in _as_reals(full, old))
     is_changed = is_changed.unsqueeze(-1).expand_as(values) if full.is_complex() else is_changed
     lowest = torch.finfo(wide).min if wide.is_floating_point else torch.iinfo(wide).min + 1

@@ -168,3 +168,33 @@ def test_zeros_are_reduced_where_a_rank_does_not_read_them(run_on_gloo_ranks):
 @pytest.mark.inductor
 def test_through_inductor(run_on_gloo_ranks):
     run_on_gloo_ranks(2, train, "compiled", torch.complex64, {}, 1)
+
+
+class Normalising(Spectral):
+    """Writes to a complex weight in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.mix.div_(self.mix.abs().max())
+            self.scale.data.mul_(0.5j)
+        return super().forward(x)
+
+
+def write_in_forward(implementation: str) -> None:
+    torch.manual_seed(42)
+    reference = Normalising()
+    model = shard_units(implementation, copy.deepcopy(reference), [])
+    forward = compile_if_asked(implementation, model)
+    x = batch_of(0, 0, torch.float32)
+    expected, found = reference(x), forward(x)
+    assert_close(found, expected)
+    expected.backward()
+    found.backward()
+    for (name, param), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert_close(param.full_tensor(), other, msg=lambda text, name=name: f"{name}: {text}")
+        assert_close(param.grad.full_tensor(), other.grad, msg=lambda text, name=name: f"{name}.grad: {text}")
+
+
+@pytest.mark.parametrize("implementation", GRAPHSHARD)
+def test_writes_in_a_forward_hold(run_on_gloo_ranks, implementation):
+    run_on_gloo_ranks(2, write_in_forward, implementation)
