@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import AlreadyShardedError
 from ..ir import UNIT, padded_shape
+from .gather_extensions import copy_extended
 from .parameter_slot import ParameterSlot, slots_of, stored_parameters
 from .row_layout import lay_out
 from .tree import relabel
@@ -49,6 +50,11 @@ def copy_sharded(module: Any, memo: dict[int, Any], has_own: bool) -> nn.Module:
 def _copy_parameter(param: DTensor, slot: ParameterSlot) -> nn.Parameter:
     """A copy of a shard in its own storage, with room for the padding."""
     local = param.to_local().detach()
+    if slot.is_extended:
+        copied = copy_extended(local, slot.name, local.device)
+        return nn.Parameter(
+            DTensor(copied, param._spec, requires_grad=False), requires_grad=param.requires_grad
+        )
     padded = local.new_zeros(padded_shape(slot.shape, slot.dim, slot.axis.size))
     copied = padded.narrow(slot.dim, 0, local.shape[slot.dim]).contiguous()
     copied.copy_(local)

@@ -30,7 +30,7 @@ from ..errors import (
 )
 from ..ir import NO_AXIS, UNIT, MeshAxis, axis_of
 from .fsdp_module import FSDPModule, state_for_torch
-from .gather_extensions import has_extension
+from .gather_extensions import has_extension, refuse_wrapper
 from .parameter_slot import ParameterSlot, store_parameters, stored_parameters
 from .placements import DataParallelAxes, Layout, layout_of
 from .row_layout import give_places
@@ -332,8 +332,13 @@ def _install(entry: _Owned, unit: Unit, layouts: dict[int, Layout], offload_poli
         )
         unit.slots.append(slot)
         slot.is_extended = has_extension(local_piece(entry.param).detach(), entry.path)
-        shard = shard_extended if slot.is_extended else shard_parameter
-        successor = (shard(entry.param, layout, offload_policy), slot)
+        if slot.is_extended:
+            policy = unit.settings.mp_policy
+            shard = shard_extended(entry.param, layout, offload_policy, entry.path, entry.owner, policy)
+        else:
+            refuse_wrapper(local_piece(entry.param), entry.path)
+            shard = shard_parameter(entry.param, layout, offload_policy)
+        successor = (shard, slot)
         setattr(entry.param, _SUCCESSOR, successor)
     param, slot = successor
     slot.owners.append((entry.owner, entry.name))

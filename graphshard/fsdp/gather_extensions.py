@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..errors import ExtensionError
-from ..ir import UnshardCall, padded_shape
+from ..errors import ExtensionError, UnsupportedShardingError
+from ..ir import UnshardCall, padded_shape, shard_shape
 
 _PRE = "fsdp_pre_all_gather"
 _POST = "fsdp_post_all_gather"
@@ -80,3 +80,169 @@ def full_after(shard: Tensor, gathered: Sequence[Tensor], metadata: Any, call: U
     """The full parameter that the shard makes of the gathered tensors, without padding."""
     full, _ = getattr(shard, _POST)(tuple(gathered), metadata, call.dtype or shard.dtype)
     return full if full.shape == torch.Size(call.shape) else full.narrow(0, 0, call.shape[0])
+
+
+def refuse_wrapper(full: Tensor, name: str) -> None:
+    """Refuses a tensor subclass that holds its data in inner tensors and does not say how to gather them.
+
+    A copy into a plain tensor would give up its class, and may change its values.
+    """
+    if hasattr(full, "__tensor_flatten__"):
+        raise UnsupportedShardingError(
+            f"parameter {name} is a {type(full).__name__}, which holds its data in other tensors: define {_PRE} and "
+            f"{_POST} in its class, which say how shards are gathered, or list the parameter in ignored_params"
+        )
+
+
+def cut_extended(full: Tensor, name: str, num_ranks: int) -> list[Tensor]:
+    """The pieces of all ranks, cut along dim 0 by the ops of the tensor's own class; those without rows are empty.
+
+    Raises:
+        UnsupportedShardingError: the class has no op that cuts it so.
+        ExtensionError: (an AssertionError) the pieces are not what was cut, bit by bit.
+    """
+    what = f"parameter {name}, a {type(full).__name__} of shape {tuple(full.shape)}, over {num_ranks} ranks"
+    try:
+        pieces = list(torch.chunk(full, num_ranks))
+        pieces += [full.narrow(0, 0, 0) for _ in range(num_ranks - len(pieces))]
+    except Exception as error:
+        raise UnsupportedShardingError(
+            f"fully_shard: cannot cut {what}: {error}. Its class must implement aten.split along dim 0 for this size; "
+            "else choose a number of ranks that divides it, or list the parameter in ignored_params"
+        ) from error
+    for rank, piece in enumerate(pieces):
+        expected = shard_shape(full.shape, 0, num_ranks, rank)
+        if list(piece.shape) != expected:
+            raise UnsupportedShardingError(
+                f"fully_shard: cannot cut {what}: aten.split of its class gives rank {rank} a piece of shape "
+                f"{tuple(piece.shape)}, not {tuple(expected)}. Choose a number of ranks that divides the parameter, or "
+                "list it in ignored_params"
+            )
+    whole, parts = inner_tensors(full), [inner_tensors(piece) for piece in pieces]
+    changed = [each for each in whole if not _is_cut(whole[each], [part.get(each) for part in parts])]
+    if changed:
+        raise ExtensionError(
+            f"fully_shard: cutting {what} changes its values: {', '.join(changed)} of the pieces are neither copies "
+            "nor pieces of the whole one; aten.split of its class must not quantise again. List the parameter in "
+            "ignored_params otherwise"
+        )
+    return pieces
+
+
+def copy_extended(piece: Tensor, name: str, device: torch.device) -> Tensor:
+    """A copy of a piece with its own memory: of its inner tensors where possible, since ``clone`` may quantise again.
+
+    Raises:
+        ExtensionError: (an AssertionError) the copy differs from the piece.
+    """
+    given = inner_tensors(piece)
+    if hasattr(piece, "__tensor_flatten__") and piece.device == device:
+        names, context = piece.__tensor_flatten__()
+        inner = {each: copy_extended(getattr(piece, each).detach(), name, device) for each in names}
+        unflatten: Any = type(piece).__tensor_unflatten__
+        copied: Tensor = unflatten(inner, context, piece.shape, piece.stride())
+    else:
+        copied = piece.clone() if piece.device == device else piece.to(device)
+    found = inner_tensors(copied)
+    changed = [
+        each for each, value in given.items() if each not in found or not _same_bits(value, found[each])
+    ]
+    if changed or type(copied) is not type(piece):
+        raise ExtensionError(
+            f"fully_shard: a copy of parameter {name} on {device} is a {type(copied).__name__} with other values than "
+            f"the {type(piece).__name__} ({', '.join(changed) or 'its class'}); give the class __tensor_flatten__ and "
+            "__tensor_unflatten__, and move the model to the device before it is sharded"
+        )
+    return copied
+
+
+def is_quantised(full: Tensor) -> bool:
+    """Whether a tensor subclass holds codes: inner tensors that are no floating point, or floats of 8 bits."""
+    return any(
+        not value.is_floating_point() or value.element_size() == 1 for value in inner_tensors(full).values()
+    )
+
+
+def check_gather(
+    full: Tensor, pieces: Sequence[Tensor], name: str, rank: int, pre_arguments: tuple[Any, ...]
+) -> None:
+    """Refuses an extension that gathers another quantised tensor than was cut. It gathers nothing: all pieces are here.
+
+    Args:
+        full: the quantised tensor.
+        pieces: those of all ranks.
+        name: of the parameter.
+        rank: of this rank on the shard axis.
+        pre_arguments: what ``fsdp_pre_all_gather`` is called with; it takes the first one, or all.
+
+    Raises:
+        ExtensionError: (an AssertionError) the result has the class of ``full`` and other bits, or ranks would gather
+            tensors of different shapes.
+    """
+    inputs, metadata = [], None
+    for index, piece in enumerate(pieces):
+        method = getattr(piece, _PRE)
+        given, described = method(*pre_arguments[: len(inspect.signature(method).parameters)])
+        inputs.append([value.view(-1) if value.ndim == 0 else value for value in given])
+        metadata = described if index == rank else metadata
+    shapes = [[tuple(value.shape) for value in values] for values in inputs]
+    if any(each != shapes[0] for each in shapes):
+        raise ExtensionError(
+            f"fully_shard: parameter {name}, a {type(full).__name__} of shape {tuple(full.shape)}, is cut "
+            f"unevenly over {len(pieces)} ranks, and {_PRE} returns tensors of other shapes on each: "
+            f"{shapes[0]} and {shapes[-1]}. Choose a number of ranks that divides the parameter, "
+            "or list it in ignored_params"
+        )
+    gathered = tuple(torch.cat(values) for values in zip(*inputs, strict=True))
+    result, _ = getattr(pieces[rank], _POST)(gathered, metadata, full.dtype)
+    if type(result) is not type(full):
+        return  # another kind of tensor: nothing to compare
+    whole, found = inner_tensors(full), inner_tensors(result)
+    changed = [
+        each for each, value in whole.items() if each not in found or not _same_bits(value, found[each])
+    ]
+    if changed or result.shape != full.shape:
+        raise ExtensionError(
+            f"fully_shard: gathering parameter {name}, a {type(full).__name__} of shape {tuple(full.shape)}, "
+            f"over {len(pieces)} ranks gives other values than were cut ({', '.join(changed) or tuple(result.shape)}): "
+            f"{_PRE} must return all tensors that differ between ranks. List the parameter in ignored_params otherwise"
+        )
+
+
+def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
+    """The plain tensors in which a tensor subclass holds its data, by their attributes; none for a plain tensor."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names = tensor.__tensor_flatten__()[0]
+    else:
+        names = [name for name, value in vars(tensor).items() if isinstance(value, Tensor)]
+    found: dict[str, Tensor] = {}
+    for name in names:
+        value = getattr(tensor, name)
+        nested = inner_tensors(value) if type(value) is not Tensor else {}
+        found.update({f"{name}.{each}": inner for each, inner in nested.items()} or {name: value.detach()})
+    return found
+
+
+def _is_cut(whole: Tensor, parts: Sequence[Tensor | None]) -> bool:
+    """Whether an inner tensor is the same in all pieces, or the pieces' are cut out of it along a dim."""
+    given = [part for part in parts if part is not None]
+    if len(given) < len(parts):
+        return False
+    if all(_same_bits(whole, part) for part in given):
+        return True
+    for dim in range(whole.ndim):
+        others = [(*part.shape[:dim], *part.shape[dim + 1 :]) for part in given if part.ndim == whole.ndim]
+        if len(others) == len(given) and set(others) == {(*whole.shape[:dim], *whole.shape[dim + 1 :])}:
+            joined = torch.cat(given, dim)
+            if _same_bits(whole, joined):
+                return True
+    return False
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.is_meta or other.is_meta:
+        return True
+    one, other = (value.detach().cpu().contiguous().view(-1) for value in (one, other))
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))

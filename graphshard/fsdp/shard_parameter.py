@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from ..ir import padded_rows, padded_shape, shard_shape
+from .gather_extensions import check_gather, copy_extended, cut_extended, is_quantised
 from .placements import Layout
 
 
@@ -38,18 +41,34 @@ def shard_parameter(param: nn.Parameter, layout: Layout, offload_policy: Offload
     return nn.Parameter(sharded, requires_grad=param.requires_grad)
 
 
-def shard_extended(param: nn.Parameter, layout: Layout, offload_policy: OffloadPolicy) -> nn.Parameter:
-    """As :func:`shard_parameter`, for a tensor subclass with a gather extension: the shard has the same class."""
+def shard_extended(
+    param: nn.Parameter,
+    layout: Layout,
+    offload_policy: OffloadPolicy,
+    name: str,
+    owner: nn.Module,
+    policy: Any,
+) -> nn.Parameter:
+    """As :func:`shard_parameter`, for a tensor subclass with a gather extension: the shard has the same class.
+
+    It is cut by the ops of that class, and what is gathered must be what was cut, bit by bit.
+    """
     full = local_piece(param).detach()
     rank, num_ranks = layout.axes.shard_rank, layout.axes.shard.size
-    device = home_of(layout, offload_policy)
-    pieces = torch.chunk(full, num_ranks)
-    local = pieces[rank] if rank < len(pieces) else full.narrow(0, 0, 0)
-    local = local.clone() if local.device == device else local.to(device)
-    sharded = DTensor.from_local(
-        local, layout.mesh, layout.placements, run_check=False, shape=param.shape, stride=param.stride()
+    pieces = cut_extended(full, name, num_ranks)
+    local = copy_extended(
+        pieces[rank], name, full.device if full.is_meta else home_of(layout, offload_policy)
     )
-    return nn.Parameter(sharded, requires_grad=param.requires_grad)
+    if is_quantised(full) and not full.is_meta:
+        mesh = layout.axes.mesh
+        shard_mesh = mesh if mesh.ndim == 1 or mesh.mesh_dim_names is None else mesh[mesh.mesh_dim_names[-1]]
+        pre_arguments = (shard_mesh, full.shape, tuple(full.stride()), owner, policy)
+        check_gather(full, pieces, name, rank, pre_arguments)
+    like = torch.empty(local.shape, dtype=local.dtype, device="meta")  # from_local only makes the spec
+    spec = DTensor.from_local(
+        like, layout.mesh, layout.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )._spec
+    return nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=param.requires_grad)
 
 
 def local_piece(param: nn.Parameter) -> torch.Tensor:

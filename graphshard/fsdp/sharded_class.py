@@ -157,6 +157,8 @@ def _read_parameters(self: nn.Module) -> Any:
         return stored
     if not torch.compiler.is_compiling():
         return _ReadInForward(self)
+    if not torch.compiler.is_dynamo_compiling():  # Dynamo itself looks at the module, and does not trace this
+        return stored
     return _TracedInForward(
         {name: read_parameter(self, name) if name in slots else param for name, param in stored.items()}
     )
