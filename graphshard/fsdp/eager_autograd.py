@@ -46,10 +46,10 @@ class _GatherUnit(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        given = [index for index, grad in enumerate(grads) if grad is not None]
+        given = {index: grad for index, grad in enumerate(grads) if grad is not None}
         sent = [
-            torch.view_as_real(grads[index].resolve_conj()) if ctx.is_complex[index] else grads[index]
-            for index in given
+            torch.view_as_real(grad.resolve_conj()) if ctx.is_complex[index] else grad
+            for index, grad in given.items()
         ]
         calls = [ctx.calls[index]._replace(grad=grad) for index, grad in zip(given, sent, strict=True)]
         reduced = ctx.unit.reduce(calls)
