@@ -31,7 +31,7 @@ from ..errors import (
 from ..ir import NO_AXIS, UNIT, MeshAxis, axis_of
 from .fsdp_module import FSDPModule, state_for_torch
 from .gather_extensions import has_extension, refuse_wrapper
-from .parameter_slot import ParameterSlot, store_parameters, stored_parameters
+from .parameter_slot import ParameterSlot, slots_of, store_parameters, stored_parameters
 from .placements import DataParallelAxes, Layout, layout_of
 from .row_layout import give_places
 from .shard_parameter import local_piece, mesh_device, shard_extended, shard_parameter
@@ -103,7 +103,14 @@ def fully_shard(
     reshard_after_forward = _check_reshard(reshard_after_forward, axes.shard.size)
     ignored = {id(param) for param in ignored_params or ()}
     owned = [entry for entry in _owned_parameters(modules) if id(entry.param) not in ignored]
-    fresh = [entry for entry in owned if not _is_sharded(entry) and not hasattr(entry.param, _SUCCESSOR)]
+    shared = {
+        id(slot.param): slot for root in modules for owner in root.modules() for _, slot in slots_of(owner)
+    }
+    fresh = [
+        entry
+        for entry in owned
+        if not _is_sharded(entry) and not hasattr(entry.param, _SUCCESSOR) and id(entry.param) not in shared
+    ]
     layouts = _choose_layouts(fresh, axes, shard_placement_fn)
     _refuse_unsupported_regather(reshard_after_forward, axes, fresh, layouts)
     _refuse_stale_optimizers(fresh)
@@ -124,7 +131,7 @@ def fully_shard(
     _move_buffers(modules, mesh)
     for entry in owned:
         if not _is_sharded(entry):
-            _install(entry, unit, layouts, offload_policy)
+            _install(entry, unit, layouts, offload_policy, shared.get(id(entry.param)))
     give_places(unit)
     _swap_classes(modules, unit)
     relabel(modules)
@@ -317,8 +324,17 @@ def _move_buffers(modules: list[nn.Module], mesh: DeviceMesh) -> None:
                     owner._buffers[name] = buffer.to(device)
 
 
-def _install(entry: _Owned, unit: Unit, layouts: dict[int, Layout], offload_policy: OffloadPolicy) -> None:
+def _install(
+    entry: _Owned,
+    unit: Unit,
+    layouts: dict[int, Layout],
+    offload_policy: OffloadPolicy,
+    tied_to: ParameterSlot | None,
+) -> None:
+    """Makes an entry hold a shard: that of ``tied_to``, if it was tied to a parameter that is sharded already."""
     successor = getattr(entry.param, _SUCCESSOR, None)
+    if successor is None and tied_to is not None:
+        successor = (entry.param, tied_to)
     if successor is None:
         layout = layouts[id(entry.param)]
         slot = ParameterSlot(

@@ -23,11 +23,11 @@ from ..errors import ParameterStateError, ShardingError, UnsupportedShardingErro
 from ..ir import UNIT, UNSHARD
 from .eager_autograd import drop_prefetched, finish_reads, full_parameter, take_part_unused, watch_outputs
 from .fsdp_module import FSDPModule, refuse_torch_sharding
-from .parameter_slot import ParameterSlot, local_shard, stored_parameters
+from .parameter_slot import ParameterSlot, local_shard, slots_of, stored_parameters
 from .shard_versions import version_of
 from .tensor_trees import cast_tensors, move_tensors
-from .tree import SLOTS, STORED, Tree
-from .unit import Unit
+from .tree import SLOTS, STORED, Tree, relabel
+from .unit import Unit, owner_of
 
 
 def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
@@ -97,7 +97,9 @@ def _make_property(name: str) -> property:
 def _register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
     """``nn.Module.register_parameter``; replaces a sharded parameter without reading it."""
     slot = self.__dict__[SLOTS].get(name)
-    if slot is None or name not in stored_parameters(self):
+    other = _slot_of(slot.unit.tree, param) if slot is not None else None
+    other = None if other is slot else other
+    if slot is None or (name not in stored_parameters(self) and other is None):
         nn.Module.register_parameter(self, name, param)
         return
     if param is not None and tuple(param.shape) != tuple(slot.global_shape):
@@ -105,7 +107,37 @@ def _register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) 
             f"parameter {slot.name} has shape {tuple(slot.global_shape)}; it cannot be replaced by one of "
             f"shape {tuple(param.shape)} after fully_shard"
         )
-    slot.replace(self, name, param)
+    if other is not None:
+        _tie(self, name, slot, other)
+    else:
+        slot.replace(self, name, param)
+
+
+def _slot_of(tree: Tree, param: Any) -> ParameterSlot | None:
+    """The slot of a sharded parameter of the model, also where ``unshard()`` shows it gathered."""
+    if param is None:
+        return None
+    for root in tree.roots:
+        for owner in root.modules():
+            for name, slot in slots_of(owner):
+                if slot.param is param or stored_parameters(owner).get(name) is param:
+                    return slot
+    return None
+
+
+def _tie(module: nn.Module, name: str, slot: ParameterSlot, other: ParameterSlot) -> None:
+    """Makes ``module.<name>`` another sharded parameter of the model: from now on both are gathered as one."""
+    unit, tree = owner_of(slot), owner_of(other).tree
+    unit.reshard()
+    other.unit.reshard()
+    shard = other.param
+    slot.owners.remove((module, name))
+    if not slot.owners:
+        unit.slots.remove(slot)
+    other.owners.append((module, name))
+    module.__dict__[SLOTS][name] = other
+    stored_parameters(module)[name] = shard
+    relabel(tree.roots)
 
 
 class _ReadInForward(MutableMapping[str, Any]):
