@@ -173,12 +173,9 @@ def transforms_active() -> bool:
 
 @contextmanager
 def outside_transforms(*, is_traced: bool = False) -> Iterator[None]:
-    """A context in which no transform of ``torch.func`` is active, as around the outermost one (checked: 2.13).
+    """A context in which no transform of ``torch.func`` is active (checked: 2.13).
 
-    ``linearize`` traces a forward-mode derivative with ``make_fx`` and without a transform.
-
-    Args:
-        is_traced: what runs inside is traced by ``make_fx``; if not, ``make_fx`` sees its results as constants.
+    ``make_fx``, which ``linearize`` calls without a transform, sees results as constants unless ``is_traced``.
     """
     if not (transforms_active() or forward_ad._current_level >= 0):
         yield
