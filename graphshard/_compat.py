@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from torch._functorch._aot_autograd.descriptors import (  # checked: 2.13
     SubclassGetAttrAOTOutput,
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # checked: 2.13
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # checked: 2.13
 from torch._guards import TracingContext, detect_fake_mode  # checked: 2.13
 from torch._prims.rng_prims import (  # checked: 2.13
     graphsafe_run_with_rng_state,
@@ -47,12 +48,14 @@ from torch.autograd import (  # checked: 2.11, 2.13, 2.14
     ProfilerState,
     _disable_profiler_legacy,
     _enable_profiler_legacy,
+    forward_ad,
 )
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # checked: 2.13
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module  # checked: 2.13
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode  # checked: 2.13
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # checked: 2.13
 from torch.utils._python_dispatch import TorchDispatchMode  # checked: 2.13
 from torch.utils._pytree import tree_leaves, tree_map  # checked: 2.13
@@ -85,6 +88,7 @@ __all__ = [
     "graph_break_after",
     "group_by_name",
     "group_timeout_seconds",
+    "in_backward",
     "in_recomputation",
     "is_composite",
     "is_described_result",
@@ -92,10 +96,12 @@ __all__ = [
     "is_to_local",
     "join_meshes",
     "lazy_graph_modules",
+    "make_fx_traces",
     "make_graph_module",
     "no_torch_function",
     "num_holders",
     "num_memory_holders",
+    "outside_transforms",
     "over_memory",
     "parameter_of_input",
     "queue_after_backward",
@@ -105,6 +111,7 @@ __all__ = [
     "storage_id",
     "store_of",
     "strided_shard",
+    "transforms_active",
     "tree_leaves",
     "tree_map",
     "uses_gloo",
@@ -159,12 +166,40 @@ def make_graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
+def transforms_active() -> bool:
+    """True inside ``torch.func.vmap``, ``grad``, ``jvp`` and the like; Dynamo evaluates it (checked: 2.13)."""
+    return torch._C._are_functorch_transforms_active()
+
+
+@contextmanager
+def outside_transforms(*, is_traced: bool = False) -> Iterator[None]:
+    """A context in which no transform of ``torch.func`` is active (checked: 2.13).
+
+    ``make_fx``, which ``linearize`` calls without a transform, sees results as constants unless ``is_traced``.
+    """
+    if not (transforms_active() or forward_ad._current_level >= 0):
+        yield
+        return
+    with temporarily_clear_interpreter_stack(), nullcontext() if is_traced else disable_proxy_modes_tracing():
+        yield
+
+
+def make_fx_traces() -> bool:
+    """True while ``make_fx`` traces what runs, as inside ``linearize`` (checked: 2.13)."""
+    return get_proxy_mode() is not None
+
+
+def in_backward() -> bool:
+    """True while autograd runs a backward on this thread (checked: 2.13)."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def in_recomputation() -> bool:
     """True while a checkpointed region is recomputed: in a backward, with gradients enabled (checked: 2.13).
 
     A hook in a backward with ``create_graph=True`` looks the same.
     """
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
+    return torch.is_grad_enabled() and in_backward()
 
 
 #: The ``__torch_function__`` of a tensor subclass that has none of its own, as ``nn.Parameter`` (checked: 2.13).

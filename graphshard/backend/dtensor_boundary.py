@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from .._compat import detect_fake_mode, is_to_local
 from ..errors import ParameterStateError
 from ..fsdp import Version, as_complex, unit_of, version_of
-from ..ir import UNSHARD, UnshardCall, padded_shape
+from ..ir import UNSHARD, UnshardCall, padded_shape, unshard_outside_transforms
 from .parameter_writes import ParameterWrite, return_written, store_written, views_for_gather
 
 #: How Dynamo writes ``torch.utils.checkpoint``: (body, *operands), the body a graph of its own.
@@ -86,6 +86,7 @@ def enter_boundary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boundar
     Raises:
         ParameterStateError: a parameter is written to where that cannot be carried out.
     """
+    _move_gathers_out_of_transforms(gm)
     inputs = list(example_inputs)
     writes = return_written(gm, example_inputs)
     crossings = []
@@ -126,6 +127,21 @@ def cross_boundary(
     """
     boundary = enter_boundary(gm, example_inputs)
     return boundary.wrap(compile_graph(gm, boundary.inputs))
+
+
+def _move_gathers_out_of_transforms(gm: fx.GraphModule) -> None:
+    """Gathers parameters read inside transforms of ``torch.func`` at the top of the graph, where none is active."""
+    reads = gm.graph.find_nodes(op="call_function", target=unshard_outside_transforms)
+    first = next(node for node in gm.graph.nodes if node.op != "placeholder")
+    for read in reads:
+        param, *arguments = read.args
+        with gm.graph.inserting_before(first):
+            value = gm.graph.call_method("to_local", (param,))
+            if arguments:
+                value = gm.graph.call_function(UNSHARD, (value, *arguments))
+        value.meta = dict(read.meta)
+        read.replace_all_uses_with(value)
+        gm.graph.erase_node(read)
 
 
 def _followed(placeholder: fx.Node) -> list[fx.Node] | None:

@@ -174,7 +174,9 @@ def _torch_module_that_runs() -> str | None:
 
 
 def _warn_if_never_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    plain = [value for value in example_inputs if type(value) is torch.nn.Parameter and value.requires_grad]
+    # What unshard() shows is no leaf: it is the result of a gather.
+    trained = (value for value in example_inputs if type(value) is torch.nn.Parameter and value.requires_grad)
+    plain = [value for value in trained if value.is_leaf]
     sharded = any(isinstance(value, dist.tensor.DTensor) for value in example_inputs)
     if plain and not sharded and not gm.graph.find_nodes(op="call_function", target=UNSHARD):
         torch_module = _torch_module_that_runs()

@@ -8,13 +8,15 @@ parameters still gather the same. Code that Dynamo traces reads parameters one b
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..ir import UnshardCall, gradient_call
+from ..ir import COMMS, UnshardCall, gradient_call
+from .eager_collectives import reduce_together
 from .parameter_slot import ParameterSlot, even_offset, local_shard
 from .shard_versions import FullRead, version_of
 from .tensor_trees import tensors_in
@@ -26,16 +28,20 @@ class _GatherUnit(torch.autograd.Function):
     """From the shards of a unit to its full parameters; backward: from their gradients to those of the shards."""
 
     @staticmethod
-    def forward(ctx: Any, unit: Unit, slots: list[ParameterSlot], *shards: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, unit: Unit, slots: list[ParameterSlot], is_shown: bool, *shards: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         # What a gather returns are views, to which autograd lets nobody write in place.
         held = [slot.as_held(full) for slot, full in zip(slots, unit.gather(slots), strict=True)]
         fulls = tuple(full.data if type(full) is Tensor else full for full in held)
-        ctx.unit = unit
         ctx.is_complex = [slot.is_complex for slot in slots]
+        # A module that shows the result would keep itself alive through the unit: no garbage collector sees that.
+        ctx.unit = weakref.ref(unit) if is_shown else lambda: unit
+        handle = _handle_of_comms(unit) if is_shown else unit.handle
         ctx.calls = [
             gradient_call(
-                UnshardCall(None, unit.handle, *slot.arguments), None, shard.shape, shard.dtype, shard.device
+                UnshardCall(None, handle, *slot.arguments), None, shard.shape, shard.dtype, shard.device
             )
             for slot, shard in zip(slots, shards, strict=True)
         ]
@@ -52,24 +58,35 @@ class _GatherUnit(torch.autograd.Function):
             for index, grad in given.items()
         ]
         calls = [ctx.calls[index]._replace(grad=grad) for index, grad in zip(given, sent, strict=True)]
-        reduced = ctx.unit.reduce(calls)
+        unit = ctx.unit()
+        reduced = unit.reduce(calls) if unit is not None else reduce_together(calls)
         result: list[Tensor | None] = [None] * len(grads)
         for index, grad in zip(given, reduced, strict=True):
             # The backward of view_as_real makes complex numbers of it.
             result[index] = even_offset(grad) if ctx.is_complex[index] and grad is not None else grad
-        return (None, None, *result)
+        return (None, None, None, *result)
 
 
-class _ReadShard(torch.autograd.Function):
-    """The shard itself as the full parameter, where one rank holds it: no view, so a forward may write to it."""
+class _ReadHeld(torch.autograd.Function):
+    """As the full parameter a tensor that is held anyway: the shard, where one rank holds it all, or what is shown.
+
+    It is no view, so a forward may write to it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, shard: Tensor) -> Tensor:
-        return shard.data
+    def forward(ctx: Any, held: Tensor) -> Tensor:
+        return held.data
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
+
+
+def _handle_of_comms(unit: Unit) -> Tensor:
+    """A handle that leads to the collectives of a unit, and not to the unit."""
+    handle = torch.empty_like(unit.handle)
+    setattr(handle, COMMS, unit.settings.comms)
+    return handle
 
 
 def full_parameter(slot: ParameterSlot) -> Tensor:
@@ -125,19 +142,48 @@ def drop_prefetched(tree: Tree) -> None:
         unit.drop_prefetched()
 
 
+def show_gathered(unit: Unit) -> None:
+    """Makes the modules show the gathered parameters of a unit, and gradients of what they show reach the shards.
+
+    What is shown already, and still valid, stays the same tensor.
+    """
+    slots = [slot for slot in unit.slots if unit.gathered_value(slot.name) is not None]
+    slots = [slot for slot in slots if slot.valid_shown is None]
+    if slots:
+        for slot, full in zip(slots, _gathered(unit, slots, is_shown=True), strict=True):
+            slot.show(full)
+
+
 def _gather_all(unit: Unit, in_use: dict[str, FullRead]) -> None:
-    _gather(unit, [slot for slot in unit.slots if slot.needs_op and slot.name not in in_use], in_use)
+    slots = [slot for slot in unit.slots if slot.needs_op and slot.name not in in_use]
+    _gather(unit, [slot for slot in slots if not slot.is_substituted], in_use)
     for other in unit.forward_prefetch:
         other.prefetch()
 
 
 def _gather(unit: Unit, slots: list[ParameterSlot], in_use: dict[str, FullRead]) -> None:
-    # Also under no_grad: a parameter first read there may be read again where gradients are needed. A tensor of
-    # inference mode has no version, so a write to it would go unnoticed.
-    with torch.inference_mode(False), torch.enable_grad():
-        if slots and not slots[0].needs_op:
-            fulls = tuple(_ReadShard.apply(local_shard(slot)) for slot in slots)
-        else:
-            fulls = _GatherUnit.apply(unit, slots, *(slot.as_sent(local_shard(slot)) for slot in slots))
-        for slot, full in zip(slots, fulls, strict=True):
-            in_use[slot.name] = FullRead.of(full, slot.as_read(full), version_of(slot.param))
+    """Enters the parameters as a forward reads them; those that the modules show are not gathered."""
+    # A tensor of inference mode has no version, so a write to it would go unnoticed.
+    with torch.inference_mode(False):
+        missing = []
+        for slot in slots:
+            shown = slot.valid_shown if slot.needs_op else local_shard(slot)
+            if shown is None or (slot.needs_op and type(shown) is not nn.Parameter):
+                missing.append(slot)
+            else:
+                with torch.enable_grad():
+                    _enter(slot, _ReadHeld.apply(shown), in_use)
+        if missing:
+            for slot, full in zip(missing, _gathered(unit, missing), strict=True):
+                _enter(slot, full, in_use)
+
+
+def _enter(slot: ParameterSlot, full: Tensor, in_use: dict[str, FullRead]) -> None:
+    with torch.enable_grad():
+        in_use[slot.name] = FullRead.of(full, slot.as_read(full), version_of(slot.param))
+
+
+def _gathered(unit: Unit, slots: list[ParameterSlot], is_shown: bool = False) -> tuple[Tensor, ...]:
+    # Also under no_grad: a parameter first read there may be read again where gradients are needed.
+    with torch.enable_grad():
+        return _GatherUnit.apply(unit, slots, is_shown, *(slot.as_sent(local_shard(slot)) for slot in slots))

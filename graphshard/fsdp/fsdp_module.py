@@ -29,8 +29,9 @@ from ..errors import (
 )
 from ..ir import UNIT
 from .deepcopy import copy_sharded
+from .eager_autograd import show_gathered
 from .eager_collectives import PendingGather
-from .parameter_slot import slots_of
+from .parameter_slot import slots_of, zero_gradients
 from .row_layout import lay_out
 from .unit import Unit
 
@@ -51,6 +52,7 @@ class UnshardHandle:
     def wait(self) -> None:
         """Waits for the gather; after it the module's parameters are the full ones."""
         self._unit.finish_unshard(self._pending)
+        show_gathered(self._unit)
 
 
 def refuse_state(unit: Unit, what: str) -> NoReturn:
@@ -112,7 +114,8 @@ class FSDPModule(TorchFSDPModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this unit's parameters, not those of units below, and keeps them until :meth:`reshard`.
 
-        Until then ``module.parameters()`` shows the full parameters. Writes to them are lost.
+        Until then ``module.parameters()`` shows the full parameters. Gradients of what is computed from them, also
+        outside of a forward, are reduced and added to those of the shards. Writes to them are lost.
 
         Args:
             async_op: return a handle at once, and gather in the background.
@@ -146,6 +149,11 @@ class FSDPModule(TorchFSDPModule):
                 "fully_shard"
             )
         unit.tree.reset()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """``nn.Module.zero_grad``, on the shards: also of parameters that are shown gathered."""
+        assert isinstance(self, nn.Module)
+        zero_gradients(self, set_to_none)
 
     @_untraced
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:

@@ -33,6 +33,7 @@ class ParameterSlot:
         arguments: the arguments after shard and handle in a call of ``graphshard::unshard``; Dynamo guards on them.
         needs_op: a forward reads the result of ``graphshard::unshard``; if False, the shard itself.
         hidden: the sharded parameter while the owners show the gathered one; else None.
+        shown: the gathered parameter that they show then.
         version: its version when an uncompiled forward last read it.
         is_extended: the shard is a tensor subclass with a gather extension.
         is_complex: it is complex; it travels as reals, with a last dim of 2, and so does its gradient.
@@ -50,6 +51,7 @@ class ParameterSlot:
     arguments: tuple[Any, ...] = ()
     needs_op: bool = True
     hidden: nn.Parameter | None = None
+    shown: nn.Parameter | None = None
     version: Version | None = None
     is_extended: bool = False
     is_complex: bool = False
@@ -81,7 +83,7 @@ class ParameterSlot:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterSlot:
         """The slot of a copied parameter; the copied modules are added to ``owners`` later."""
-        return replace(self, unit=copy.deepcopy(self.unit, memo), owners=[], hidden=None)
+        return replace(self, unit=copy.deepcopy(self.unit, memo), owners=[], hidden=None, shown=None)
 
     def refresh(self) -> None:
         """Rebuilds ``arguments``; call it after the name, the unit's label or a setting has changed."""
@@ -135,13 +137,31 @@ class ParameterSlot:
         for owner, each in self.owners if param is not None else [(module, name)]:
             stored_parameters(owner)[each] = param
 
+    @property
+    def valid_shown(self) -> nn.Parameter | None:
+        """What the owners show, if the shard has not changed or been frozen since; else None."""
+        shown = self.shown if self.unit.gathered_value(self.name) is not None else None
+        return shown if shown is not None and shown.requires_grad == self.param.requires_grad else None
+
+    @property
+    def is_substituted(self) -> bool:
+        """Whether ``torch.func.functional_call`` has put another value in the parameter's place."""
+        entries = [stored_parameters(owner)[name] for owner, name in self.owners]
+        if self.hidden is not None:
+            return any(entry is not self.shown for entry in entries)
+        return any(map(is_substitute, entries))
+
     def show(self, full: Tensor) -> None:
-        """Makes the owners show the gathered parameter instead of the shard."""
+        """Makes the owners show the gathered parameter instead of the shard.
+
+        Args:
+            full: the gathered tensor, whose gradient autograd takes to the shard.
+        """
         if self.hidden is None:
             self.hidden = self.param
-        shown = nn.Parameter(self.as_read(full.detach()), requires_grad=self.hidden.requires_grad)
+        self.shown = _as_parameter(self.as_read(full))
         for owner, name in self.owners:
-            stored_parameters(owner)[name] = shown
+            stored_parameters(owner)[name] = self.shown
 
     def add_gradient(self, reduced: Tensor) -> None:
         """Adds the reduced gradient of the shard to ``.grad``, and calls the parameter's hooks."""
@@ -158,11 +178,11 @@ class ParameterSlot:
             self.param.grad = torch.zeros_like(self.param)
 
     def hide(self) -> None:
-        """Makes the owners show the shard again."""
-        if self.hidden is not None:
+        """Makes the owners show the shard again; while the parameter is substituted, it stays as it is."""
+        if self.hidden is not None and not self.is_substituted:
             for owner, name in self.owners:
                 stored_parameters(owner)[name] = self.hidden
-            self.hidden = None
+            self.hidden = self.shown = None
 
 
 def local_shard(slot: ParameterSlot) -> Tensor:
@@ -174,10 +194,7 @@ def local_shard(slot: ParameterSlot) -> Tensor:
     """
     param = slot.param
     if not isinstance(param, DTensor):
-        raise ParameterStateError(
-            f"parameter {slot.name} was replaced by a {type(param).__name__} of shape {tuple(param.shape)}; "
-            f"a sharded parameter must stay a DTensor: use distribute_tensor() on the new value"
-        )
+        raise replaced(slot, param)
     local = param.to_local()
     if slot.unit.settings.compute_device is not None and local.device.type not in ("cpu", "meta"):
         found = [
@@ -199,6 +216,33 @@ def local_shard(slot: ParameterSlot) -> Tensor:
             "call model.to_empty(device=...) and initialise them before the first forward"
         )
     return local
+
+
+def is_substitute(value: Tensor | None) -> bool:
+    """Whether an entry of ``_parameters`` is a full value from ``torch.func.functional_call``.
+
+    All other entries are parameters, or shards.
+    """
+    return value is not None and not isinstance(value, (nn.Parameter, DTensor))
+
+
+def _as_parameter(value: Tensor) -> nn.Parameter:
+    """An ``nn.Parameter`` that shares the memory of ``value``; unlike a new one, it keeps the autograd graph."""
+    if not value.requires_grad:
+        return nn.Parameter(value.detach(), requires_grad=False)
+    if type(value) is Tensor:
+        return value.as_subclass(nn.Parameter)
+    value._is_param = True  # how torch itself makes parameters of other subclasses
+    return value
+
+
+def replaced(slot: ParameterSlot, value: Tensor) -> ParameterStateError:
+    """The error for a parameter in whose place stands something else."""
+    return ParameterStateError(
+        f"parameter {slot.name} was replaced by a {type(value).__name__} of shape {tuple(value.shape)}; "
+        "a sharded parameter must stay a DTensor: use distribute_tensor() on the new value. Values for "
+        "torch.func.functional_call must be tensors that are no nn.Parameter"
+    )
 
 
 def store_parameters(module: nn.Module) -> None:
@@ -230,6 +274,18 @@ def even_offset(reals: Tensor) -> Tensor:
 def slots_of(module: nn.Module) -> Iterator[tuple[str, ParameterSlot]]:
     """The sharded parameters that a module itself holds, by attribute name."""
     yield from module.__dict__.get(SLOTS, {}).items()
+
+
+def zero_gradients(module: nn.Module, set_to_none: bool) -> None:
+    """``nn.Module.zero_grad``, on the shards: also of parameters that are shown gathered."""
+    slots = [slot for each in module.modules() for _, slot in slots_of(each)]
+    shards = {id(slot.shown): slot.param for slot in slots if slot.shown is not None}
+    for shown in module.parameters():
+        param = shards.get(id(shown), shown)
+        if set_to_none:
+            param.grad = None
+        elif param.grad is not None:
+            param.grad.requires_grad_(False).zero_()
 
 
 def _labels(units: Sequence[TreeUnit]) -> str:

@@ -15,16 +15,23 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from .._compat import in_recomputation, register_backend
+from .._compat import (
+    in_recomputation,
+    make_fx_traces,
+    outside_transforms,
+    register_backend,
+    transforms_active,
+)
 from .._compat_composable import watch_torch_sharding
 from .._compat_frames import leave_frame_to_python, leave_frames_to_python
 from ..errors import ParameterStateError, ShardingError, UnsupportedShardingError
-from ..ir import UNIT, UNSHARD
+from ..ir import UNIT, UNSHARD, unshard_outside_transforms
 from .eager_autograd import drop_prefetched, finish_reads, full_parameter, take_part_unused, watch_outputs
 from .fsdp_module import FSDPModule, refuse_torch_sharding
-from .parameter_slot import ParameterSlot, local_shard, slots_of, stored_parameters
-from .shard_versions import version_of
+from .parameter_slot import ParameterSlot, is_substitute, local_shard, replaced, slots_of, stored_parameters
+from .shard_versions import FullParameter, version_of
 from .tensor_trees import cast_tensors, move_tensors
 from .tree import SLOTS, STORED, Tree, relabel
 from .unit import Unit, owner_of
@@ -49,15 +56,32 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
             "MixedPrecisionPolicy(param_dtype=...)"
         )
     param = stored_parameters(module)[name]
-    if param is None or not is_read or type(param) is torch.Tensor:
-        return param  # torch.func.functional_call has put a tensor in its place
+    if param is None or not is_read:
+        return param
+    if is_substitute(param):
+        return _substituted(slot, param)
+    if not isinstance(slot.param, DTensor) or (slot.hidden is not None and param is not slot.shown):
+        raise replaced(slot, param)
     if not torch.compiler.is_compiling():
-        _check_version(slot)
-        return full_parameter(slot)
+        with outside_transforms():
+            _check_version(slot)
+            full = full_parameter(slot)
+        if make_fx_traces() and type(full) is FullParameter:
+            full.__class__ = torch.Tensor  # make_fx knows no other class
+        return full
+    if transforms_active():
+        arguments = (unit.handle, *slot.arguments) if slot.needs_op else ()
+        return slot.as_read(unshard_outside_transforms(slot.param, *arguments))
     local = local_shard(slot)
     return slot.as_read(
         UNSHARD(slot.as_sent(local), unit.handle, *slot.arguments) if slot.needs_op else local
     )
+
+
+def _substituted(slot: ParameterSlot, value: torch.Tensor) -> torch.Tensor:
+    """What a forward reads of a full value that ``torch.func.functional_call`` has put in a parameter's place."""
+    dtype = slot.unit.settings.mp_policy.param_dtype
+    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
 
 def _is_reading(tree: Tree) -> bool:
@@ -349,10 +373,12 @@ def run_inside_tree(
     outer = None if is_compiling else unit.begin_forward()
     try:
         if not is_compiling and unit.reduces_unused:
-            take_part_unused(unit)
+            with outside_transforms():
+                take_part_unused(unit)
         outputs = method(*args, **kwargs)
         if not is_compiling:
-            finish_reads(unit)
+            with outside_transforms():
+                finish_reads(unit)
             if not was_in_forward:
                 watch_outputs(tree, outputs)
     finally:

@@ -6,6 +6,7 @@ from that module. :class:`TreeUnit` declares what this file and the slots use of
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -116,6 +117,7 @@ class Tree:
         waiting: gradients of a unit wait for a reduction.
         max_reductions: the largest ``max_reductions`` of its units.
         graph_breaks: places where Dynamo has cut a forward of the model into several graphs.
+        has_warned: a warning has said that another compiler runs a graph of the model.
         numbers: by process group, the number of this model among those whose graphs were planned there.
     """
 
@@ -128,6 +130,7 @@ class Tree:
     max_reductions: int = 0
     graph_breaks: set[str] = field(default_factory=set)
     numbers: dict[str, int] = field(default_factory=dict)
+    has_warned: bool = False
     _end_is_queued: bool = False
     _last_run: str = ""
     _next_run: dict[str, str] = field(default_factory=dict)
@@ -160,6 +163,17 @@ class Tree:
             return
         for unit in dict.fromkeys([*self.running, *(unit for unit, _ in self.read_alone.values())]):
             unit.write_back()
+
+    def warn_unplanned(self) -> None:
+        """Warns, once, that a graph runs gathers and reductions of the model one by one."""
+        if self.has_warned:
+            return
+        self.has_warned = True
+        warnings.warn(
+            "graphshard: this model was compiled by a backend that does not plan its collectives, so each parameter is "
+            'gathered and reduced alone, and nothing overlaps; use torch.compile(model, backend="graphshard")',
+            stacklevel=3,
+        )
 
     def reset(self) -> None:
         """Drops the state that an interrupted forward or backward has left."""

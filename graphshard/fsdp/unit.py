@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..coordination import meet
-from ..errors import ParameterStateError
+from ..errors import ParameterStateError, UnsupportedShardingError
 from ..ir import COMMS, UNIT, ReduceGradCall, UnshardCall, gradient_call, unit_state_of
 from .eager_collectives import PendingGather, any_rank, write_back
 from .parameter_slot import ParameterSlot, local_shard
@@ -202,6 +202,7 @@ class Unit:
     def start_unshard(self, slots: Sequence[ParameterSlot] | None = None) -> PendingGather:
         """Starts to gather those of ``slots`` (None: of all) that are not gathered; one collective for each dtype."""
         wanted = self.slots if slots is None else slots
+        wanted = [slot for slot in wanted if slot.hidden is not None or not slot.is_substituted]
         missing = [
             (slot, slot.as_sent(local_shard(slot)))
             for slot in wanted
@@ -297,13 +298,9 @@ class Unit:
             self.in_use.pop(name, None)
 
     def finish_unshard(self, pending: PendingGather) -> None:
-        """Waits for a gather of this unit, keeps the full parameters, and makes the modules show them."""
+        """Waits for a gather of this unit, and keeps the full parameters."""
         for name, full in pending.take().items():
             self.keep(name, full)
-        for slot in self.slots:
-            kept = self.gathered_value(slot.name)
-            if kept is not None:
-                slot.show(kept)
 
     def drop_prefetched(self) -> None:
         """Waits for a prefetched gather that no forward has used, and frees its result."""
@@ -369,6 +366,33 @@ class Unit:
         for call in calls:
             self.add_unreduced(call.name, call.grad.to(call.reduce_dtype or call.grad.dtype, copy=True))
         return [None] * len(calls)
+
+    def reduce_unplanned(self, call: ReduceGradCall) -> Tensor:
+        """Reduces one gradient in a graph of another compiler.
+
+        Returns:
+            The gradient of the shard; zeros if it waits, because a graph cannot return "no gradient".
+
+        Raises:
+            UnsupportedShardingError: it waits, and a hook of the parameter would get the zeros.
+        """
+        waits = not self.reduce_grads or self.reduces_unused
+        waits |= call.replicate_size > 1 and not self.all_reduce_grads
+        if waits and getattr(self.slot_of(call.name).param, "_post_accumulate_grad_hooks", None):
+            raise UnsupportedShardingError(
+                f"parameter {call.name} has a post-accumulate-grad hook, and its gradient waits for a reduction: a "
+                "compiler other than graphshard would call the hook without a gradient; use "
+                'torch.compile(backend="graphshard"), or leave the gradient sync on and '
+                "set_reduce_scatter_unused_params off"
+            )
+        (reduced,) = self.reduce([call])
+        if reduced is not None:
+            return reduced
+        return torch.zeros(call.shard_shape, dtype=call.dtype, device=call.device or call.grad.device)
+
+    def warn_unplanned(self) -> None:
+        """Warns, once for each model, that another compiler runs its gathers and reductions one by one."""
+        self.tree.warn_unplanned()
 
     def _reduce_now(self, calls: Sequence[ReduceGradCall]) -> list[Tensor | None]:
         result = self.gradients.reduce(calls, unit=self.label, all_reduce=self.all_reduce_grads)

@@ -106,7 +106,7 @@ from .rewrite import (
     stable_topological_sort,
     type_key,
 )
-from .shard_ops import REDUCE_GRAD, UNSHARD
+from .shard_ops import REDUCE_GRAD, UNSHARD, unshard_outside_transforms
 from .shard_rows import RowPlace, ShardedShape, are_neighbours, lie_in_a_row, moved_to_row, row_offsets
 from .tensor_sizes import is_contiguous, size_hint, stored_bytes, tensor_bytes, tensors_of
 
@@ -223,6 +223,7 @@ __all__ = [
     "touches",
     "type_key",
     "unit_state_of",
+    "unshard_outside_transforms",
     "value_text",
     "viewed",
     "waits_of",

@@ -38,6 +38,14 @@ class UnitState(Protocol):
         """Meets the other ranks before they gather the named parameters of the unit."""
         ...
 
+    def warn_unplanned(self) -> None:
+        """Warns, once for each model, that a graph runs the shard ops one by one."""
+        ...
+
+    def reduce_unplanned(self, call: ReduceGradCall) -> Tensor:
+        """Reduces one gradient in a graph that runs the shard ops one by one; zeros if it waits."""
+        ...
+
     def reduce(self, calls: Sequence[ReduceGradCall]) -> list[Tensor | None]:
         """Reduces gradients in an uncompiled backward; None for each that waits for a later micro-batch."""
         ...

@@ -5,6 +5,9 @@ They say which data must be where, and not how it gets there. A call carries eve
 printed graph is the whole program and compile caches stay sound. Each op has a fake and an eager implementation. The
 backward of ``unshard`` is ``reduce_grad``, so a sharded model trains uncompiled too.
 
+Graphs of other compilers run these ops one by one. The backend ``graphshard`` lowers them, and a model that runs
+uncompiled does not call them (:mod:`graphshard.fsdp.eager_autograd`).
+
 What a user switches between steps (gradient sync, parameters kept gathered) is state of the unit, not of the graph.
 The argument ``handle`` leads to it (:mod:`graphshard.ir.handles`).
 """
@@ -17,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._compat import in_backward, outside_transforms
 from .handles import unit_state_of
 from .lowering import EagerEmitter, emit_reduce_grad, emit_unshard
 from .params import ReduceGradCall, UnshardCall, gradient_call, padded_shape
@@ -63,15 +67,16 @@ def unshard(
         row_offset,
     )  # fmt: skip
     owner = unit_state_of(handle)
-    kept = owner.gathered_value(name) if owner is not None else None
-    if kept is not None:
-        return kept.view(kept.shape)  # a new tensor object: autograd sets attributes on it
     if owner is not None:
+        owner.warn_unplanned()
+        kept = owner.gathered_value(name)
+        if kept is not None:
+            return kept.clone()  # the compiler of the graph may write over what an op returns
         owner.meet_for_gather([name], call)
     full = emit_unshard(EagerEmitter(), call)
     full = full.clone() if full is shard else full
     if owner is not None and owner.keeps_from_forward:
-        owner.keep(name, full)
+        owner.keep(name, full.clone())
     return full
 
 
@@ -125,6 +130,9 @@ def reduce_grad(
         replicate_axis, replicate_size, replicate_group, reduce_dtype, divide_factor, force_sum, all_reduce,
         device, custom,
     )  # fmt: skip
+    owner = unit_state_of(handle)
+    if owner is not None and in_backward():
+        return owner.reduce_unplanned(call)
     reduced: Tensor = emit_reduce_grad(EagerEmitter(), call)
     is_input = any(reduced is given for given in (grad, unreduced, partial))
     return reduced.clone() if is_input else reduced
@@ -158,6 +166,24 @@ def _reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 unshard.register_autograd(_reduce, setup_context=_save_for_reduction)
+
+
+@torch.compiler.allow_in_graph
+def unshard_outside_transforms(param: Tensor, *arguments: Any) -> Tensor:
+    """What a forward reads inside a transform of ``torch.func`` (``vmap``, ``grad``, ``jvp``, ...).
+
+    A sharded parameter is a constant of these transforms, which can neither batch nor differentiate its gather. So the
+    gather runs outside of all of them; autograd differentiates it there. Dynamo writes a call of this function into its
+    graph, and the backend ``graphshard`` moves the gather to the top of it.
+
+    Args:
+        param: the sharded parameter, a DTensor.
+        arguments: those of ``graphshard::unshard`` after the shard; none if the shard itself is read.
+    """
+    with outside_transforms(is_traced=True):
+        local = param.to_local()
+        return UNSHARD(local, *arguments) if arguments else local
+
 
 UNSHARD = torch.ops.graphshard.unshard.default
 REDUCE_GRAD = torch.ops.graphshard.reduce_grad.default

@@ -13,6 +13,9 @@ from graphshard.backend.dtensor_boundary import CHECKPOINTED_REGION, Crossing, c
 from graphshard.ir.params import shard_shape
 from graphshard.ir.shard_ops import UNSHARD
 
+#: Graphs run as they were captured here, which a real model is warned of.
+pytestmark = pytest.mark.filterwarnings("ignore:graphshard. this model was compiled by a backend:UserWarning")
+
 ROWS_OF_FIVE = [2, 2, 1, 0]
 #: Shapes of the handles of the two units with parameters.
 UNIT_HANDLES = [(0,), (0,)]

@@ -13,6 +13,9 @@ from graphshard.ir.collectives import ALL_GATHER, REDUCE_SCATTER
 from graphshard.ir.graph_text import dtype_text
 from graphshard.testing import capture_graphs
 
+#: Graphs run as they were captured here, which a real model is warned of.
+pytestmark = pytest.mark.filterwarnings("ignore:graphshard. this model was compiled by a backend:UserWarning")
+
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 
 

@@ -12,6 +12,9 @@ from graphshard.fsdp import Tree, Unit
 from graphshard.fsdp.unit_settings import UnitSettings
 from graphshard.ir import UNIT
 
+#: Graphs run as they were captured here, which a real model is warned of.
+pytestmark = pytest.mark.filterwarnings("ignore:graphshard. this model was compiled by a backend:UserWarning")
+
 #: What changes an inner unit, and whether its forward is traced again then.
 CHANGES: dict[str, tuple[Callable[[FSDPModule, FSDPModule], None], bool]] = {
     "reshard_after_forward": (lambda unit, _: unit.set_reshard_after_forward(False), True),

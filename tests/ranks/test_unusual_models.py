@@ -350,25 +350,6 @@ def test_hybrid_sharding_of_uneven_widths(run_on_gloo_ranks, implementation, dim
     run_on_gloo_ranks(4, train_hybrid_uneven, implementation, dim)
 
 
-def differentiate_forward_mode(implementation: str) -> None:
-    """`torch.func.jvp` with regard to the input."""
-    torch.manual_seed(42)
-    reference = build_mlp((6, 5), (5, 3))
-    model = shard_units(implementation, copy.deepcopy(reference), [])
-    x, tangent = batch_of(0), batch_of(1)
-    expected = torch.func.jvp(reference, (x,), (tangent,))
-    if implementation == "fsdp2":
-        assert_close(torch.func.jvp(model, (x,), (tangent,)), expected)
-        return
-    with pytest.raises(RuntimeError, match="setup_context"):
-        torch.func.jvp(model, (x,), (tangent,))
-
-
-@pytest.mark.parametrize("implementation", UNCOMPILED)
-def test_forward_mode_derivatives(run_on_gloo_ranks, implementation):
-    run_on_gloo_ranks(2, differentiate_forward_mode, implementation)
-
-
 def test_tensor_parallelism_on_another_device(fake_group):
     """A DTensor on a mesh of another device type cannot be cut over this one."""
     fake_group(2)
