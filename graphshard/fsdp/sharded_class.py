@@ -369,7 +369,7 @@ def run_inside_tree(
     is_compiling = torch.compiler.is_compiling()
     was_in_forward = tree.in_forward
     if not was_in_forward:  # Dynamo of torch 2.11 cannot trace a write in a checkpointed region
-        tree.in_forward = True
+        tree.forwards.append(True)
     outer = None if is_compiling else unit.begin_forward()
     try:
         if not is_compiling and unit.reduces_unused:
@@ -383,7 +383,7 @@ def run_inside_tree(
                 watch_outputs(tree, outputs)
     finally:
         if not was_in_forward:
-            tree.in_forward = False
+            tree.forwards.clear()
         if not is_compiling:
             unit.end_forward(outer)
             if not was_in_forward:

@@ -109,7 +109,8 @@ class Tree:
     """The state that all units of one model share.
 
     Attributes:
-        in_forward: a forward of the model is running.
+        forwards: has an item while a forward of the model is running. A list, because Dynamo of torch 2.13 loses what
+            is assigned to an attribute a second time if a ``torch.cond`` lies between; it keeps changes of a list.
         running: the units whose uncompiled forwards are running, the outermost first.
         read_alone: full parameters that the forward has read outside of the forwards of their units, by name.
         roots: the outermost modules.
@@ -121,7 +122,7 @@ class Tree:
         numbers: by process group, the number of this model among those whose graphs were planned there.
     """
 
-    in_forward: bool = False
+    forwards: list[bool] = field(default_factory=list)
     running: list[TreeUnit] = field(default_factory=list)
     read_alone: dict[str, tuple[TreeUnit, FullRead]] = field(default_factory=dict)
     roots: list[nn.Module] = field(default_factory=list)
@@ -135,6 +136,11 @@ class Tree:
     _last_run: str = ""
     _next_run: dict[str, str] = field(default_factory=dict)
     _branches: dict[str, set[str]] = field(default_factory=dict)
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward of the model is running."""
+        return bool(self.forwards)
 
     def follow(self, group_name: str, run: str, what: str, *, branch: str) -> None:
         """Checks, where that is not certain, that all ranks run the same collectives; called before a graph starts.
@@ -179,7 +185,8 @@ class Tree:
         """Drops the state that an interrupted forward or backward has left."""
         self.running.clear()
         self.read_alone.clear()
-        self.in_forward = self.waiting = self._end_is_queued = False
+        self.forwards.clear()
+        self.waiting = self._end_is_queued = False
         self._last_run = ""
         for unit in self.units():
             unit.drop_iteration()

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard.errors import GraphShardError, UnsupportedShardingError
-from graphshard.fsdp import Tree, slots_of
+from graphshard.fsdp import slots_of
 from graphshard.ir.params import UnshardCall
 
 Mesh = Callable[..., DeviceMesh]
@@ -192,16 +192,20 @@ def test_register_forward_method_checks_its_arguments(fake_group: Mesh) -> None:
 
 def test_only_the_outermost_forward_marks_the_tree(fake_group: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _sharded(fake_group(1))
-    marks = []
+    marks: list[str] = []
 
-    def mark(tree: Tree, name: str, value: Any) -> None:
-        if name == "in_forward":
-            marks.append(value)
-        object.__setattr__(tree, name, value)
+    class Marks(list[bool]):
+        def append(self, value: bool) -> None:
+            marks.append("enter")
+            super().append(value)
 
-    monkeypatch.setattr(Tree, "__setattr__", mark)
+        def clear(self) -> None:
+            marks.append("leave")
+            super().clear()
+
+    model._graphshard_unit.tree.forwards = Marks()
     model(torch.ones(4))
-    assert marks == [True, False]
+    assert marks == ["enter", "leave"] and not model._graphshard_unit.tree.in_forward
 
 
 def test_reset_is_for_the_root(fake_group: Mesh) -> None:

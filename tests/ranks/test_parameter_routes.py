@@ -9,6 +9,7 @@ from support.implementations import GRAPHSHARD, compile_if_asked, shard_units
 from support.parity import check_sharded_parity
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 from graphshard.errors import UnsupportedShardingError
@@ -145,3 +146,33 @@ def call_with_other_parameters(implementation: str) -> None:
 @pytest.mark.parametrize("implementation", GRAPHSHARD)
 def test_functional_call_in_a_forward(run_on_gloo_ranks, implementation):
     run_on_gloo_ranks(2, call_with_other_parameters, implementation)
+
+
+class Branching(nn.Module):
+    """A weight is an operand of a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Inner(), Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        operands = (self.first(x), self.second.weight)
+        return torch.cond(x.sum() > 0, lambda x, w: x @ w, lambda x, w: x @ w * 2, operands)
+
+
+def _cond() -> None:
+    torch.manual_seed(0)
+    reference = Branching()
+    model = copy.deepcopy(reference)
+    shard_units("compiled", model, [])
+    compiled = torch.compile(model, backend="graphshard")
+    x = torch.ones(3, 4)
+    for run in (reference, compiled):
+        run(x).square().mean().backward()
+    # Dynamo loses what is assigned to an attribute behind a cond: these are shards again all the same.
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    check_sharded_parity(reference, model)
+
+
+def test_weights_as_operands_of_cond(run_on_gloo_ranks) -> None:
+    run_on_gloo_ranks(2, _cond)
