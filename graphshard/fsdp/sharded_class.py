@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat import in_recomputation, register_backend
+from .._compat import in_recomputation, is_tracing, register_backend
 from .._compat_composable import watch_torch_sharding
 from .._compat_frames import leave_frame_to_python, leave_frames_to_python
 from ..errors import ParameterStateError, ShardingError, UnsupportedShardingError
@@ -155,8 +155,10 @@ def _read_parameters(self: nn.Module) -> Any:
     stored, slots = stored_parameters(self), self.__dict__[SLOTS]
     if not any(_is_reading(slot.unit.tree) for slot in slots.values()):
         return stored
-    if not torch.compiler.is_compiling():
-        return _ReadInForward(self)
+    if (
+        not torch.compiler.is_compiling()
+    ):  # Dynamo looks at the module while it traces another frame: no forward reads
+        return stored if is_tracing() else _ReadInForward(self)
     if not torch.compiler.is_dynamo_compiling():  # Dynamo itself looks at the module, and does not trace this
         return stored
     return _TracedInForward(
