@@ -94,6 +94,7 @@ __all__ = [
     "is_described_result",
     "is_described_user_result",
     "is_to_local",
+    "is_tracing",
     "join_meshes",
     "lazy_graph_modules",
     "make_fx_traces",
@@ -398,6 +399,11 @@ def allocated_bytes(step: Callable[[], Any]) -> tuple[int, Any]:
         live += event.cpu_memory_usage()
         peak = max(peak, live)
     return peak, result
+
+
+def is_tracing() -> bool:
+    """Whether this thread traces or compiles a graph, so that what reads a module is torch itself (checked: 2.13)."""
+    return TracingContext.try_get() is not None
 
 
 def autograd_metadata() -> Any:

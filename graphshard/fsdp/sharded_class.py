@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from .._compat import (
     in_recomputation,
+    is_tracing,
     make_fx_traces,
     outside_transforms,
     register_backend,
@@ -211,8 +212,10 @@ def _read_parameters(self: nn.Module) -> Any:
     stored, slots = stored_parameters(self), self.__dict__[SLOTS]
     if not any(_is_reading(slot.unit.tree) for slot in slots.values()):
         return stored
-    if not torch.compiler.is_compiling():
-        return _ReadInForward(self)
+    if (
+        not torch.compiler.is_compiling()
+    ):  # Dynamo looks at the module while it traces another frame: no forward reads
+        return stored if is_tracing() else _ReadInForward(self)
     if not torch.compiler.is_dynamo_compiling():  # Dynamo itself looks at the module, and does not trace this
         return stored
     return _TracedInForward(
