@@ -83,6 +83,7 @@ __all__ = [
     "flatten_mesh",
     "from_local_takes_grad_placements",
     "gather_single",
+    "get_proxy_mode",
     "gradient_described",
     "gradients_are_boxed",
     "graph_break_after",
@@ -96,7 +97,6 @@ __all__ = [
     "is_to_local",
     "join_meshes",
     "lazy_graph_modules",
-    "make_fx_traces",
     "make_graph_module",
     "no_torch_function",
     "num_holders",
@@ -182,11 +182,6 @@ def outside_transforms(*, is_traced: bool = False) -> Iterator[None]:
         return
     with temporarily_clear_interpreter_stack(), nullcontext() if is_traced else disable_proxy_modes_tracing():
         yield
-
-
-def make_fx_traces() -> bool:
-    """True while ``make_fx`` traces what runs, as inside ``linearize`` (checked: 2.13)."""
-    return get_proxy_mode() is not None
 
 
 def in_backward() -> bool:

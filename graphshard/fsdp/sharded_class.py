@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._compat import (
+    get_proxy_mode,
     in_recomputation,
-    make_fx_traces,
     outside_transforms,
     register_backend,
     transforms_active,
@@ -66,7 +66,7 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
         with outside_transforms():
             _check_version(slot)
             full = full_parameter(slot)
-        if make_fx_traces() and type(full) is FullParameter:
+        if get_proxy_mode() is not None and type(full) is FullParameter:
             full.__class__ = torch.Tensor  # make_fx knows no other class
         return full
     if transforms_active():
