@@ -83,6 +83,7 @@ __all__ = [
     "flatten_mesh",
     "from_local_takes_grad_placements",
     "gather_single",
+    "get_proxy_mode",
     "gradient_described",
     "gradients_are_boxed",
     "graph_break_after",
@@ -97,7 +98,6 @@ __all__ = [
     "is_tracing",
     "join_meshes",
     "lazy_graph_modules",
-    "make_fx_traces",
     "make_graph_module",
     "no_torch_function",
     "num_holders",
@@ -185,11 +185,6 @@ def outside_transforms(*, is_traced: bool = False) -> Iterator[None]:
         yield
 
 
-def make_fx_traces() -> bool:
-    """True while ``make_fx`` traces what runs, as inside ``linearize`` (checked: 2.13)."""
-    return get_proxy_mode() is not None
-
-
 def in_backward() -> bool:
     """True while autograd runs a backward on this thread (checked: 2.13)."""
     return torch._C._current_graph_task_id() != -1
@@ -235,9 +230,8 @@ def uses_gloo(group: dist.ProcessGroup, device_type: str = "cpu") -> bool:
     return f"{device_type}:gloo" in dist.get_backend_config(group).split(",")
 
 
-def spin_gpu(cycles: int) -> None:
-    """Queues a kernel that spins for so many cycles of the current GPU (checked: 2.11)."""
-    torch.cuda._sleep(cycles)
+#: Queues a kernel that spins for so many cycles of the current GPU (checked: 2.11).
+spin_gpu = torch.cuda._sleep
 
 
 def group_timeout_seconds(group: dist.ProcessGroup) -> float:

@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._compat import (
+    get_proxy_mode,
     in_recomputation,
     is_tracing,
-    make_fx_traces,
     outside_transforms,
     register_backend,
     transforms_active,
@@ -67,7 +67,7 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
         with outside_transforms():
             _check_version(slot)
             full = full_parameter(slot)
-        if make_fx_traces() and type(full) is FullParameter:
+        if get_proxy_mode() is not None and type(full) is FullParameter:
             full.__class__ = torch.Tensor  # make_fx knows no other class
         return full
     if transforms_active():
@@ -212,9 +212,8 @@ def _read_parameters(self: nn.Module) -> Any:
     stored, slots = stored_parameters(self), self.__dict__[SLOTS]
     if not any(_is_reading(slot.unit.tree) for slot in slots.values()):
         return stored
-    if (
-        not torch.compiler.is_compiling()
-    ):  # Dynamo looks at the module while it traces another frame: no forward reads
+    if not torch.compiler.is_compiling():
+        # While Dynamo traces another frame, Dynamo itself looks at the module: no forward reads.
         return stored if is_tracing() else _ReadInForward(self)
     if not torch.compiler.is_dynamo_compiling():  # Dynamo itself looks at the module, and does not trace this
         return stored
