@@ -163,6 +163,9 @@ def make_graph_module(root: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     return _make_graph_module(root, graph)
 
 
+#: Queues a kernel that spins for so many cycles of the current GPU (checked: 2.11).
+spin_gpu = torch.cuda._sleep
+
 #: Raised where a shape or a number depends on data (checked: 2.13).
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
@@ -228,10 +231,6 @@ def group_by_name(name: str) -> dist.ProcessGroup:
 def uses_gloo(group: dist.ProcessGroup, device_type: str = "cpu") -> bool:
     """Whether gloo communicates the group's tensors on these devices (checked: 2.13)."""
     return f"{device_type}:gloo" in dist.get_backend_config(group).split(",")
-
-
-#: Queues a kernel that spins for so many cycles of the current GPU (checked: 2.11).
-spin_gpu = torch.cuda._sleep
 
 
 def group_timeout_seconds(group: dist.ProcessGroup) -> float:
