@@ -19,6 +19,7 @@ from graphshard.backend.half import Half
 from graphshard.backend.half_variants import PLAIN, CompiledVariant, Selection, specialise
 from graphshard.errors import UnsupportedShardingError
 from graphshard.fsdp import ParameterSlot, Tree, Unit
+from graphshard.fsdp.parameter_slot import store_parameters
 from graphshard.fsdp.unit_settings import UnitSettings
 from graphshard.ir.mesh import NO_AXIS
 from graphshard.ir.params import ReduceGradCall, gradient_call
@@ -85,6 +86,7 @@ def _slot(unit, name, shard):
     mesh = init_device_mesh("cpu", (2,))
     owner = nn.Module()
     owner._parameters[name] = nn.Parameter(DTensor.from_local(shard, mesh, [Replicate()], run_check=False))
+    store_parameters(owner)
     return ParameterSlot(unit=unit, name=name, shape=shard.shape, dim=0, axis=NO_AXIS, owners=[(owner, name)])
 
 
