@@ -39,6 +39,11 @@ class HalfPipelines:
     placing: Pipeline
     after: Pipeline
 
+    @property
+    def planned(self) -> Pipeline:
+        """The passes up to the one that places the collectives."""
+        return Pipeline(*self.before.passes, *self.placing.passes, given=self.before.given)
+
 
 def half_pipelines(options: BackendOptions) -> HalfPipelines:
     """The passes on a half.

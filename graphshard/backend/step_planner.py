@@ -22,7 +22,7 @@ from ..planner import PlannedGraph, topologies
 from .accumulation import accumulation_cost, choose_kept_between
 from .dynamo_graph import DynamoGraph
 from .inductor import saved_share
-from .pipelines import HalfPipelines, half_pipelines
+from .pipelines import half_pipelines
 from .step_choice import StepChoice
 from .step_trials import JointTrials
 
@@ -55,7 +55,7 @@ class StepPlanner:
     """
 
     card: HardwareCard
-    halves: HalfPipelines
+    halves: Pipeline
     is_shared: bool
     what: str
     models: Mapping[str, str] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class StepPlanner:
         assert graph.options.hardware is not None
         return StepPlanner(
             card=graph.options.hardware,
-            halves=half_pipelines(graph.options),
+            halves=half_pipelines(graph.options).planned,
             is_shared=graph.are_ranks_compared,
             what=f"graph {graph.index}",
             models=graph.models,
@@ -177,7 +177,7 @@ class StepPlanner:
     def _trials(
         self, gm: fx.GraphModule, context: PassContext, tag: Pipeline, *, resident_bytes: int
     ) -> JointTrials:
-        lower, placing = self.halves.before, self.halves.placing
+        lower, placing = self.halves.split(-1)
         (place,) = placing.passes
         assert isinstance(place, passes.PlanCollectives)
         return JointTrials(
