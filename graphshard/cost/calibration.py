@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import tempfile
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,10 @@ from .probes import ComputeProbe, ProbeSizes, Report, probe_compute, say_nothing
 
 #: Environment that torchrun gives its ranks.
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+#: Entries of a card that describe collectives, beside the links.
+_COMM_NUMBERS = tuple(each.name for each in fields(CommProbe) if each.name != "link")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,23 +104,15 @@ def _calibrate_alone(job: CalibrationJob, report: Report) -> HardwareCard:
     device = torch.device(job.device_type, torch.cuda.current_device() if job.device_type == "cuda" else None)
     compute = probe_compute(device, job.sizes, report=report)
     like = load_card(job.like)
-    described = describe_machine(job.device_type)
-    source = f"measured by graphshard calibrate: {described}"
-    values: dict[str, Any] = {each.name: getattr(compute, each.name) for each in fields(compute)}
-    comm = {each.name: getattr(like, each.name) for each in fields(CommProbe) if each.name != "link"}
-    links = {name: getattr(like, name) for name in ("intra_node", "inter_node", "ranks_per_node")}
-    card = HardwareCard(
-        name=job.out.stem,
-        summary=f"{described}, links of {job.like}",
-        device_type=job.device_type,
-        machine=Machine.here() if job.device_type == "cpu" else None,
-        sources=dict.fromkeys(values, source)
-        | dict.fromkeys((*comm, *links), f"card {job.like}")
-        | {"efficiency.vector": "vector_flops is what a pointwise kernel reached"}
-        | dict.fromkeys(("device_type", "machine"), "where it was measured"),
-        **values,
-        **comm,
-        **links,
+    taken = {
+        name: getattr(like, name) for name in (*_COMM_NUMBERS, "intra_node", "inter_node", "ranks_per_node")
+    }
+    card = _card_of(
+        job,
+        compute,
+        taken,
+        dict.fromkeys(taken, f"card {job.like}"),
+        summary=f"{describe_machine(job.device_type)}, links of {job.like}",
     )
     card.save(job.out)
     return load_card(job.out)
@@ -186,35 +182,50 @@ def measure_group(job: CalibrationJob, local_ranks: int, report: Report = say_no
 
 
 def _card(job: CalibrationJob, compute: ComputeProbe, comm: CommProbe, local_ranks: int) -> HardwareCard:
-    num_ranks = dist.get_world_size()
-    values: dict[str, Any] = {each.name: getattr(compute, each.name) for each in fields(compute)}
-    values |= {each.name: getattr(comm, each.name) for each in fields(comm) if each.name != "link"}
-    if job.device_type == "cpu":
-        values["memory_bytes"] = compute.memory_bytes // local_ranks
-    source = f"measured by graphshard calibrate: {describe_machine(job.device_type)}"
+    source = _source(job)
     measured = "intra_node" if local_ranks > 1 else "inter_node"
     other = "inter_node" if local_ranks > 1 else "intra_node"
     like = load_card(job.like) if job.like else None
-    links: dict[str, Any] = {
+    taken: dict[str, Any] = {name: getattr(comm, name) for name in _COMM_NUMBERS}
+    sources = dict.fromkeys((*taken, measured), source)
+    taken |= {
         measured: comm.link,
         other: getattr(like, other) if like else _without_rows(comm.link),
+        "ranks_per_node": local_ranks,
     }
-    sources = dict.fromkeys((*values, measured), source)
-    sources["efficiency.vector"] = "vector_flops is what a pointwise kernel reached"
     sources[other] = f"card {job.like}" if job.like else f"not measured; as {measured}"
     sources["ranks_per_node"] = "the ranks started on this machine"
-    sources["device_type"] = sources["machine"] = "where it was measured"
-    machine = Machine.here() if job.device_type == "cpu" else None
+    summary = f"{describe_machine(job.device_type)}, {dist.get_world_size()} ranks of {dist.get_backend()}"
+    if job.device_type == "cpu":
+        compute = replace(compute, memory_bytes=compute.memory_bytes // local_ranks)
+    return _card_of(job, compute, taken, sources, summary=summary)
+
+
+def _card_of(
+    job: CalibrationJob,
+    compute: ComputeProbe,
+    taken: dict[str, Any],
+    sources: dict[str, str],
+    *,
+    summary: str,
+) -> HardwareCard:
+    """The card of the measured compute, and of what was taken of links and collectives."""
+    values: dict[str, Any] = {each.name: getattr(compute, each.name) for each in fields(compute)}
+    of_compute = dict.fromkeys(values, _source(job))
+    of_compute["efficiency.vector"] = "vector_flops is what a pointwise kernel reached"
     return HardwareCard(
         name=job.out.stem,
-        summary=f"{describe_machine(job.device_type)}, {num_ranks} ranks of {dist.get_backend()}",
+        summary=summary,
         device_type=job.device_type,
-        ranks_per_node=local_ranks,
-        machine=machine,
-        sources=sources,
+        machine=Machine.here() if job.device_type == "cpu" else None,
+        sources=of_compute | sources | dict.fromkeys(("device_type", "machine"), "where it was measured"),
         **values,
-        **links,
+        **taken,
     )
+
+
+def _source(job: CalibrationJob) -> str:
+    return f"measured by graphshard calibrate: {describe_machine(job.device_type)}"
 
 
 def _without_rows(link: LinkClass) -> LinkClass:

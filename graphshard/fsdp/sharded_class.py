@@ -278,9 +278,8 @@ def sharded_class(cls: type[nn.Module], names: tuple[str, ...], is_unit: bool) -
     body["_graphshard_plain_class"] = cls
     for method in (_named_parameters, _get_parameter):
         attribute = method.__name__.removeprefix("_")
-        if getattr(cls, attribute) is getattr(
-            nn.Module, attribute
-        ):  # else the user's, which reads ``_parameters``
+        # One of the user's own reads ``_parameters``.
+        if getattr(cls, attribute) is getattr(nn.Module, attribute):
             body[attribute] = method
     if names:
         body["register_parameter"] = _register_parameter
