@@ -3,8 +3,9 @@
     python benchmarks/gpu.py --json out/gpu.json
     python benchmarks/gpu.py --device cpu --parts "links 200,card"     # tries the code with tiny sizes
 
-Each part is a process of its own (gpu_parts.py). All compile at once, on as many cores as there are; each holds a lock
-while it times. Ranks other than one are emulated (emulated_links.py). Needs torch alone: nothing is installed.
+Each part is a process of its own (gpu_parts.py, gpu_subjects.py). All compile at once, on as many cores as there are;
+each holds a lock while it times. Ranks other than one are emulated (emulated_links.py). Nothing needs to be
+installed beside torch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import Any
 
 import torch
 
-from gpu_parts import PARTS, Place
+from gpu_parts import PARTS
+from gpu_subjects import Place
 
 
 def choose(text: str) -> list[str]:

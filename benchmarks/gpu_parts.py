@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import functools
-import importlib
 import statistics
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +19,19 @@ from torch.profiler import ProfilerActivity, profile
 
 import graphshard
 from emulated_links import EmulatedGroup, emulated_ranks
-from gpt import Gpt, GptConfig, next_token_loss
+from gpu_subjects import (
+    Place,
+    Subject,
+    gpt_subject,
+    llama_subject,
+    make,
+    policy,
+    ratio,
+    runner,
+    shard,
+    time_in_turns,
+    timed_first,
+)
 from graphshard.cost import (
     CalibrationJob,
     CostModel,
@@ -35,15 +42,11 @@ from graphshard.cost import (
     load_card,
 )
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-llama = importlib.import_module("llama_model")
-
 NUM_RANKS = 8
 #: Whose links a card of one GPU takes.
 LIKE = "h100-sxm"
 #: Gbit/s of a rank's link, each rank on a node of its own.
 LINKS = (100, 200, 400)
-ROUNDS, STEPS = 4, 3
 #: Sequences of a step over emulated links.
 LINK_BATCH = 2
 #: What the profiler calls the kernels of each class.
@@ -51,162 +54,6 @@ PROFILED = {
     "attention": ("aten::_scaled_dot_product_", "aten::_flash_attention", "aten::_efficient_attention", "aten::_cudnn"),
     "matmul": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a part runs: ``lock`` is held while it times, ``card`` is a file that the part "card" writes."""
-
-    device: torch.device
-    lock: Path
-    card: Path
-
-    @property
-    def is_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """No other part times meanwhile."""
-        with self.lock.open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-            self.synchronize()
-
-    def synchronize(self) -> None:
-        if self.is_gpu:
-            torch.cuda.synchronize()
-
-    def measured_card(self) -> HardwareCard:
-        """The card of this device, once it is measured."""
-        while not self.card.exists():
-            time.sleep(0.2)
-        return load_card(self.card)
-
-
-# --------------------------------------------------------------------------------------------------- models
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """A model that returns its loss for tokens and targets; ``units`` lists the modules that are units."""
-
-    make: Callable[[], nn.Module]
-    units: Callable[[nn.Module], Sequence[nn.Module]]
-    pattern: str
-    batch: tuple[Tensor, Tensor]
-
-
-class _GptLoss(nn.Module):
-    def __init__(self, config: GptConfig) -> None:
-        super().__init__()
-        self.gpt = Gpt(config)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return next_token_loss(self.gpt(tokens).float(), targets)
-
-
-def _tokens(vocabulary: int, batch: int, context: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    drawn = torch.randint(vocabulary, (batch, context + 1), generator=torch.Generator().manual_seed(1)).to(device)
-    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
-
-
-def gpt_subject(place: Place) -> Subject:
-    """GPT of 8 layers of 1,024; tiny on a CPU."""
-    sizes = dict(num_layers=8, width=1024, num_heads=16, context=1024, vocab=32_768)
-    config = GptConfig(**sizes) if place.is_gpu else GptConfig(num_layers=2, width=64, context=32)
-    return Subject(
-        make=lambda: _GptLoss(config),
-        units=lambda model: list(model.gpt.blocks),
-        pattern="gpt.blocks.*",
-        batch=_tokens(config.vocab, 8 if place.is_gpu else 2, config.context, place.device),
-    )
-
-
-def llama_subject(place: Place, *, layers: int = 3, batch: int = 1) -> Subject:
-    """Layers of Llama-3-8B with a vocabulary of 32,000, sequences of 4,096 tokens; tiny on a CPU."""
-    config = replace(llama.LLAMA_3_8B, num_layers=layers, vocabulary=32_000)
-    if not place.is_gpu:
-        config = llama.LlamaConfig(
-            num_layers=2, width=64, hidden=128, num_heads=8, num_kv_heads=4, vocabulary=256
-        )
-    return Subject(
-        make=lambda: llama.Llama(config),
-        units=lambda model: list(model.layers),
-        pattern="layers.*",
-        batch=_tokens(config.vocabulary, batch, 4096 if place.is_gpu else 32, place.device),
-    )
-
-
-def make(subject: Subject, place: Place) -> nn.Module:
-    """The same weights at each call."""
-    torch.manual_seed(0)
-    with place.device:
-        model = subject.make()
-    for parameter in model.parameters():
-        if parameter.ndim > 1:
-            nn.init.normal_(parameter, std=0.02)
-    return model
-
-
-def shard(model: nn.Module, subject: Subject, mesh: Any, **settings: Any) -> nn.Module:
-    """``fully_shard`` of graphshard, by units."""
-    for unit in (*subject.units(model), model):
-        graphshard.fully_shard(unit, mesh=mesh, **settings)
-    torch.cuda.empty_cache()  # nothing where there is no GPU; other parts need the memory
-    return model
-
-
-def policy() -> graphshard.MixedPrecisionPolicy:
-    return graphshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def runner(model: nn.Module, call: Callable[..., Tensor], batch: Sequence[Tensor]) -> Callable[[], Tensor]:
-    """A forward and a backward that leave fresh gradients."""
-
-    def step() -> Tensor:
-        for parameter in model.parameters():
-            parameter.grad = None
-        loss = call(*batch)
-        loss.backward()
-        return loss
-
-    return step
-
-
-def time_in_turns(
-    steps: Mapping[str, Callable[[], object]], place: Place, rounds: int = ROUNDS
-) -> dict[str, list[float]]:
-    """Seconds of a step of each contender in each round, in turns."""
-    found: dict[str, list[float]] = {name: [] for name in steps}
-    for index in range(rounds + 1):
-        for name, step in steps.items():
-            step()
-            place.synchronize()
-            start = time.perf_counter()
-            for _ in range(STEPS):
-                step()
-            place.synchronize()
-            if index:
-                found[name].append((time.perf_counter() - start) / STEPS)
-    return found
-
-
-def ratio(found: Mapping[str, Sequence[float]], one: str, other: str) -> float:
-    """The median over rounds."""
-    return statistics.median(a / b for a, b in zip(found[one], found[other], strict=True))
-
-
-def timed_first(name: str, steps: Mapping[str, Callable[[], Tensor]], firsts: dict[str, float]) -> float:
-    """The loss of a first step, which compiles; its seconds are kept."""
-    start = time.perf_counter()
-    loss = steps[name]().item()
-    firsts[name] = time.perf_counter() - start
-    torch.cuda.empty_cache()
-    return loss
-
-
-# ---------------------------------------------------------------------------------------------------- parts
 
 
 def card(place: Place) -> dict[str, Any]:
@@ -387,8 +234,8 @@ def compute(place: Place) -> dict[str, Any]:
 
 def _kernels_by_class(step: Callable[[], object], place: Place, steps: int = 4) -> dict[str, float]:
     """Seconds that the device spends in the kernels of each class, in a step."""
-    kind = ProfilerActivity.CUDA if place.is_gpu else ProfilerActivity.CPU
-    with profile(activities=[ProfilerActivity.CPU, kind]) as record:
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if place.is_gpu else [])]
+    with profile(activities=activities) as record:
         for _ in range(steps):
             step()
         place.synchronize()
@@ -467,7 +314,7 @@ def _fsdp2(subject: Subject, place: Place, mesh: Any) -> Callable[[], Tensor]:
 
 
 def cuda_graphs(place: Place, plan: str) -> dict[str, Any]:
-    """Inductor's CUDA graphs around a step of eight emulated ranks: losses with and without, or the error."""
+    """Inductor's CUDA graphs around a step of eight emulated ranks: losses with and without."""
     subject = llama_subject(replace(place, device=torch.device("cpu")))
     subject = replace(subject, batch=tuple(each.to(place.device) for each in subject.batch))
     hardware = {"hardware": place.measured_card(), "bucket": "auto"} if plan == "auto" else {}
@@ -475,23 +322,20 @@ def cuda_graphs(place: Place, plan: str) -> dict[str, Any]:
         mesh = init_device_mesh(place.device.type, (NUM_RANKS,))
         losses: dict[str, list[float]] = {}
         steps: dict[str, Callable[[], Tensor]] = {}
-        try:
-            for name, given in {"without": {}, "with": {"triton.cudagraphs": True}}.items():
-                model = shard(make(subject, place), subject, mesh)
-                call = torch.compile(
-                    model, backend="graphshard", fullgraph=True, options={**hardware, "inductor": given}
-                )
-                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-                step = runner(model, call, subject.batch)
-                losses[name] = []
-                for _ in range(5):
-                    losses[name].append(step().item())
-                    optimizer.step()
-                steps[name] = step
-            with place.alone():
-                found = time_in_turns(steps, place, rounds=2)
-        except Exception as error:  # what a user would see is the result
-            return {"losses": losses, "error": f"{type(error).__name__}: {error}"[:2000]}
+        for name, given in {"without": {}, "with": {"triton.cudagraphs": True}}.items():
+            model = shard(make(subject, place), subject, mesh)
+            call = torch.compile(
+                model, backend="graphshard", fullgraph=True, options={**hardware, "inductor": given}
+            )
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            step = runner(model, call, subject.batch)
+            losses[name] = []
+            for _ in range(5):
+                losses[name].append(step().item())
+                optimizer.step()
+            steps[name] = step
+        with place.alone():
+            found = time_in_turns(steps, place, rounds=2)
     return {"losses": losses, "step_seconds": {name: statistics.median(each) for name, each in found.items()}}
 
 
