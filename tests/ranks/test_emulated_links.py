@@ -39,6 +39,8 @@ def test_fsdp2_and_graphshard_issue_the_same_collectives_on_it():
             seen.append(sorted(asked))
             gradients.append([parameter.grad.to_local() for parameter in model.parameters()])
     assert seen[0] == seen[1] and [kind for kind, _ in seen[0]] == ["all_gather"] * 2 + ["reduce_scatter"] * 2
+    sizes = [num_bytes for _, num_bytes in seen[0]]
+    assert sizes[:2] == sizes[2:] == [4 * (32 * 8 + 8), 4 * (16 * 32 + 32)], "of the larger of input and output"
     torch.testing.assert_close(gradients[1], gradients[0])
 
 

@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from graphshard import fully_shard
 from graphshard.backend import compilation
 from graphshard.backend.inductor.host_copies import start_copies, waiting
+from graphshard.backend.options import BackendOptions
 from graphshard.errors import ParameterStateError, UnsupportedShardingError
 from graphshard.ir.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
 from graphshard.ir.params import UnshardCall, gradient_call
@@ -162,9 +163,34 @@ def test_gloo_does_not_gather_on_gpus(
     gm = _lower(_offloaded_graph(is_backward=False))
     monkeypatch.setattr(compilation, "group_by_name", lambda name: dist.group.WORLD)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    refused = pytest.raises(UnsupportedShardingError, match=r"gloo cannot gather cuda tensors .*cpu:gloo,cuda:nccl")
-    with refused if is_refused else nullcontext():
+    if not is_refused:
         compilation.refuse_gloo_on_gpus(gm)
+        return
+    with pytest.raises(UnsupportedShardingError, match=r"gloo cannot gather cuda tensors .*cpu:gloo,cuda:nccl"):
+        compilation.hand_over(*_handed_over(gm))
+
+
+@pytest.mark.parametrize("are_shards_pinned", [False, True])
+def test_copies_wait_for_nobody_where_shards_are_pinned(
+    monkeypatch: pytest.MonkeyPatch, fake_cuda_mesh: DeviceMesh, are_shards_pinned: bool
+) -> None:
+    """Pinned memory is the user's choice, for gradients too."""
+    gm = _lower(_offloaded_graph(is_backward=True))
+    monkeypatch.setattr(compilation, "group_by_name", lambda name: dist.group.WORLD)
+    monkeypatch.setattr(compilation, "compile_fx_inner", lambda gm, inputs, **arguments: list)
+    variant = compilation.hand_over(*_handed_over(gm, are_shards_pinned=are_shards_pinned))
+    assert [value.args[2] for value in output_values(gm.graph)] == [are_shards_pinned] * 2
+    assert (variant.run is not list) == are_shards_pinned
+
+
+def _handed_over(gm: fx.GraphModule, *, are_shards_pinned: bool = False) -> tuple[Any, Any]:
+    """A task and its half, as far as the last step reads them."""
+    graph = SimpleNamespace(
+        options=BackendOptions(), are_shards_pinned=are_shards_pinned, are_ranks_compared=False
+    )
+    observer = SimpleNamespace(inductor=lambda stage: nullcontext())
+    task = SimpleNamespace(graph=graph, kind="backward", observer=observer, compiler_arguments={})
+    return task, SimpleNamespace(gm=gm, example_inputs=[], stage="backward")
 
 
 @pytest.mark.parametrize("is_backward", [False, True])
