@@ -541,3 +541,11 @@ def test_the_machine_is_described():
 def test_sizes_grow_with_the_device():
     assert max(ProbeSizes.for_device("cuda").matmul) > max(ProbeSizes.for_device("cpu").matmul)
     assert json.dumps(QUICK.matmul) == "[64, 128]"
+
+
+def test_products_are_probed_on_random_operands(monkeypatch):
+    """A GPU multiplies equal values faster than those of a step."""
+    given = []
+    monkeypatch.setattr(torch, "mm", lambda left, right, *, out: given.extend([left, right]))
+    cold_product(CPU, torch.float32, 64)()
+    assert all(operand.std() > 0.5 for operand in given) and len(given) == 2
