@@ -547,5 +547,5 @@ def test_products_are_probed_on_random_operands(monkeypatch):
     """A GPU multiplies equal values faster than those of a step."""
     given = []
     monkeypatch.setattr(torch, "mm", lambda left, right, *, out: given.extend([left, right]))
-    cold_product(CPU, torch.float32, 64)()
+    probes_module.cold_product(CPU, torch.float32, 64)()
     assert all(operand.std() > 0.5 for operand in given) and len(given) == 2
