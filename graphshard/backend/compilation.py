@@ -189,7 +189,8 @@ def lower(task: HalfTask, half: HalfGraph) -> HalfGraph:
 def place(task: HalfTask, half: HalfGraph) -> HalfGraph:
     """Runs the pass that places the collectives, and the user's behind it.
 
-    With a cost model, one rank plans and the others follow.
+    With a cost model, one rank plans and the others follow. Without one, each rank places by what its own kernels
+    allocate: the sequence of collectives does not depend on it.
 
     Raises:
         AgreementError: the ranks have different collectives to place.
@@ -198,7 +199,8 @@ def place(task: HalfTask, half: HalfGraph) -> HalfGraph:
     pipelines = half_pipelines(task.graph.options)
     placing = pipelines.placing
     if task.graph.options.hardware is None:
-        records = placing.run(half.gm, half.context)
+        measured = replace(half.context, scratch=task.graph.kernels.of(half.gm))
+        records = placing.run(half.gm, measured)
     else:
         planner = StepPlanner.of(task.graph)
         records = planner.place(

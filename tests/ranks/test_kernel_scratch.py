@@ -18,12 +18,12 @@ from graphshard.memory import scratch_measured
 OF_RANK = (1 << 20, 1 << 24)
 
 
-def _train(folder: str, budget: str, limits: tuple[str, str] = ("", "")) -> tuple[int, list[str]]:
+def _train(folder: str, budget: str | None, limits: tuple[str, str] = ("", "")) -> tuple[int, list[str]]:
     """Two steps in bfloat16; how many kernels this rank ran to measure them, and what it dumped of the memory.
 
     Args:
         folder: for dumps.
-        budget: of memory.
+        budget: of memory, for a plan; None for the schedule without a hardware card.
         limits: of the instructions of each rank's processor; "" for none.
     """
     rank, runs = dist.get_rank(), []
@@ -38,7 +38,8 @@ def _train(folder: str, budget: str, limits: tuple[str, str] = ("", "")) -> tupl
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
         model = shard_units("compiled", model, [], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        options = {"hardware": "cpu-loopback", "bucket": "auto", "memory_budget": budget, "dump": f"{folder}/{rank}"}
+        plan = {"hardware": "cpu-loopback", "bucket": "auto", "memory_budget": budget} if budget else {}
+        options = {**plan, "dump": f"{folder}/{rank}"}
         forward = compile_if_asked("compiled", model, **options)
         for _ in range(2):
             forward(torch.randn(32, 64)).sum().backward()
@@ -58,6 +59,13 @@ def test_a_rank_with_another_processor_measures_its_own(run_on_gloo_ranks, tmp_p
     ranks = run_on_gloo_ranks(2, _train, str(tmp_path), "1GiB", ("", "AVX2"))
     for (runs, texts), own in zip(ranks, OF_RANK, strict=True):
         assert runs > 0
+        assert all(f"{own:>14}  " in text for text in texts)
+
+
+def test_without_a_card_each_rank_places_by_its_own_numbers(run_on_gloo_ranks, tmp_path: Path):
+    """The sequence of collectives does not depend on them."""
+    for (runs, texts), own in zip(run_on_gloo_ranks(2, _train, str(tmp_path), None), OF_RANK, strict=True):
+        assert runs > 0 and len(texts) == 2
         assert all(f"{own:>14}  " in text for text in texts)
 
 
