@@ -4,7 +4,8 @@ Imports: ``ir``, ``memory``, ``pipeline``, ``planner``. A pass imports ``graphsh
 file can be copied. For a pass of your own, copy ``keep_gathered`` (small) or ``bucket_collectives`` (edits
 collectives).
 
-In reading order. Any captured joint graph: ``insert_shards``. The joint graph: ``merge_waits``, ``merge_unshards``,
+In reading order. Any captured joint graph: ``insert_shards``. A joint graph with reshards: ``lower_reshards``. The
+joint graph: ``merge_waits``, ``merge_unshards``,
 ``spread_parameters``, ``keep_gathered``, ``tag_recompute``, ``recompute_activations``. Each half: ``lower_shards``,
 ``merge_sums``, ``join_pointwise``, ``bucket_collectives``, ``schedule_collectives`` or ``plan_collectives``,
 ``exchange_reductions``.
@@ -20,6 +21,7 @@ from .exchange_reductions import ExchangeReductions
 from .insert_shards import InsertShards
 from .join_pointwise import JoinPointwise
 from .keep_gathered import KeepGathered
+from .lower_reshards import LowerReshards
 from .lower_shards import LowerShards
 from .merge_sums import MergeSums
 from .merge_unshards import MergeUnshards
@@ -34,6 +36,7 @@ KNOWN = {
     step.name: step
     for step in (
         InsertShards,
+        LowerReshards,
         MergeWaits,
         MergeUnshards,
         SpreadParameters,
@@ -57,6 +60,7 @@ __all__ = [
     "InsertShards",
     "JoinPointwise",
     "KeepGathered",
+    "LowerReshards",
     "LowerShards",
     "MergeSums",
     "MergeUnshards",

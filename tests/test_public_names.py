@@ -20,8 +20,8 @@ DOORS = {
         formulas fully_shard inspect inspect_graph register_fsdp_forward_method schedule_graph share_comm_ctx sweep
     """,
     "graphshard.passes": """
-        KNOWN BucketCollectives ExchangeReductions InsertShards JoinPointwise KeepGathered LowerShards MergeSums
-        MergeUnshards MergeWaits PlanCollectives RecomputeActivations ScheduleCollectives SpreadParameters TagRecompute
+        KNOWN BucketCollectives ExchangeReductions InsertShards JoinPointwise KeepGathered LowerReshards LowerShards
+        MergeSums MergeUnshards MergeWaits PlanCollectives RecomputeActivations ScheduleCollectives SpreadParameters TagRecompute
     """,
     "graphshard.testing": "CapturedGraphs CollectiveMismatchError capture_graphs check_golden run_on_all_ranks",
 }
@@ -49,7 +49,7 @@ ERRORS = """
 """
 
 PASSES = """
-    insert_shards merge_waits merge_unshards spread_parameters keep_gathered tag_recompute recompute_activations
+    insert_shards lower_reshards merge_waits merge_unshards spread_parameters keep_gathered tag_recompute recompute_activations
     lower_shards merge_sums join_pointwise bucket_collectives schedule_collectives plan_collectives exchange_reductions
 """
 

@@ -5,8 +5,8 @@ Every other room uses these. Imports: ``errors`` and ``_compat`` only.
 Read first: ``mesh`` and ``params`` (what a graph says of ranks and parameters), ``shard_ops`` (level 1),
 ``collectives`` (level 2), ``lowering`` (level 1 to level 2), ``graph_text`` (a graph as text).
 Further ops: ``bucket_ops``, ``piece_ops``, ``custom_collectives``. Where shards lie: ``shard_rows``.
-Reading and editing graphs: ``rewrite``, ``node_args``, ``tensor_sizes``, ``op_traits``, ``mutation``, ``input_names``.
-From a graph to the state of its units: ``handles``.
+Reading and editing graphs: ``rewrite``, ``node_args``, ``tensor_sizes``, ``op_traits``, ``mutation``.
+What the inputs of a graph are: ``handles``. Tensors on a further mesh axis: ``reshard``.
 """
 
 from .bucket_ops import JOIN, JOIN_PARTS, PACK, UNPACK
@@ -47,8 +47,7 @@ from .graph_text import (
     text_fingerprint,
     value_text,
 )
-from .handles import UNIT, UnitState, unit_state_of
-from .input_names import GATHERED_INPUT, TANGENT_INPUT, WAITING_INPUTS
+from .handles import GATHERED_INPUT, TANGENT_INPUT, UNIT, WAITING_INPUTS, UnitState, unit_state_of
 from .lowering import (
     EagerEmitter,
     emit_all_gather,
@@ -95,6 +94,17 @@ from .params import (
     shard_shape,
 )
 from .piece_ops import KEEP_PIECE, SPREAD, piece_of
+from .reshard import (
+    REPLICATE,
+    RESHARD,
+    ReshardCall,
+    bytes_sent,
+    cut_dim,
+    emit_reshard,
+    local_shape,
+    of_gradient,
+    placement_text,
+)
 from .rewrite import (
     GraphEmitter,
     apply_order,
@@ -129,6 +139,8 @@ __all__ = [
     "REDUCE_GRAD",
     "REDUCE_SCATTER",
     "REDUCE_SCATTERS",
+    "REPLICATE",
+    "RESHARD",
     "SPREAD",
     "TANGENT_INPUT",
     "UNIT",
@@ -143,6 +155,7 @@ __all__ = [
     "ParameterBinding",
     "PlainParameter",
     "ReduceGradCall",
+    "ReshardCall",
     "RowPlace",
     "Scaling",
     "ShardedShape",
@@ -157,10 +170,12 @@ __all__ = [
     "aten",
     "axis_of",
     "base_of",
+    "bytes_sent",
     "c10d",
     "call_arguments",
     "collective_text",
     "copy_graph",
+    "cut_dim",
     "drop_derivatives",
     "dtype_text",
     "emit_all_gather",
@@ -175,6 +190,7 @@ __all__ = [
     "emit_reduce_scatter",
     "emit_reduction_input",
     "emit_reduction_output",
+    "emit_reshard",
     "emit_sum_of_exchange",
     "emit_unshard",
     "fake_result",
@@ -196,14 +212,17 @@ __all__ = [
     "is_wait",
     "lie_in_a_row",
     "lies_as",
+    "local_shape",
     "merge_waits",
     "moved_to_row",
     "node_names",
+    "of_gradient",
     "operands",
     "output_values",
     "padded_rows",
     "padded_shape",
     "piece_of",
+    "placement_text",
     "readers_through_aliases",
     "recompute_tags",
     "remembered_results",

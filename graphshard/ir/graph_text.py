@@ -22,6 +22,7 @@ from .mesh import MeshLayout
 from .node_args import call_arguments
 from .params import ParameterBinding, ReduceGradCall, UnshardCall
 from .piece_ops import KEEP_PIECE, SPREAD
+from .reshard import RESHARD, ReshardCall, bytes_sent
 from .shard_ops import REDUCE_GRAD, UNSHARD
 from .tensor_sizes import is_contiguous
 
@@ -181,6 +182,8 @@ class _GraphPrinter:
         elif node.target in (SPREAD, KEEP_PIECE):
             suffix = f", axis={self._axis_label(args.pop())}"
         parts = [self._value(arg) for arg in args]
+        if node.target is RESHARD:
+            parts = self._reshard_arguments(ReshardCall(*args), node.args[0].meta["val"].dtype)
         if node.target in _CALLS:
             parts = self._shard_op_arguments(_CALLS[node.target](*args))
         parts += [f"{key}={self._value(value)}" for key, value in named.items()]
@@ -189,6 +192,16 @@ class _GraphPrinter:
     def _axis_label(self, group: str) -> str:
         axis = self._mesh.find(group)
         return axis.label if axis is not None else "group"
+
+    def _reshard_arguments(self, call: ReshardCall, dtype: torch.dtype) -> list[str]:
+        sent = bytes_sent(call, dtype)
+        return [
+            self._value(call.value),
+            f"{call.src} -> {call.dst}",
+            f"shape={self._value(list(call.shape))}",
+            f"axis={call.axis}={call.group_size}",
+            *([f"sends={sent} bytes"] if sent is not None else []),
+        ]
 
     def _shard_op_arguments(self, call: UnshardCall | ReduceGradCall) -> list[str]:
         """Tensors by position, other arguments by name, settings only if they are not the default."""

@@ -1,6 +1,7 @@
-"""The handle of a unit: how a graph finds the run-time state of the parameters it gathers.
+"""What the inputs of a graph are: the handle of a unit, and the prefixes of the names of a half's inputs.
 
-A handle is an empty tensor with the unit as an attribute. The shard ops take it as an argument, so it reaches every
+A handle is how a graph finds the run-time state of the parameters it gathers. It is an empty tensor with the unit as
+an attribute. The shard ops take it as an argument, so it reaches every
 graph that reads the unit's parameters, and the backward of that graph. The unit itself is defined in
 :mod:`graphshard.fsdp.unit`; the ops need only what :class:`UnitState` declares.
 """
@@ -16,6 +17,15 @@ from .params import ReduceGradCall, UnshardCall
 
 #: The attribute by which a module, or a handle, holds its unit.
 UNIT = "_graphshard_unit"
+
+#: An input of a backward: the gradient of a result of its forward.
+TANGENT_INPUT = "tangents_"
+
+#: A full parameter that its unit keeps gathered (:mod:`graphshard.backend.half`).
+GATHERED_INPUT = "gathered_"
+
+#: A gradient of earlier micro-batches: not reduced, or reduced over the shard axis only.
+WAITING_INPUTS = ("unreduced_", "partial_")
 
 
 class UnitState(Protocol):

@@ -51,7 +51,7 @@ def emit_unshard(emit: Emitter, call: UnshardCall) -> Any:
     shard = emit_bytes(emit, emit_contiguous(emit, shard))
     gathered = emit_from_bytes(emit, emit(WAIT, emit_all_gather(emit, shard, call)), dtype)
     if call.dim != 0:
-        gathered = _ranks_to_dim(emit, gathered, piece, call.dim, call.group_size)
+        gathered = emit_ranks_to_dim(emit, gathered, piece, call.dim, call.group_size)
     if emit.tensor(gathered).shape[call.dim] != call.shape[call.dim]:
         gathered = emit_contiguous(emit, emit(aten.slice.Tensor, gathered, call.dim, 0, call.shape[call.dim]))
     return gathered
@@ -113,7 +113,7 @@ def emit_reduction_input(emit: Emitter, call: ReduceGradCall) -> tuple[Any, Scal
     shape[call.dim] = padded_rows(shape[call.dim], call.group_size) * call.group_size
     padded = emit_pad(emit, grad, shape)
     if call.dim != 0:
-        padded = _dim_to_ranks(emit, padded, shape, call.dim, call.group_size)
+        padded = emit_dim_to_ranks(emit, padded, shape, call.dim, call.group_size)
     return emit_contiguous(emit, padded), scaling
 
 
@@ -196,7 +196,7 @@ def emit_contiguous(emit: Emitter, value: Any) -> Any:
     return emit(aten.clone.default, value, memory_format=torch.contiguous_format)
 
 
-def _ranks_to_dim(emit: Emitter, gathered: Any, piece: Sequence[int], dim: int, num_ranks: int) -> Any:
+def emit_ranks_to_dim(emit: Emitter, gathered: Any, piece: Sequence[int], dim: int, num_ranks: int) -> Any:
     """From pieces one after the other along dim 0, ``[ranks * piece[0], ...]``, to pieces joined along ``dim``."""
     split = emit(aten.view.default, gathered, [num_ranks, *piece])
     order = [*range(1, dim + 1), 0, *range(dim + 1, len(piece) + 1)]
@@ -206,8 +206,8 @@ def _ranks_to_dim(emit: Emitter, gathered: Any, piece: Sequence[int], dim: int, 
     return emit(aten.view.default, joined, whole)
 
 
-def _dim_to_ranks(emit: Emitter, whole: Any, shape: Sequence[int], dim: int, num_ranks: int) -> Any:
-    """The inverse of :func:`_ranks_to_dim`."""
+def emit_dim_to_ranks(emit: Emitter, whole: Any, shape: Sequence[int], dim: int, num_ranks: int) -> Any:
+    """The inverse of :func:`emit_ranks_to_dim`."""
     piece = list(shape)
     piece[dim] //= num_ranks
     contiguous = emit_contiguous(emit, whole)

@@ -13,12 +13,14 @@ from torch import fx
 from ..cost import GraphPrices
 from ..ir import (
     KEEP_PIECE,
+    RESHARD,
     TANGENT_INPUT,
     UNSHARD,
     MeshAxis,
     MeshLayout,
     ParameterBinding,
     PlainParameter,
+    ReshardCall,
     UnshardCall,
     type_key,
 )
@@ -127,7 +129,7 @@ def read_shards_as_they_are(gm: fx.GraphModule) -> None:
 
 
 def context_from_shard_ops(gm: fx.GraphModule, *, full_checks: bool = False) -> PassContext:
-    """Reads mesh and parameters off the ``unshard`` nodes of a joint or an inference graph, and from nowhere else.
+    """Reads mesh and parameters off the shard ops of a joint or an inference graph, and from nowhere else.
 
     A joint graph is recognised by its ``tangents`` inputs.
     """
@@ -161,7 +163,7 @@ def context_from_shard_ops(gm: fx.GraphModule, *, full_checks: bool = False) -> 
         if call.shard in position and call.shard not in bindings:
             bindings[call.shard] = _binding(call, position[call.shard], gradients.get(call.shard, -1))
     return PassContext(
-        mesh=MeshLayout.of_axes(axes),
+        mesh=MeshLayout.of_axes([*axes, *_further_axes(gm)]),
         parameters=tuple(sorted(bindings.values(), key=lambda binding: binding.position)),
         first_gradient=outputs.num_results if outputs is not None else None,
         full_checks=full_checks,
@@ -169,6 +171,12 @@ def context_from_shard_ops(gm: fx.GraphModule, *, full_checks: bool = False) -> 
         backward_prefetch=_prefetch_of(prefetch, 1),
         max_reductions=max_reductions,
     )
+
+
+def _further_axes(gm: fx.GraphModule) -> list[MeshAxis]:
+    """The axes of reshards. They lie inside those of data parallelism: ranks beside each other communicate most."""
+    calls = [ReshardCall(*node.args) for node in gm.graph.find_nodes(op="call_function", target=RESHARD)]
+    return [MeshAxis(label=call.axis, size=call.group_size, group_name=call.group_name) for call in calls]
 
 
 def _prefetch_of(prefetch: dict[str, tuple[str, str]], half: int) -> PrefetchOrder:

@@ -16,6 +16,7 @@ from ..ir import (
     GATHERS,
     KEEP_PIECE,
     REDUCE_GRAD,
+    RESHARD,
     UNSHARD,
     UnshardCall,
     fake_result,
@@ -161,7 +162,7 @@ def check_lowered(gm: fx.GraphModule, ctx: PassContext) -> list[str]:
     return [
         f"{node.name} is still {node.target}"
         for node in gm.graph.nodes
-        if node.target in (UNSHARD, REDUCE_GRAD, KEEP_PIECE)
+        if node.target in (UNSHARD, REDUCE_GRAD, KEEP_PIECE, RESHARD)
     ]
 
 

@@ -23,6 +23,7 @@ from ..ir import (
     KEEP_PIECE,
     REDUCE_GRAD,
     REDUCE_SCATTER,
+    RESHARD,
     SPREAD,
     UNSHARD,
     WAIT,
@@ -30,10 +31,12 @@ from ..ir import (
     MeshAxis,
     MeshLayout,
     ReduceGradCall,
+    ReshardCall,
     UnshardCall,
     c10d,
     call_arguments,
     emit_reduce_grad,
+    emit_reshard,
     emit_unshard,
     functional_form,
     is_collective,
@@ -216,7 +219,7 @@ class _ReplayingEmitter(EagerEmitter):
         self.request: _Request | None = None
 
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        if target in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE):
+        if target in (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL):
             answer = next(self._answers, None)
             if answer is None:
                 self.request = _Request(target, args)
@@ -232,6 +235,8 @@ class _Stopped(Exception):  # noqa: N818 - control flow, not an error
 def _lower(node: fx.Node, args: tuple[Any, ...], emit: _ReplayingEmitter) -> Tensor:
     if node.target is UNSHARD:
         return emit_unshard(emit, UnshardCall(*args))
+    if node.target is RESHARD:
+        return emit_reshard(emit, ReshardCall(*args))
     return emit_reduce_grad(emit, ReduceGradCall(*args))
 
 
@@ -252,6 +257,12 @@ def _run_piece_op(node: fx.Node, args: tuple[Any, ...], rank: int, mesh: MeshLay
     peers = mesh.peers(rank, _axis_of(_Request(node.target, args), mesh))
     piece = piece_of(full, dim, group_size, peers.index(rank))
     return (full.clone(), piece) if node.target is KEEP_PIECE else piece
+
+
+def _for_rank(call: ReshardCall, rank: int, mesh: MeshLayout) -> ReshardCall:
+    """The reshard of a graph that was captured on another rank."""
+    axis = _axis_of(_Request(RESHARD, call), mesh)
+    return call._replace(rank=mesh.peers(rank, axis).index(rank))
 
 
 def _run_collective(node: fx.Node, environment: dict[fx.Node, Any]) -> _Rank:
@@ -279,7 +290,9 @@ def _run_rank(gm: fx.GraphModule, values: Sequence[Any], rank: int, mesh: MeshLa
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: environment[source])
         if node.op == "output":
             return args[0]
-        if node.target in (UNSHARD, REDUCE_GRAD):
+        if node.target is RESHARD:
+            args = _for_rank(ReshardCall(*args), rank, mesh)
+        if node.target in (UNSHARD, REDUCE_GRAD, RESHARD):
             environment[node] = yield from _run_shard_op(node, args)
         elif node.target in (SPREAD, KEEP_PIECE):
             environment[node] = _run_piece_op(node, args, rank, mesh)

@@ -14,6 +14,7 @@ from graphshard.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WA
 from graphshard.ir.graph_text import graph_text
 from graphshard.ir.mesh import MeshAxis, MeshLayout
 from graphshard.ir.params import UnshardCall, gradient_call, padded_shape
+from graphshard.ir.reshard import RESHARD, ReshardCall
 from graphshard.ir.rewrite import GraphEmitter
 from graphshard.ir.shard_ops import REDUCE_GRAD, UNSHARD
 from graphshard.passes import LowerShards, MergeUnshards
@@ -225,3 +226,24 @@ def open_reductions(gm: fx.GraphModule) -> int:
 def num_targets(gm: fx.GraphModule, target: Any) -> int:
     """How many nodes call ``target``."""
     return len(gm.graph.find_nodes(op="call_function", target=target))
+
+
+TENSOR_GROUP = "tensor_group"
+
+
+def tensor_axis(num_ranks: int) -> MeshLayout:
+    """A mesh with the one axis of :func:`reshard`."""
+    return MeshLayout(axes=(MeshAxis(label="tp", size=num_ranks, group_name=TENSOR_GROUP),))
+
+
+def reshard(
+    build: GraphBuilder,
+    value: fx.Node,
+    src: str,
+    dst: str,
+    shape: Sequence[int],
+    num_ranks: int = 2,
+    rank: int = 0,
+) -> fx.Node:
+    """A reshard over the axis "tp"."""
+    return build(RESHARD, *ReshardCall(value, src, dst, list(shape), "tp", num_ranks, TENSOR_GROUP, rank))
