@@ -6,10 +6,37 @@ import functools
 import sys
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 from torch._C._dynamo.eval_frame import set_code_exec_strategy  # checked: 2.13
+from torch._dynamo.exc import UnspecializeRestartAnalysis  # checked: 2.13
+from torch._dynamo.symbolic_convert import InstructionTranslator  # checked: 2.13
 from torch._dynamo.types import FrameAction, FrameExecStrategy  # checked: 2.13
+
+#: Operators that trace the functions that they are given as graphs of plain tensors.
+_OPERATORS = frozenset(
+    {"cond", "while_loop", "scan", "associative_scan", "map", "map_impl", "flex_attention"}
+)
+
+
+@torch.compiler.assume_constant_result
+def operator_traced() -> str:
+    """The operator whose function is traced, ``cond`` for instance; "" in other code.
+
+    Dynamo calls it when it traces a call of it (checked: 2.13).
+    """
+    tracer = InstructionTranslator.current_tx().output.current_tracer
+    while tracer is not None:
+        if str(tracer.source_target) in _OPERATORS:
+            return str(tracer.source_target)
+        tracer = tracer.parent
+    return ""
+
+
+def trace_again() -> NoReturn:
+    """Has Dynamo start to trace the frame anew; called when it traces (checked: 2.13)."""
+    raise UnspecializeRestartAnalysis
 
 
 def leave_frame_to_python(code: types.CodeType) -> None:

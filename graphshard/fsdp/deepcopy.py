@@ -12,7 +12,7 @@ from ..errors import AlreadyShardedError
 from ..ir import UNIT, padded_shape
 from .gather_extensions import copy_extended
 from .parameter_slot import ParameterSlot, slots_of, stored_parameters
-from .row_layout import lay_out
+from .shard_parameter import lay_out
 from .tree import relabel
 from .unit import Unit, owner_of
 

@@ -32,7 +32,7 @@ from .deepcopy import copy_sharded
 from .eager_autograd import show_gathered
 from .eager_collectives import PendingGather
 from .parameter_slot import slots_of, zero_gradients
-from .row_layout import lay_out
+from .shard_parameter import lay_out
 from .unit import Unit
 
 #: Marks what changes parameters: Dynamo would trace it, and lose parameters when it writes back the modules' dicts.

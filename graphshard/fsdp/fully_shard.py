@@ -33,8 +33,7 @@ from .fsdp_module import FSDPModule, state_for_torch
 from .gather_extensions import has_extension, refuse_wrapper
 from .parameter_slot import ParameterSlot, slots_of, store_parameters, stored_parameters
 from .placements import DataParallelAxes, Layout, layout_of
-from .row_layout import give_places
-from .shard_parameter import local_piece, mesh_device, shard_extended, shard_parameter
+from .shard_parameter import give_places, local_piece, mesh_device, shard_extended, shard_parameter
 from .shard_versions import watch_optimizers
 from .sharded_class import offer_backend, sharded_class, watch_frames, wrap_own_forward
 from .tree import SLOTS, Tree, relabel

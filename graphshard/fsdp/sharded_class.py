@@ -15,95 +15,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from .._compat import (
-    get_proxy_mode,
-    in_recomputation,
-    is_tracing,
-    outside_transforms,
-    register_backend,
-    transforms_active,
-)
+from .._compat import is_tracing, outside_transforms, register_backend
 from .._compat_composable import watch_torch_sharding
 from .._compat_frames import leave_frame_to_python, leave_frames_to_python
-from ..errors import ParameterStateError, ShardingError, UnsupportedShardingError
-from ..ir import UNIT, UNSHARD, unshard_outside_transforms
-from .eager_autograd import drop_prefetched, finish_reads, full_parameter, take_part_unused, watch_outputs
+from ..errors import ShardingError, UnsupportedShardingError
+from ..ir import UNIT
+from .eager_autograd import drop_prefetched, finish_reads, take_part_unused, watch_outputs
 from .fsdp_module import FSDPModule, refuse_torch_sharding
-from .parameter_slot import ParameterSlot, is_substitute, local_shard, replaced, slots_of, stored_parameters
-from .shard_versions import FullParameter, version_of
+from .parameter_slot import ParameterSlot, slots_of, stored_parameters
+from .read_parameter import is_reading, read_ahead, read_parameter
 from .tensor_trees import cast_tensors, move_tensors
 from .tree import SLOTS, STORED, Tree, relabel
 from .unit import Unit, owner_of
-
-
-def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
-    """The value of ``module.<name>``: in a forward the full tensor, else the sharded parameter.
-
-    A checkpointed region that runs again in a backward counts as a forward, also if it is not entered through the
-    forward of a unit.
-    """
-    slot: ParameterSlot = module.__dict__[SLOTS][name]
-    unit = slot.unit
-    is_read = _is_reading(unit.tree)
-    if is_read and slot.is_extended and torch.compiler.is_compiling():
-        # Before Dynamo sees the parameter, whose class it may not know. It takes the error for a graph break, and runs
-        # the code that reads the parameter uncompiled; with fullgraph=True it reports the error.
-        raise UnsupportedShardingError(
-            f"parameter {slot.name} has an all-gather extension (fsdp_pre_all_gather), which cannot be compiled: "
-            "compile without fullgraph=True, so that the module that holds it runs uncompiled, or leave it out "
-            "of torch.compile (torch.compiler.disable on its forward), or store plain tensors and use "
-            "MixedPrecisionPolicy(param_dtype=...)"
-        )
-    param = stored_parameters(module)[name]
-    if param is None or not is_read:
-        return param
-    if is_substitute(param):
-        return _substituted(slot, param)
-    if not isinstance(slot.param, DTensor) or (slot.hidden is not None and param is not slot.shown):
-        raise replaced(slot, param)
-    if not torch.compiler.is_compiling():
-        with outside_transforms():
-            _check_version(slot)
-            full = full_parameter(slot)
-        if get_proxy_mode() is not None and type(full) is FullParameter:
-            full.__class__ = torch.Tensor  # make_fx knows no other class
-        return full
-    if transforms_active():
-        arguments = (unit.handle, *slot.arguments) if slot.needs_op else ()
-        return slot.as_read(unshard_outside_transforms(slot.param, *arguments))
-    local = local_shard(slot)
-    return slot.as_read(
-        UNSHARD(slot.as_sent(local), unit.handle, *slot.arguments) if slot.needs_op else local
-    )
-
-
-def _substituted(slot: ParameterSlot, value: torch.Tensor) -> torch.Tensor:
-    """What a forward reads of a full value that ``torch.func.functional_call`` has put in a parameter's place."""
-    dtype = slot.unit.settings.mp_policy.param_dtype
-    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
-
-
-def _is_reading(tree: Tree) -> bool:
-    """Whether a forward of the model runs, or a checkpointed region runs again."""
-    # Dynamo cannot trace the second question. It need not: what it traces is entered through a unit's forward.
-    return tree.in_forward or (not torch.compiler.is_compiling() and in_recomputation())
-
-
-def _check_version(slot: ParameterSlot) -> None:
-    """Refuses a recomputation whose parameter has changed since the forward."""
-    if not torch.is_grad_enabled():
-        return
-    version = version_of(slot.param)
-    if not in_recomputation():
-        slot.version = version
-    elif slot.version not in (None, version):
-        raise ParameterStateError(
-            f"parameter {slot.name} changed in place after the forward that a checkpointed region now runs "
-            "again, so old activations would meet new weights: run backward() before optimizer.step() "
-            "or load_state_dict()"
-        )
 
 
 def _make_property(name: str) -> property:
@@ -210,7 +134,7 @@ class _TracedInForward(dict[str, Any]):
 def _read_parameters(self: nn.Module) -> Any:
     """The property ``_parameters``, which ``parameters()`` and the like read."""
     stored, slots = stored_parameters(self), self.__dict__[SLOTS]
-    if not any(_is_reading(slot.unit.tree) for slot in slots.values()):
+    if not any(is_reading(slot.unit.tree) for slot in slots.values()):
         return stored
     if not torch.compiler.is_compiling():
         # While Dynamo traces another frame, Dynamo itself looks at the module: no forward reads.
@@ -266,6 +190,14 @@ def _ignore(self: nn.Module, value: Any) -> None:
     """The setter of ``_flat_weights``, which is computed: does nothing."""
 
 
+def _set_class(self: nn.Module, cls: type[nn.Module]) -> None:
+    """The setter of ``__class__``: a class that the user gives is made one of a sharded module."""
+    plain = vars(cls).get("_graphshard_plain_class", cls)
+    if plain is not cls or not hasattr(cls, "_graphshard_plain_class"):
+        cls = sharded_class(plain, tuple(self.__dict__.get(SLOTS, {})), UNIT in self.__dict__)
+    vars(object)["__class__"].__set__(self, cls)
+
+
 @functools.cache
 def sharded_class(cls: type[nn.Module], names: tuple[str, ...], is_unit: bool) -> type[nn.Module]:
     """The subclass of ``cls`` whose attributes ``names`` gather; memoised, so that equal blocks share one.
@@ -276,6 +208,7 @@ def sharded_class(cls: type[nn.Module], names: tuple[str, ...], is_unit: bool) -
     body: dict[str, Any] = {name: _make_property(name) for name in names}
     body["__module__"] = cls.__module__
     body["_graphshard_plain_class"] = cls
+    body["__class__"] = property(type, _set_class)
     for method in (_named_parameters, _get_parameter):
         attribute = method.__name__.removeprefix("_")
         # One of the user's own reads ``_parameters``.
@@ -376,6 +309,8 @@ def run_inside_tree(
         if not is_compiling and unit.reduces_unused:
             with outside_transforms():
                 take_part_unused(unit)
+        if not was_in_forward and tree.reads_ahead:
+            read_ahead(tree)
         outputs = method(*args, **kwargs)
         if not is_compiling:
             with outside_transforms():
@@ -385,6 +320,8 @@ def run_inside_tree(
     finally:
         if not was_in_forward:
             tree.forwards.clear()
+            if tree.reads_ahead:
+                tree.ahead.clear()
         if not is_compiling:
             unit.end_forward(outer)
             if not was_in_forward:

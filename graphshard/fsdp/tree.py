@@ -113,6 +113,8 @@ class Tree:
             is assigned to an attribute a second time if a ``torch.cond`` lies between; it keeps changes of a list.
         running: the units whose uncompiled forwards are running, the outermost first.
         read_alone: full parameters that the forward has read outside of the forwards of their units, by name.
+        reads_ahead: parameters that a forward reads at its begin, for functions given to ``torch.cond`` and the like.
+        ahead: these parameters, full, by name while a forward runs.
         roots: the outermost modules.
         is_last_backward: gradients that wait are reduced at the end of a backward.
         waiting: gradients of a unit wait for a reduction.
@@ -125,6 +127,8 @@ class Tree:
     forwards: list[bool] = field(default_factory=list)
     running: list[TreeUnit] = field(default_factory=list)
     read_alone: dict[str, tuple[TreeUnit, FullRead]] = field(default_factory=dict)
+    reads_ahead: list[tuple[nn.Module, str]] = field(default_factory=list)
+    ahead: dict[str, Tensor] = field(default_factory=dict)
     roots: list[nn.Module] = field(default_factory=list)
     is_last_backward: bool = True
     waiting: bool = False
@@ -185,6 +189,7 @@ class Tree:
         """Drops the state that an interrupted forward or backward has left."""
         self.running.clear()
         self.read_alone.clear()
+        self.ahead.clear()
         self.forwards.clear()
         self.waiting = self._end_is_queued = False
         self._last_run = ""

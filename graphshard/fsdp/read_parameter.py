@@ -1,0 +1,131 @@
+"""What a forward reads of a parameter: the full tensor, gathered where it is read.
+
+Dynamo traces :func:`read_parameter` to one node. A function given to an operator such as ``torch.cond`` runs on one
+rank only, perhaps, so it cannot gather: what it reads is gathered at the begin of the forward.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .._compat import get_proxy_mode, in_recomputation, outside_transforms, transforms_active
+from .._compat_frames import operator_traced, trace_again
+from ..errors import ParameterStateError, UnsupportedShardingError
+from ..ir import UNSHARD, unshard_outside_transforms
+from .eager_autograd import full_parameter
+from .parameter_slot import ParameterSlot, is_substitute, local_shard, replaced, stored_parameters
+from .shard_versions import FullParameter, version_of
+from .tree import SLOTS, Tree
+
+
+def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
+    """The value of ``module.<name>``: in a forward the full tensor, else the sharded parameter.
+
+    A checkpointed region that runs again in a backward counts as a forward, also if it is not entered through the
+    forward of a unit.
+    """
+    slot: ParameterSlot = module.__dict__[SLOTS][name]
+    unit = slot.unit
+    is_read = is_reading(unit.tree)
+    if is_read and slot.is_extended and torch.compiler.is_compiling():
+        # Before Dynamo sees the parameter, whose class it may not know. It takes the error for a graph break, and runs
+        # the code that reads the parameter uncompiled; with fullgraph=True it reports the error.
+        raise UnsupportedShardingError(
+            f"parameter {slot.name} has an all-gather extension (fsdp_pre_all_gather), which cannot be compiled: "
+            "compile without fullgraph=True, so that the module that holds it runs uncompiled, or leave it out "
+            "of torch.compile (torch.compiler.disable on its forward), or store plain tensors and use "
+            "MixedPrecisionPolicy(param_dtype=...)"
+        )
+    param = stored_parameters(module)[name]
+    if param is None or not is_read:
+        return param
+    if is_substitute(param):
+        return _substituted(slot, param)
+    if not isinstance(slot.param, DTensor) or (slot.hidden is not None and param is not slot.shown):
+        raise replaced(slot, param)
+    if not torch.compiler.is_compiling():
+        with outside_transforms():
+            _check_version(slot)
+            full = full_parameter(slot)
+        if get_proxy_mode() is not None and type(full) is FullParameter:
+            full.__class__ = torch.Tensor  # make_fx knows no other class
+        return full
+    operator = operator_traced()
+    if operator:
+        return _read_in_operator(slot, operator)
+    if transforms_active():
+        arguments = (unit.handle, *slot.arguments) if slot.needs_op else ()
+        return slot.as_read(unshard_outside_transforms(slot.param, *arguments))
+    local = local_shard(slot)
+    return slot.as_read(
+        UNSHARD(slot.as_sent(local), unit.handle, *slot.arguments) if slot.needs_op else local
+    )
+
+
+def _read_in_operator(slot: ParameterSlot, operator: str) -> torch.Tensor:
+    """The full parameter in a function that an operator traces: the forward gathers it before the operator."""
+    full = slot.unit.tree.ahead.get(slot.name)
+    if full is None:
+        _read_ahead_from_now_on(slot)
+        raise UnsupportedShardingError(
+            f"parameter {slot.name} of unit {slot.unit.label} is read in a function given to {operator}, which takes "
+            "plain tensors only, and it is a DTensor in a forward or has an all-gather extension: call the module that "
+            f"holds it outside of {operator}, and choose between results with torch.where"
+        )
+    return full
+
+
+@torch.compiler.assume_constant_result
+def _read_ahead_from_now_on(slot: ParameterSlot) -> None:
+    """Has forwards of the model gather the parameter at their begin; Dynamo calls it when it traces a call of it."""
+    tree, owner = slot.unit.tree, slot.owners[0]
+    if owner in tree.reads_ahead or slot.outer is not None or slot.is_extended:
+        return
+    tree.reads_ahead.append(owner)
+    if tree.in_forward:  # it runs uncompiled
+        _gather_ahead(slot)
+    trace_again()
+
+
+def read_ahead(tree: Tree) -> None:
+    for owner, name in tree.reads_ahead:
+        slot = owner.__dict__[SLOTS][name]
+        if torch.compiler.is_compiling():
+            tree.ahead[slot.name] = read_parameter(owner, name)
+        else:
+            _gather_ahead(slot)
+
+
+def _gather_ahead(slot: ParameterSlot) -> None:
+    full = full_parameter(slot)
+    with torch.enable_grad():  # where it is read first may need no gradients
+        slot.unit.tree.ahead[slot.name] = full.view_as(full)  # a plain tensor: Dynamo does not know the class
+
+
+def _substituted(slot: ParameterSlot, value: torch.Tensor) -> torch.Tensor:
+    """What a forward reads of a full value that ``torch.func.functional_call`` has put in a parameter's place."""
+    dtype = slot.unit.settings.mp_policy.param_dtype
+    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
+
+
+def is_reading(tree: Tree) -> bool:
+    """Whether a forward of the model runs, or a checkpointed region runs again."""
+    # Dynamo cannot trace the second question. It need not: what it traces is entered through a unit's forward.
+    return tree.in_forward or (not torch.compiler.is_compiling() and in_recomputation())
+
+
+def _check_version(slot: ParameterSlot) -> None:
+    """Refuses a recomputation whose parameter has changed since the forward."""
+    if not torch.is_grad_enabled():
+        return
+    version = version_of(slot.param)
+    if not in_recomputation():
+        slot.version = version
+    elif slot.version not in (None, version):
+        raise ParameterStateError(
+            f"parameter {slot.name} changed in place after the forward that a checkpointed region now runs "
+            "again, so old activations would meet new weights: run backward() before optimizer.step() "
+            "or load_state_dict()"
+        )
