@@ -22,6 +22,9 @@ from ..ir import type_key
 #: The fewest repetitions for which an export of one block pays.
 _MIN_BLOCKS = 3
 
+#: Calls that give no result and leave the mode of torch alone.
+_WITHOUT_EFFECT = (torch._C._log_api_usage_once,)
+
 #: Distances between equal calls that are tried as the period, the most frequent first.
 _MAX_PERIODS = 16
 
@@ -51,12 +54,10 @@ def find_blocks(gm: fx.GraphModule) -> tuple[Block, ...]:
         gm: a graph of Dynamo, with ``meta["example_value"]`` on its values.
     """
     calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
-    if any(node.meta.get("example_value") is None for node in calls):
-        return ()  # a call without a result (autocast, no_grad) changes the meaning of others
     typed: dict[Any, int] = {}
     words = [typed.setdefault(_word(gm, node), len(typed)) for node in calls]
     start, period, length = _periodic_stretch(words)
-    if length < _MIN_BLOCKS * period:
+    if length < _MIN_BLOCKS * period or not _is_mode_default(calls[:start]):
         return ()
     for first in _beginnings(calls, start, period, length):
         blocks = _equal_blocks(gm, calls, first, period, (start + length - first) // period)
@@ -67,8 +68,8 @@ def find_blocks(gm: fx.GraphModule) -> tuple[Block, ...]:
 
 def _word(gm: fx.GraphModule, node: fx.Node) -> Any:
     """The op, arguments and types of a call, as a key: equal for the same call of other blocks."""
-    if node.op == "call_module":
-        return node  # equal to no other
+    if node.op == "call_module" or node.meta.get("example_value") is None:
+        return node  # equal to no other; a call without a result changes the meaning of those behind it
     return (
         node.op,
         node.target,
@@ -77,6 +78,24 @@ def _word(gm: fx.GraphModule, node: fx.Node) -> Any:
         _type(node),
         repr(node.meta.get("custom")),  # annotations by the user, such as a memory budget
     )
+
+
+def _is_mode_default(calls: Sequence[fx.Node]) -> bool:
+    """Whether gradients are recorded and autocast is off behind these calls, as in an export of one block."""
+    entered: set[fx.Node] = set()
+    is_recording = True
+    for node in calls:
+        if node.meta.get("example_value") is not None or node.target in _WITHOUT_EFFECT:
+            continue
+        if node.target is torch._C._set_grad_enabled:
+            is_recording = node.args == (True,)
+        elif node.target is torch.amp.autocast_mode._enter_autocast:
+            entered.add(node)
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
+            entered.difference_update(node.all_input_nodes)
+        else:
+            return False
+    return is_recording and not entered
 
 
 def _argument_word(gm: fx.GraphModule, value: Any) -> Any:

@@ -159,6 +159,28 @@ class Autocast(Repeating):
             return super().forward(tokens).float()
 
 
+class TableWithoutGradient(Repeating):
+    """Modes are switched before and behind the blocks, and back before them: the rotary embedding of transformers."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            table = torch.arange(WIDTH, dtype=torch.float32).cos()
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x, table)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.head(x).float().sum()
+
+
+class WithoutGradient(Repeating):
+    """The blocks record nothing for autograd."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            hidden = super().forward(tokens)
+        return self.head(self.tokens(tokens)).sum() + hidden
+
+
 class Frozen(Repeating):
     """Nothing but the head is trained."""
 
@@ -310,6 +332,7 @@ REPEATED = {
     "three": (lambda: Repeating(count=3), 3),
     "dropout": (lambda: Repeating(Dropped), 4),
     "in_place": (lambda: Repeating(InPlace), 4),
+    "modes_before_and_behind": (TableWithoutGradient, 4),
     "two_layers": (lambda: Repeating(TwoLayers, 5), 5),
     "casts_and_idle": (lambda: Repeating(Half), 4),
     "complex": (lambda: Repeating(Rotated), 4),
@@ -325,6 +348,7 @@ NOT_FOUND = {
     "tied": Tied,
     "autocast": Autocast,
     "frozen": Frozen,
+    "without_gradient": WithoutGradient,
     "writes_on_input": lambda: Repeating(Overwriting),
     "other_operands": lambda: Repeating(Operands),
     "annotated": lambda: Repeating(Annotated),
