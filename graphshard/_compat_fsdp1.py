@@ -18,6 +18,9 @@ HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
 
 _CHECKPOINT_HELPERS = "torch.distributed.checkpoint.state_dict"
 
+#: Modules whose frames may lie between a helper and a wrapper.
+_PASSED = ("torch.nn.", "torch.utils.", "torch.distributed.algorithms.", "graphshard.", "contextlib")
+
 
 def is_policy_object(policy: Any) -> bool:
     """Whether an auto-wrap policy looks at the whole model at once; the others are functions of one module."""
@@ -56,7 +59,7 @@ def is_asked_by_checkpoint_helpers(depth: int = 2) -> bool:
         name = frame.f_globals.get("__name__", "")
         if name == _CHECKPOINT_HELPERS:
             return True
-        if not name.startswith(("torch.nn.", "torch.utils.", "graphshard", "contextlib")):
+        if not name.startswith(_PASSED):
             return False
         frame = frame.f_back
     return False

@@ -46,6 +46,7 @@ ERRORS = """
     ConflictingCommError ExtensionError FormulaError GraphShardError InfeasibleBudgetError NotRootError OptionError
     OptionTypeError OutgrownBudgetError ParameterStateError PassError PipelineError PlanError PriceError ProblemError
     RefusedError ReportFileError ScheduleOrderError ShardDimError ShardingError StaleOptimizerError TableError
+    TrainingStateError
     UnknownGroupError UnnamedMeshError UnpricedGroupError UnsupportedShardingError UntypedGraphError UsageError
 """
 

@@ -12,7 +12,7 @@ Further: ``deepcopy``, ``tensor_trees``.
 
 from .fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from .fully_shard import fully_shard
-from .parameter_slot import ParameterSlot, as_complex, slots_of
+from .parameter_slot import SUMMONED, ParameterSlot, as_complex, slots_of
 from .shard_parameter import mesh_device
 from .shard_versions import Version, version_of
 from .sharded_class import register_fsdp_forward_method
@@ -23,6 +23,7 @@ from .unit import Unit, unit_of
 __all__ = [
     "ROOT",
     "SLOTS",
+    "SUMMONED",
     "FSDPModule",
     "ParameterSlot",
     "Tree",

@@ -7,7 +7,8 @@ methods those of ``FSDPModule``. The other files of this room do one of these tr
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,16 +17,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from .._compat_frames import leave_frame_to_python, leave_frames_to_python
-from .._compat_fsdp1 import WRAPPED, without_activation_wrapper
-from ..errors import ShardingError
+from .._compat_fsdp1 import WRAPPED, is_asked_by_checkpoint_helpers, without_activation_wrapper
+from ..errors import ShardingError, TrainingStateError
 from ..fsdp import cast_tensors, fully_shard, mesh_device
+from .accumulation import without_sync
 from .auto_wrap import auto_wrap
 from .ignored import ignored_in
 from .materialize import materialize, move_to_device, own_states, sync_states
 from .meshes import Meshes
+from .norms import clip_gradients
 from .options import Options
 from .precision import cast_buffers, keep_low_precision_gradients, run_in_full_precision
-from .wrapper_state import STATE, WrapperState, wrappers_in
+from .summon import Summon, summoned
+from .training_state import check_idle, check_root
+from .wrapper_state import STATE, WrapperState, clean_name, wrappers_in
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -130,11 +135,18 @@ class FullyShardedDataParallel(nn.Module):
         self._fsdp_wrapped_module = module
         self.__dict__[STATE] = state
         self._keeps_precision = keeps_precision
+        self._is_summoned = False
         _make_root(self)
         _leave_frames()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the wrapped module; floating-point inputs are cast if ``mixed_precision`` asks for it."""
+        """Calls the wrapped module; floating-point inputs are cast if ``mixed_precision`` asks for it.
+
+        Raises:
+            TrainingStateError: (a ValueError) ``summon_full_params`` shows full parameters.
+        """
+        if self._is_summoned:
+            raise refuse_forward(self)
         if self._keeps_precision:
             return run_in_full_precision(self._fsdp_wrapped_module, args, kwargs)
         if self._input_dtype is not None:
@@ -176,6 +188,83 @@ class FullyShardedDataParallel(nn.Module):
         ]
         return [each for each, state in found if state.is_root or not root_only]
 
+    # -- training ---------------------------------------------------------------------------------
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A context in which backwards do not reduce gradients; the first one after it reduces the sum.
+
+        Gradients that wait are in no ``.grad``.
+
+        Raises:
+            NotRootError: (a RuntimeError) on an inner wrapper.
+            TrainingStateError: (a ValueError) in a forward or a backward.
+        """
+        return without_sync(self)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales all gradients so that their norm, as of one vector, is ``max_norm`` at most; returns it.
+
+        Args:
+            max_norm: the largest norm that is left alone.
+            norm_type: the p of the norm; ``inf`` for the largest magnitude.
+
+        Raises:
+            NotRootError: (a RuntimeError) on an inner wrapper.
+            TrainingStateError: (a ValueError) in a forward or a backward.
+        """
+        check_root(self, "clip_grad_norm_")
+        check_idle(self, "clip_grad_norm_")
+        device = torch.device("cpu") if self._state.options.offloads else self.compute_device
+        return clip_gradients(self.parameters(), max_norm, norm_type, device)
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """A context in which modules hold whole parameters, in their own dtype; call it on all ranks.
+
+        Names of parameters are clean in it. A forward of a wrapper whose parameters are shown is refused; one of the
+        module inside computes with what is shown, and trains nothing.
+
+        Args:
+            module: a wrapper, or a module around wrappers.
+            recurse: show the parameters of inner wrappers too.
+            writeback: keep what each rank writes to its own piece of a parameter.
+            rank0_only: show them on the first rank only.
+            offload_to_cpu: show them on the CPU.
+            with_grads: show whole gradients too.
+
+        Raises:
+            TrainingStateError: (an AssertionError) in a forward, a backward, or such a context.
+            UnsupportedShardingError: (a NotImplementedError) arguments contradict each other.
+        """
+        summon = Summon(
+            writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads
+        )
+        return summoned(module, summon, recurse=recurse)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """``nn.Module.apply``, on whole parameters; what ``fn`` writes to them is kept."""
+        with summoned(self, Summon(), recurse=False):
+            return super().apply(fn)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """``nn.Module.named_parameters``; names are clean while ``summon_full_params`` shows whole parameters."""
+        is_clean = self._is_summoned or is_asked_by_checkpoint_helpers(1)
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield clean_name(name) if is_clean else name, param
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """``nn.Module.named_buffers``, with names as :meth:`named_parameters` has them."""
+        is_clean = self._is_summoned or is_asked_by_checkpoint_helpers(1)
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield clean_name(name) if is_clean else name, buffer
+
     # -- what FSDP1 shows as attributes -----------------------------------------------------------
 
     @property
@@ -216,6 +305,15 @@ class FullyShardedDataParallel(nn.Module):
     def compute_device(self) -> torch.device:
         """The device of gathered parameters."""
         return mesh_device(self._state.meshes.shard)
+
+
+def refuse_forward(wrapper: nn.Module) -> TrainingStateError:
+    """The error for a forward while whole parameters are shown."""
+    return TrainingStateError(
+        f"FullyShardedDataParallel({type(wrapper._modules[WRAPPED]).__name__}): a forward inside summon_full_params() "
+        "would train nothing; call the model outside of it, or, to compute without gradients, the module inside "
+        "(summon_full_params(model, recurse=False), then model.module(...))"
+    )
 
 
 def _inner_wrapper(meshes: Meshes) -> Callable[..., FullyShardedDataParallel]:

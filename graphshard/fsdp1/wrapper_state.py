@@ -5,8 +5,9 @@ The files of this room find wrappers by their state, so that none of them import
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class WrapperState:
         settings: what ``state_dict()`` returns.
         buffer_dtypes: the dtypes of the wrapper's buffers before ``buffer_dtype`` changed them, by buffer.
         is_summoned: ``summon_full_params`` shows full parameters.
+        no_sync_depth: how many ``no_sync`` contexts are open.
         has_comm_hook: ``register_comm_hook`` was called.
     """
 
@@ -60,7 +62,19 @@ class WrapperState:
     settings: StateDictSettings = field(default_factory=_default_settings)
     buffer_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     is_summoned: bool = False
+    no_sync_depth: int = 0
     has_comm_hook: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WrapperState:
+        """The state of a copied wrapper, which runs on the same ranks."""
+        return replace(
+            self,
+            unit=copy.deepcopy(self.unit, memo),
+            ignored_modules={copy.deepcopy(each, memo) for each in self.ignored_modules},
+            ignored_params={copy.deepcopy(each, memo) for each in self.ignored_params},
+            settings=copy.copy(self.settings),
+            buffer_dtypes=dict(self.buffer_dtypes),
+        )
 
 
 def state_of(module: Any) -> WrapperState | None:
