@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
     from .fsdp import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx
+    from .fsdp1 import FullyShardedDataParallel
     from .inspection.formulas import formulas
     from .inspection.inspect_graph import inspect_graph
     from .inspection.inspect_model import inspect
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CPUOffloadPolicy",
     "FSDPModule",
+    "FullyShardedDataParallel",
     "GraphShardError",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -44,6 +46,7 @@ __version__ = "0.1.0"
 _LATER = {
     "CPUOffloadPolicy": "torch.distributed.fsdp",
     "FSDPModule": ".fsdp",
+    "FullyShardedDataParallel": ".fsdp1",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadPolicy": "torch.distributed.fsdp",
     "UnshardHandle": ".fsdp",
@@ -63,6 +66,7 @@ _ROOMS = (
     "capture",
     "cost",
     "fsdp",
+    "fsdp1",
     "inspection",
     "ir",
     "memory",

@@ -89,6 +89,13 @@ class NotRootError(GraphShardError, RuntimeError):
     """A method that concerns the whole model was called on an inner unit. Remedy: call it on the outermost unit."""
 
 
+class TrainingStateError(GraphShardError, AssertionError, ValueError):
+    """A method of a wrapper was called inside a forward, a backward or ``summon_full_params``.
+
+    Remedy: call it between training steps.
+    """
+
+
 class ConflictingCommError(GraphShardError, AssertionError):
     """A setting of a unit's collectives contradicts an earlier one. Remedy: leave out one of the two settings."""
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 ROOMS: tuple[tuple[str, ...], ...] = (
     (
         "graphshard.errors", "graphshard._compat", "graphshard._compat_composable", "graphshard._compat_frames",
-        "graphshard.machine",
+        "graphshard._compat_fsdp1", "graphshard.machine",
         "graphshard.processes", "graphshard.progress",
     ),
     ("graphshard.ir",),
@@ -30,6 +30,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("graphshard.planner",),
     ("graphshard.passes",),
     ("graphshard.fsdp",),
+    ("graphshard.fsdp1",),
     ("graphshard.backend.inductor",),
     ("graphshard.backend",),
     ("graphshard.capture",),

@@ -16,8 +16,9 @@ from graphshard.passes import KNOWN
 #: All names of the modules that are for users alone.
 DOORS = {
     "graphshard": """
-        CPUOffloadPolicy FSDPModule GraphShardError MixedPrecisionPolicy OffloadPolicy UnshardHandle diff_reports
-        formulas fully_shard inspect inspect_graph register_fsdp_forward_method schedule_graph share_comm_ctx sweep
+        CPUOffloadPolicy FSDPModule FullyShardedDataParallel GraphShardError MixedPrecisionPolicy OffloadPolicy
+        UnshardHandle diff_reports formulas fully_shard inspect inspect_graph register_fsdp_forward_method
+        schedule_graph share_comm_ctx sweep
     """,
     "graphshard.passes": """
         KNOWN BucketCollectives ExchangeReductions InsertShards JoinPointwise KeepGathered LowerReshards LowerShards
@@ -45,6 +46,7 @@ ERRORS = """
     ConflictingCommError ExtensionError FormulaError GraphShardError InfeasibleBudgetError NotRootError OptionError
     OptionTypeError OutgrownBudgetError ParameterStateError PassError PipelineError PlanError PriceError ProblemError
     RefusedError ReportFileError ScheduleOrderError ShardDimError ShardingError StaleOptimizerError TableError
+    TrainingStateError
     UnknownGroupError UnnamedMeshError UnpricedGroupError UnsupportedShardingError UntypedGraphError UsageError
 """
 

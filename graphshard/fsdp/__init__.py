@@ -12,15 +12,18 @@ Further: ``deepcopy``, ``tensor_trees``.
 
 from .fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from .fully_shard import fully_shard
-from .parameter_slot import ParameterSlot, as_complex, slots_of
+from .parameter_slot import SUMMONED, ParameterSlot, as_complex, slots_of
+from .shard_parameter import mesh_device
 from .shard_versions import Version, version_of
 from .sharded_class import register_fsdp_forward_method
+from .tensor_trees import cast_tensors, tensors_in
 from .tree import ROOT, SLOTS, Tree, TreeUnit
 from .unit import Unit, unit_of
 
 __all__ = [
     "ROOT",
     "SLOTS",
+    "SUMMONED",
     "FSDPModule",
     "ParameterSlot",
     "Tree",
@@ -29,10 +32,13 @@ __all__ = [
     "UnshardHandle",
     "Version",
     "as_complex",
+    "cast_tensors",
     "fully_shard",
+    "mesh_device",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "slots_of",
+    "tensors_in",
     "unit_of",
     "version_of",
 ]

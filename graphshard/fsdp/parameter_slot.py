@@ -17,6 +17,9 @@ from .placements import OuterLayout
 from .shard_versions import Version
 from .tree import SLOTS, STORED, TreeUnit
 
+#: Attribute of a whole parameter that ``FullyShardedDataParallel.summon_full_params`` shows; a forward reads it as is.
+SUMMONED = "_graphshard_summoned"
+
 
 @dataclass(eq=False, kw_only=True)
 class ParameterSlot:
@@ -219,11 +222,13 @@ def local_shard(slot: ParameterSlot) -> Tensor:
 
 
 def is_substitute(value: Tensor | None) -> bool:
-    """Whether an entry of ``_parameters`` is a full value from ``torch.func.functional_call``.
+    """Whether an entry of ``_parameters`` is a full value: of ``torch.func.functional_call``, or a summoned parameter.
 
     All other entries are parameters, or shards.
     """
-    return value is not None and not isinstance(value, (nn.Parameter, DTensor))
+    if value is None or isinstance(value, DTensor):
+        return False
+    return not isinstance(value, nn.Parameter) or hasattr(value, SUMMONED)
 
 
 def _as_parameter(value: Tensor) -> nn.Parameter:

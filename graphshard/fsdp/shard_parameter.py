@@ -99,6 +99,7 @@ def home_of(layout: Layout, offload_policy: OffloadPolicy) -> torch.device:
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """The device of this rank in a mesh: the CPU, or the current device of the accelerator."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())

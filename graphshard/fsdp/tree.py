@@ -32,8 +32,9 @@ ROOT = "root"
 
 _RUN_REMEDY = "Every rank must take the same branches of compiled code"
 
-#: The attributes by which ``checkpoint_wrapper`` and ``torch.compile`` hold the module that they wrap.
-_WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
+#: The attributes by which ``checkpoint_wrapper``, ``torch.compile`` and ``FullyShardedDataParallel`` hold the module
+#: that they wrap.
+_WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
 
 
 class TreeSlot(Protocol):

@@ -1,0 +1,65 @@
+"""Private torch names of FSDP1: its auto-wrap policies, and what torch's checkpoint helpers ask of a wrapper."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper  # checked: 2.13
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import _Policy  # checked: 2.13
+
+#: The attribute by which FSDP1 holds the module that it wraps; parameter names carry it.
+WRAPPED = "_fsdp_wrapped_module"
+
+#: SHARD_GRAD_OP inside a node, copies across nodes.
+HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
+
+_CHECKPOINT_HELPERS = "torch.distributed.checkpoint.state_dict"
+
+#: Modules whose frames may lie between a helper and a wrapper.
+_PASSED = ("torch.nn.", "torch.utils.", "torch.distributed.algorithms.", "graphshard.", "contextlib")
+
+
+def is_policy_object(policy: Any) -> bool:
+    """Whether an auto-wrap policy looks at the whole model at once; the others are functions of one module."""
+    return isinstance(policy, _Policy)
+
+
+def run_policy(
+    policy: Any, root: nn.Module, ignored: set[nn.Module], kwargs: dict[str, Any]
+) -> dict[nn.Module, dict[str, Any]]:
+    """The modules that a policy object chooses, with the arguments of their wrappers."""
+    return policy._run_policy(root, ignored, kwargs)
+
+
+def classes_in_full_precision(mixed_precision: MixedPrecision) -> tuple[type[nn.Module], ...]:
+    """The classes that an auto-wrap policy leaves out of mixed precision: normalisations of batches, by default."""
+    return tuple(mixed_precision._module_classes_to_ignore)
+
+
+def without_activation_wrapper(module: nn.Module) -> nn.Module:
+    """The module inside ``checkpoint_wrapper`` and the like."""
+    while isinstance(module, ActivationWrapper):
+        module = module._checkpoint_wrapped_module
+    return module
+
+
+def is_asked_by_checkpoint_helpers(depth: int = 2) -> bool:
+    """Whether a function of ``torch.distributed.checkpoint.state_dict`` has called the one that asks (checked: 2.13).
+
+    These helpers ask FSDP1 for shards under clean names. They know FSDP1 by its class only.
+
+    Args:
+        depth: frames of this room between the helper and this function, at least.
+    """
+    frame: Any = sys._getframe(depth)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == _CHECKPOINT_HELPERS:
+            return True
+        if not name.startswith(_PASSED):
+            return False
+        frame = frame.f_back
+    return False

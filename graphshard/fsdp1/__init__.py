@@ -1,0 +1,12 @@
+"""The front end of FSDP1: ``FullyShardedDataParallel``, over ``fully_shard``.
+
+Imports: ``errors``, ``_compat``, ``fsdp``. No engine of its own: arguments, methods and state dicts are translated.
+
+Read first: ``wrapper`` (the class), ``options`` (its arguments for ``fully_shard``), ``wrapper_state``.
+Before sharding: ``meshes``, ``ignored``, ``auto_wrap``, ``materialize``, ``precision``.
+Methods: ``training_state`` (may a method run now), ``accumulation`` (``no_sync``), ``norms``, ``summon``.
+"""
+
+from .wrapper import FullyShardedDataParallel
+
+__all__ = ["FullyShardedDataParallel"]
