@@ -4,21 +4,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp
 from support.trainer_jobs import (
     Block,
     as_launched,
-    batch_of,
     check_same_training,
     gathered,
     loss_of,
     make_model,
     need,
 )
-from torch import nn
 
 import graphshard
 

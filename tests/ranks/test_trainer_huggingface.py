@@ -146,7 +146,7 @@ def wrap_in_ddp(folder: str) -> None:
     with as_launched():
         model = _llama()
         graphshard.fully_shard(model)
-        with pytest.raises(RuntimeError, match="Sharding propagation failed|mixed torch.Tensor and DTensor"):
+        with pytest.raises(RuntimeError, match=r"Sharding propagation failed|mixed torch.Tensor and DTensor"):
             _trainer(model, folder).train()
 
 

@@ -1,7 +1,6 @@
 """Lightning: Fabric and Trainer with `ModelParallelStrategy`, whose functions call our `fully_shard`."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from support.implementations import pick_fully_shard
 from support.trainer_jobs import (
     as_launched,
-    batch_of,
     check_same_training,
     gathered,
     loss_of,
