@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .inspection.sweep import sweep
     from .planner import schedule_graph
     from .report import diff_reports
+    from .torch_names import patch_torch
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -33,6 +34,7 @@ __all__ = [
     "fully_shard",
     "inspect",
     "inspect_graph",
+    "patch_torch",
     "register_fsdp_forward_method",
     "schedule_graph",
     "share_comm_ctx",
@@ -55,6 +57,7 @@ _LATER = {
     "fully_shard": ".fsdp",
     "inspect": ".inspection",
     "inspect_graph": ".inspection",
+    "patch_torch": ".torch_names",
     "register_fsdp_forward_method": ".fsdp",
     "schedule_graph": ".planner",
     "share_comm_ctx": ".fsdp",

@@ -17,8 +17,8 @@ from graphshard.passes import KNOWN
 DOORS = {
     "graphshard": """
         CPUOffloadPolicy FSDPModule FullyShardedDataParallel GraphShardError MixedPrecisionPolicy OffloadPolicy
-        UnshardHandle diff_reports formulas fully_shard inspect inspect_graph register_fsdp_forward_method
-        schedule_graph share_comm_ctx sweep
+        UnshardHandle diff_reports formulas fully_shard inspect inspect_graph patch_torch
+        register_fsdp_forward_method schedule_graph share_comm_ctx sweep
     """,
     "graphshard.passes": """
         KNOWN BucketCollectives ExchangeReductions InsertShards JoinPointwise KeepGathered LowerReshards LowerShards
@@ -72,6 +72,7 @@ ARGUMENTS = {
         memory_budget plan checkpoint progress
     """,
     "inspect_graph": "gm * hardware tables memory_budget groups",
+    "patch_torch": "",
     "register_fsdp_forward_method": "module method_name",
     "schedule_graph": """
         gm * hardware tables memory_budget groups shared_links buckets prefetch max_gathers max_reductions move_compute

@@ -1,0 +1,95 @@
+"""Accelerate with `fsdp_version=2`: inside `patch_torch()` it shards with graphshard, and trains as with FSDP2."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.fsdp
+from support.trainer_jobs import (
+    Block,
+    as_launched,
+    check_same_training,
+    gathered,
+    loss_of,
+    make_model,
+    need,
+)
+
+import graphshard
+
+pytestmark = need("accelerate")
+
+Run = Callable[..., list[Any]]
+
+
+def _accelerator(**options: Any) -> Any:
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()  # each is one object a process
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        state_dict_type="SHARDED_STATE_DICT",
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, **options)
+    # What it does itself on GPUs; on CPUs it knows DDP alone.
+    accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+    return accelerator
+
+
+def _train(implementation: str, folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Three steps of two micro-batches with clipping; saved after the second step, loaded into another model."""
+    from contextlib import nullcontext
+
+    accelerator = _accelerator(gradient_accumulation_steps=2)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    with nullcontext() if implementation == "fsdp2" else graphshard.patch_torch():
+        model, optimizer = accelerator.prepare(model, optimizer)
+    is_ours = implementation != "fsdp2"
+    assert isinstance(model, graphshard.FSDPModule) == is_ours
+    assert isinstance(model[1], graphshard.FSDPModule) == is_ours and isinstance(model[1], Block)
+    if implementation == "compiled":
+        model.compile(backend="graphshard")
+    losses = []
+    for step in range(6):
+        if step == 4:
+            accelerator.save_state(folder)
+        with accelerator.accumulate(model):
+            loss = loss_of(model, step)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                losses.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    trained = gathered(model)
+    accelerator.load_state(folder)
+    for step in (4, 5):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, step))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in gathered(model).items():
+        torch.testing.assert_close(
+            value, trained[name], msg=lambda text, name=name: f"resumed {name}: {text}"
+        )
+    return losses, trained
+
+
+def compare(folder: str) -> None:
+    with as_launched():
+        expected = _train("fsdp2", f"{folder}/fsdp2")
+        for implementation in ("sharded", "compiled"):
+            check_same_training(expected, _train(implementation, f"{folder}/{implementation}"))
+
+
+def test_trains_saves_and_resumes_as_with_fsdp2(run_on_gloo_ranks: Run, tmp_path: Path) -> None:
+    run_on_gloo_ranks(2, compare, str(tmp_path))
