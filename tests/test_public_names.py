@@ -100,7 +100,7 @@ COMMANDS = {
     "inspect": f"{_OF_STEPS} --formulas --html --text --trace --json",
     "sweep": f"{_OF_STEPS} --batch --processes --captures --csv --json --plot",
     "diff": "before after --json",
-    "cards": "names",
+    "cards": "names --delete",
     "calibrate": "--out --nproc --device --like --quick",
 }
 

@@ -20,14 +20,16 @@ from torch import fx
 from .._compat import graph_break_after
 from .._compat_composable import is_sharded_by_torch
 from ..coordination import count_in_group, is_fake_group, refusing
-from ..cost import HardwareCard
+from ..cost import HardwareCard, load_card
 from ..fsdp import ROOT, Tree, unit_of
+from ..hardware import STAND_INS, OwnCard, need_of_graph, own_card
 from ..ir import UNSHARD, group_name, is_collective
 from ..memory import KernelMeasurements, table_beside
 from ..pipeline import PassContext
+from ..progress import LOGGER
 from .inductor import config_patches
 from .observer import next_index
-from .options import BackendOptions
+from .options import AUTO, BackendOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,24 +98,57 @@ def read_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Backe
     inductor = config_patches(options.inductor, has_budget=options.memory_budget is not None)
     _warn_if_never_sharded(gm, example_inputs)
     trees = list({id(unit.tree): unit.tree for unit in filter(None, map(unit_of, example_inputs))}.values())
-    _warn_of_another_device(options.hardware, trees, example_inputs)
     is_shared = options.verify != "off"
+    index = next_index(options.dump)
+    groups = tuple(dict.fromkeys(name for tree in trees for name in tree.groups())) if is_shared else ()
+    with refusing(groups, f"compile graph {index}"):
+        options = _with_own_card(options, gm, example_inputs, trees, what=f"graph {index}")
+    _warn_of_another_device(options.card, trees, example_inputs)
     for tree in trees:
         _tell_of_break(tree, gm)
     return DynamoGraph(
         options=options,
-        index=next_index(options.dump),
+        index=index,
         inductor=inductor,
-        models=label_models(trees) if is_shared and options.hardware is not None else {},
-        groups=tuple(dict.fromkeys(name for tree in trees for name in tree.groups())) if is_shared else (),
+        models=label_models(trees) if is_shared and options.card is not None else {},
+        groups=groups,
         parameters={slot.name: unit.label for tree in trees for unit in tree.units() for slot in unit.slots},
         is_broken=any(tree.graph_breaks for tree in trees),
         waiting=_waiting_units(example_inputs),
-        kernels=_measurements_beside(options.hardware),
+        kernels=_measurements_beside(options.card),
         are_shards_pinned=any(
             _is_pinned(slot.param) for tree in trees for unit in tree.units() for slot in unit.slots
         ),
     )
+
+
+def _with_own_card(
+    options: BackendOptions,
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    trees: Sequence[Tree],
+    *,
+    what: str,
+) -> BackendOptions:
+    """The options with the card of this machine in place of "auto"; without one, with rules and a line that says why.
+
+    Raises:
+        OptionError: there is no card, and an option needs one.
+        AgreementError, RefusedError: see :func:`graphshard.hardware.own_card`.
+    """
+    if options.hardware != AUTO:
+        return options
+    found = need_of_graph(gm, example_inputs, trees)
+    if not trees or not (found.groups or options.memory_budget):
+        # Nothing to place or to keep. A budget still needs a card, and any will do: the same on all ranks.
+        return options.with_card(load_card(STAND_INS[found.device.type]) if options.needs_card else None, "")
+    if options.verify == "off":
+        own = OwnCard(reason='verify="off" lets the ranks share neither a card nor a plan')
+    else:
+        own = own_card(found.need, found.groups, found.device, what=what)
+    if own.card is None:
+        LOGGER.warning("%s: collectives are placed by rules, without a plan: %s", what, own.reason)
+    return options.with_card(own.card, own.reason)
 
 
 def label_models(trees: Sequence[Tree]) -> dict[str, str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,12 @@ from ..pipeline import Pass
 
 #: Options that need a hardware card.
 _NEED_HARDWARE = ("memory_budget", "bucket", "limit_all_gathers", "backward_prefetch")
+
+#: ``hardware`` as the card of the machine at hand, and as no card.
+AUTO, NO_CARD = "auto", "none"
+
+#: Environment that sets the default of ``hardware``.
+HARDWARE_VARIABLE = "GRAPHSHARD_HARDWARE"
 
 #: Gathers in flight in FSDP1 with ``limit_all_gathers=True``.
 _FSDP1_GATHERS = 2
@@ -36,13 +43,16 @@ class BackendOptions:
     """Validated backend options.
 
     Attributes:
-        bucket: "unit" merges the collectives of each ``fully_shard`` unit. "none" leaves one per parameter. "auto"
-            merges what the planner finds best (needs ``hardware``).
-        overlap: True starts gathers before the compute that precedes their use, and waits for reductions late, where
-            that does not raise the predicted peak of memory. "always" does so whatever it holds. False starts and waits
-            in place. With ``hardware`` the planner decides.
+        bucket: "auto" merges what the planner finds best (needs ``hardware``, and is the default with it). "unit"
+            merges the collectives of each ``fully_shard`` unit. "none" leaves one per parameter.
+        overlap: True leaves it to the planner or, without ``hardware``, starts gathers before the compute that precedes
+            their use, and waits for reductions late, where that does not raise the predicted peak of memory. "always"
+            does so whatever it holds. False starts and waits in place. Both stand for ``hardware=None``.
         hardware: a hardware card (its name, its file, or itself). The planner places collectives where the predicted
-            time is least.
+            time is least. "auto" takes the card of this machine: the shipped card of its GPU, a card that an earlier
+            run has kept, or one that is measured when the first graph is compiled (:mod:`graphshard.hardware`). None or
+            "none": no planner; collectives are placed by rules. The environment variable ``GRAPHSHARD_HARDWARE``
+            changes the default.
         memory_budget: the most that may be live on a rank while one graph runs: bytes, or a text like "60GiB" (needs
             ``hardware``). It counts the inputs of the step (shards of all its parameters, saved activations), gradients
             that wait for a later micro-batch and gathered parameters; not the caller's reduced gradients and optimizer
@@ -67,9 +77,9 @@ class BackendOptions:
             both halves once they are lowered, before collectives are merged. All ranks need the same.
     """
 
-    bucket: str = "unit"
+    bucket: str = "auto"
     overlap: bool | str = True
-    hardware: HardwareCard | None = None
+    hardware: HardwareCard | str | None = AUTO
     memory_budget: int | None = None
     limit_all_gathers: int = 0
     backward_prefetch: str | None = None
@@ -98,7 +108,7 @@ class BackendOptions:
         if needing and self.hardware is None:
             raise OptionError(
                 f"graphshard backend: option {needing[0]}={getattr(self, needing[0])!r} needs a cost model: "
-                "give option hardware too, the name or the file of a card (`graphshard cards` lists them)"
+                "leave out option hardware, or give the name or the file of a card (`graphshard cards` lists them)"
             )
         if self.hardware is not None and self.overlap is not True:
             raise OptionError(
@@ -133,18 +143,24 @@ class BackendOptions:
                 f"graphshard backend: unknown option(s) {', '.join(map(repr, unknown))}; "
                 f"known: {', '.join(known)} (options of Inductor go into 'inductor')"
             )
+        if "hardware" not in given and given.get("overlap", True) is True:
+            given["hardware"] = os.environ.get(HARDWARE_VARIABLE) or AUTO
+        hardware = given.get("hardware")
+        if isinstance(hardware, (str, Path)) and str(hardware) != AUTO:
+            given["hardware"] = None if str(hardware) == NO_CARD else load_card(hardware)
+        elif hardware not in (None, AUTO) and not isinstance(hardware, HardwareCard):
+            raise OptionError(
+                f"graphshard backend: option hardware={hardware!r} must be a card, its name or its file, "
+                f"{AUTO!r}, or None for no planner"
+            )
+        given.setdefault("hardware", None)
+        if given["hardware"] is None:
+            given.setdefault("bucket", "unit")
         dump = given.get("dump")
         if dump is not None:
             if not isinstance(dump, (str, Path)):
                 raise OptionError(f"graphshard backend: option dump={dump!r} must be the path of a folder")
             given["dump"] = Path(dump)
-        hardware = given.get("hardware")
-        if isinstance(hardware, (str, Path)):
-            given["hardware"] = load_card(hardware)
-        elif hardware is not None and not isinstance(hardware, HardwareCard):
-            raise OptionError(
-                f"graphshard backend: option hardware={hardware!r} must be a card, its name or its file"
-            )
         if type(given.get("limit_all_gathers")) is bool:
             given["limit_all_gathers"] = _FSDP1_GATHERS if given["limit_all_gathers"] else 0
         if isinstance(given.get("backward_prefetch"), BackwardPrefetch):
@@ -154,6 +170,36 @@ class BackendOptions:
         if "passes" in given:
             given["passes"] = _read_passes(given["passes"])
         return BackendOptions(**given)
+
+    @property
+    def card(self) -> HardwareCard | None:
+        """The hardware card; None if there is none, or if it is not known yet."""
+        return self.hardware if isinstance(self.hardware, HardwareCard) else None
+
+    @property
+    def needs_card(self) -> str:
+        """An option that has no meaning without a card, by its name; "" if there is none."""
+        names = (name for name in _NEED_HARDWARE if name != "bucket")
+        return next((name for name in names if getattr(self, name) not in (None, 0)), "")
+
+    def with_card(self, card: HardwareCard | None, reason: str) -> BackendOptions:
+        """These options with the card that ``hardware="auto"`` has come to, or with the schedule by rules.
+
+        Args:
+            card: the card; None if there is none.
+            reason: why there is none.
+
+        Raises:
+            OptionError: there is none, and an option needs one.
+        """
+        if card is not None:
+            return replace(self, hardware=card)
+        if needing := self.needs_card:
+            raise OptionError(
+                f"graphshard backend: option {needing}={getattr(self, needing)!r} needs a cost model, and there is "
+                f"no hardware card of this machine: {reason}; give option hardware, the name or the file of a card"
+            )
+        return replace(self, hardware=None, bucket="unit" if self.bucket == "auto" else self.bucket)
 
 
 def _read_passes(given: Any) -> dict[str, tuple[Pass, ...]]:

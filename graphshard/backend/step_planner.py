@@ -64,9 +64,9 @@ class StepPlanner:
     @staticmethod
     def of(graph: DynamoGraph) -> StepPlanner:
         """That of a graph of Dynamo, whose user gave a hardware card."""
-        assert graph.options.hardware is not None
+        assert graph.options.card is not None
         return StepPlanner(
-            card=graph.options.hardware,
+            card=graph.options.card,
             halves=half_pipelines(graph.options).planned,
             is_shared=graph.are_ranks_compared,
             what=f"graph {graph.index}",

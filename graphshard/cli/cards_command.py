@@ -1,40 +1,97 @@
-"""``graphshard cards``: the main numbers of hardware cards as a table."""
+"""``graphshard cards``: the main numbers of hardware cards as a table, and the cards that were measured here."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..cost import known_cards, load_card
+from ..cost import HardwareCard, known_cards, load_card
+from ..errors import UsageError
+from ..user_cache import cache_folder
+
+if TYPE_CHECKING:
+    from ..hardware import KeptCard
 
 GIB = 2**30
 
+HEADER = (
+    "card", "bf16 TFLOP/s", "fp32 TFLOP/s", "memory GB/s", "memory GiB", "ranks/node", "in node GB/s",
+    "between GB/s",
+)  # fmt: skip
+
 
 def add_cards_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("names", nargs="*", metavar="CARD", help="names or files; default all that ship")
+    parser.add_argument(
+        "names", nargs="*", metavar="CARD", help="names or files; default all that ship or were measured here"
+    )
+    parser.add_argument(
+        "--delete", action="store_true", help="delete kept cards: those named, or all; graphs measure again"
+    )
 
 
 def run_cards(options: argparse.Namespace) -> int:
-    """Prints the main numbers of cards as a table."""
-    header = (
-        "card", "bf16 TFLOP/s", "fp32 TFLOP/s", "memory GB/s", "memory GiB", "ranks/node", "in node GB/s",
-        "between GB/s",
-    )  # fmt: skip
-    rows: list[tuple[str, ...]] = [header]
-    for name in options.names or known_cards():
-        card = load_card(name)
-        peaks = [card.peak_flops.get(dtype) for dtype in ("bfloat16", "float32")]
-        rows.append((
-            card.name,
-            *("-" if peak is None else f"{peak / 1e12:.4g}" for peak in peaks),
-            f"{card.memory_bandwidth / 1e9:.4g}",
-            f"{card.memory_bytes / GIB:.4g}",
-            str(card.ranks_per_node),
-            f"{card.intra_node.bandwidth / 1e9:.4g}",
-            f"{card.inter_node.bandwidth / 1e9:.4g}",
-        ))  # fmt: skip
-    print(format_table(rows))
+    """Prints the main numbers of cards as a table, or deletes kept cards."""
+    if options.delete:
+        return _delete(tuple(options.names))
+    asks_for_kept = not options.names or any(_file_of(name).exists() for name in options.names)
+    kept = _kept() if asks_for_kept else {}
+    shipped = [name for name in options.names or known_cards() if name not in kept]
+    if shipped:
+        print(format_table([HEADER, *(_row(load_card(name)) for name in shipped)]))
+    shown = [each for name, each in kept.items() if name in options.names or not options.names]
+    if shown:
+        print(f"\nmeasured for hardware='auto', in {cache_folder('cards')}:" if shipped else "")
+        print(format_table([HEADER, *((each.file.stem, *_row(each.card)[1:]) for each in shown)]))
+        for each in shown:
+            print(
+                f"{each.file.stem}: host {each.key.get('host')}, {each.key.get('ranks')}, {each.card.summary}"
+            )
     return 0
+
+
+def _file_of(name: str) -> Path:
+    return cache_folder("cards", f"{name}.json")
+
+
+def _kept() -> Mapping[str, KeptCard]:
+    """The kept cards by name; what reads them loads torch, for seconds, so it is imported only if there are some."""
+    if not any(_file_of("").parent.glob("*.json")):
+        return {}
+    from ..hardware import kept_cards
+
+    return {each.file.stem: each for each in kept_cards()}
+
+
+def _delete(names: tuple[str, ...]) -> int:
+    """Deletes kept cards.
+
+    Raises:
+        UsageError: a name is none of a kept card.
+    """
+    if unknown := sorted(set(names) - set(_kept())):
+        raise UsageError(
+            f"no kept card {', '.join(unknown)} in {cache_folder('cards')}; `graphshard cards` lists them"
+        )
+    from ..hardware import delete_cards
+
+    gone = delete_cards(names)
+    print("\n".join([f"deleted {file}" for file in gone] or [f"no kept cards in {cache_folder('cards')}"]))
+    return 0
+
+
+def _row(card: HardwareCard) -> tuple[str, ...]:
+    peaks = [card.peak_flops.get(dtype) for dtype in ("bfloat16", "float32")]
+    return (
+        card.name,
+        *("-" if peak is None else f"{peak / 1e12:.4g}" for peak in peaks),
+        f"{card.memory_bandwidth / 1e9:.4g}",
+        f"{card.memory_bytes / GIB:.4g}",
+        str(card.ranks_per_node),
+        f"{card.intra_node.bandwidth / 1e9:.4g}",
+        f"{card.inter_node.bandwidth / 1e9:.4g}",
+    )
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:

@@ -8,7 +8,7 @@ collective), ``refusals`` (a rank that stops tells the others), ``shared_plan`` 
 """
 
 from .agreement import agree_on_group
-from .group_store import can_wait_in_compilation, count_in_group, is_fake_group
+from .group_store import can_wait_in_compilation, count_in_group, group_store, is_fake_group
 from .refusals import Refusals, refusing
 from .rendezvous import meet
 from .shared_plan import Decision, PlanStore, decide_together
@@ -21,6 +21,7 @@ __all__ = [
     "can_wait_in_compilation",
     "count_in_group",
     "decide_together",
+    "group_store",
     "is_fake_group",
     "meet",
     "refusing",

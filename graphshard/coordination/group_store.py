@@ -1,7 +1,7 @@
 """The key-value stores of process groups: the only place that makes them, or tells a fake group from a real one.
 
 Each use has a prefix of its own: ``graphshard/GROUP`` for agreements, and ``graphshard/GROUP/USE`` with ``USE`` one of
-``refusals``, ``meet/ROUND``, ``plans/MODELS`` and ``models``.
+``refusals``, ``meet/ROUND``, ``plans/MODELS``, ``cards`` and ``models``.
 """
 
 from __future__ import annotations

@@ -10,23 +10,27 @@ the planner asks: ``prices``. Measuring a card: ``calibration``, ``probes``, ``c
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .card_files import card_of, known_cards, load_card
+from .card_files import card_of, known_cards, load_card, parse_card
 from .cards import HardwareCard, LinkClass
 
 if TYPE_CHECKING:
-    from .calibration import CalibrationJob, calibrate, is_launched
+    from .calibration import CalibrationJob, calibrate, describe_machine, is_launched
+    from .collective_probes import CommProbe, probe_collectives, slowest
     from .compute import compute_seconds, kernel_seconds, memory_seconds
     from .flops import executed_flops, kernel_class, model_flops, total_flops
     from .kernels import Kernel, kernels_of
     from .links import GroupTopology, collective_bytes, collective_kind, layout_topologies, mesh_topologies
     from .model import CostModel
     from .prices import GraphPrices, Prices, behind_wait
-    from .probes import ProbeSizes
+    from .probes import DTYPES, ComputeProbe, ProbeSizes, probe_compute
     from .tables import CollectiveTables, load_tables, tables_of
 
 __all__ = [
+    "DTYPES",
     "CalibrationJob",
     "CollectiveTables",
+    "CommProbe",
+    "ComputeProbe",
     "CostModel",
     "GraphPrices",
     "GroupTopology",
@@ -41,6 +45,7 @@ __all__ = [
     "collective_bytes",
     "collective_kind",
     "compute_seconds",
+    "describe_machine",
     "executed_flops",
     "is_launched",
     "kernel_class",
@@ -53,14 +58,21 @@ __all__ = [
     "memory_seconds",
     "mesh_topologies",
     "model_flops",
+    "parse_card",
+    "probe_collectives",
+    "probe_compute",
+    "slowest",
     "tables_of",
     "total_flops",
 ]
 
 #: Names and their files, imported when they are first asked for: they load torch, and cards are read without it.
 _LATER = {
+    "DTYPES": "probes",
     "CalibrationJob": "calibration",
     "CollectiveTables": "tables",
+    "CommProbe": "collective_probes",
+    "ComputeProbe": "probes",
     "CostModel": "model",
     "GraphPrices": "prices",
     "GroupTopology": "links",
@@ -72,6 +84,7 @@ _LATER = {
     "collective_bytes": "links",
     "collective_kind": "links",
     "compute_seconds": "compute",
+    "describe_machine": "calibration",
     "executed_flops": "flops",
     "is_launched": "calibration",
     "kernel_class": "flops",
@@ -82,6 +95,9 @@ _LATER = {
     "memory_seconds": "compute",
     "mesh_topologies": "links",
     "model_flops": "flops",
+    "probe_collectives": "collective_probes",
+    "probe_compute": "probes",
+    "slowest": "collective_probes",
     "tables_of": "tables",
     "total_flops": "flops",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from .._compat import gather_single, reduce_scatter_single, uses_gloo
 from ..ir import EagerEmitter, emit_sum_of_exchange
-from .cards import COLLECTIVE_KINDS, LinkClass, MeasuredCollective
+from .cards import LinkClass, MeasuredCollective
 from .probes import ProbeSizes, Report, cold_product, say_nothing, typical
 
 _EMIT = EagerEmitter()
@@ -32,9 +33,6 @@ _NUM_QUEUED_SIZES = 3
 #: Calls in a row after a barrier. The first is not timed: right after a barrier ranks are in step, unlike in training.
 _IN_A_ROW = 4
 
-#: A collective is timed until its timings add up to this.
-_ENOUGH_SECONDS = 1.5
-
 #: Ranks compute for about this long before each collective, as in training.
 _APART_SECONDS = 0.01
 
@@ -53,14 +51,20 @@ class CommProbe:
     comm_compute_seconds_per_byte: float
 
 
-def slowest(device: torch.device, seconds: float) -> float:
+def slowest(device: torch.device, seconds: float, group: dist.ProcessGroup | None = None) -> float:
     found = torch.tensor(seconds, device=device, dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
     return found.item()
 
 
-def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report = say_nothing) -> CommProbe:
-    """Measures the default process group. Every rank calls it and gets the same numbers.
+def probe_collectives(
+    device: torch.device,
+    sizes: ProbeSizes,
+    *,
+    report: Report = say_nothing,
+    group: dist.ProcessGroup | None = None,
+) -> CommProbe:
+    """Measures a process group, by default that of all ranks. Each of its ranks calls it and gets the same numbers.
 
     - A time is the :func:`typical` one over calls and ranks. On a CPU each rank computes before and during the
       collective, as in training.
@@ -69,18 +73,19 @@ def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report
     - The compute time that a collective takes, fixed and per byte, comes from a small and a large gather.
     - Several gathers at once give the part of latency that overlaps.
     """
-    num_ranks, is_cpu = dist.get_world_size(), device.type == "cpu"
-    asked = [_Asked(op, size) for op in COLLECTIVE_KINDS for size in map(_whole, sizes.collective_bytes)]
+    num_ranks, is_cpu = dist.get_world_size(group), device.type == "cpu"
+    whole_sizes = list(dict.fromkeys(_whole(size, num_ranks) for size in sizes.collective_bytes))
+    asked = [_Asked(op, size) for op in sizes.kinds for size in whole_sizes]
     # A device runs the collectives of a group one after the other, on one stream.
     several = [_Asked("all_gather", size, _AT_ONCE) for size in _usual(asked)] if is_cpu else []
     queued = _queued(asked) if is_cpu else []
-    found = _timings([*asked, *several, *queued], device, sizes.num_samples)
+    found = _timings([*asked, *several, *queued], device, sizes, group)
     at_once = [(found[replace(each, at_once=1)], found[each]) for each in several]
     shared, largest_usual = _overlapped_latency(at_once), _usual(asked)[-1]
     known = {each: shared if is_cpu and each.num_bytes <= largest_usual else None for each in asked}
     timings = {
         op: {each.num_bytes: _behind_others(each, found, known[each]) for each in asked if each.op == op}
-        for op in COLLECTIVE_KINDS
+        for op in sizes.kinds
     }
     for op, of_sizes in timings.items():
         shown = (f"{size} bytes {timing.seconds * 1e6:.0f} us" for size, timing in of_sizes.items())
@@ -99,8 +104,8 @@ def probe_collectives(device: torch.device, sizes: ProbeSizes, *, report: Report
         for each in asked
     )
     (less, soon), (more, late) = [(size, timing.seconds) for size, timing in gathers.items()][-2:]
-    usual = max(len(sizes.collective_bytes) - 2, 1)  # the largest is larger than buckets are
-    small, large = _whole(sizes.collective_bytes[0]), _whole(sizes.collective_bytes[usual])
+    usual = max(len(whole_sizes) - 2, 1)  # the largest is larger than buckets are
+    small, large = whole_sizes[0], whole_sizes[usual]
     start = gathers[small].lost_seconds
     of_bytes = gathers[large].lost_seconds - start if is_cpu else 0.0
     core_seconds = max(of_bytes, 0.0) / (large - small)
@@ -186,9 +191,9 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / max(len(values), 1)
 
 
-def _whole(num_bytes: int) -> int:
+def _whole(num_bytes: int, num_ranks: int) -> int:
     """``num_bytes`` rounded down to float32 values that divide evenly over the ranks."""
-    each = 4 * dist.get_world_size()
+    each = 4 * num_ranks
     return max(num_bytes // each, 1) * each
 
 
@@ -214,22 +219,24 @@ class _Collective:
     finish: Callable[[], object] = lambda: None
 
 
-def _collective(op: str, num_bytes: int, device: torch.device) -> _Collective:
+def _collective(
+    op: str, num_bytes: int, device: torch.device, group: dist.ProcessGroup | None = None
+) -> _Collective:
     """A collective whose larger tensor has ``num_bytes``."""
-    num_ranks = dist.get_world_size()
-    whole = torch.ones(num_bytes // 4, device=device)
-    part = torch.ones(whole.numel() // num_ranks, device=device)
+    num_ranks = dist.get_world_size(group)
+    whole = torch.ones(num_bytes // 4, device=device, dtype=torch.float32)
+    part = torch.ones(whole.numel() // num_ranks, device=device, dtype=torch.float32)
     received, reduced = torch.empty_like(whole), torch.empty_like(part)  # memory is new in a step, too
-    exchange = partial(dist.all_to_all_single, received, whole, async_op=True)
-    if op == "reduce_scatter" and device.type == "cpu" and uses_gloo(dist.group.WORLD):
+    exchange = partial(dist.all_to_all_single, received, whole, group=group, async_op=True)
+    if op == "reduce_scatter" and device.type == "cpu" and uses_gloo(group or dist.group.WORLD):
         # As the pass exchange_reductions lowers it.
         return _Collective(exchange, partial(emit_sum_of_exchange, _EMIT, received, "sum", num_ranks))
     starts = {
-        "all_gather": partial(gather_single, received, part, async_op=True),
-        "reduce_scatter": partial(reduce_scatter_single, reduced, whole, async_op=True),
-        "all_reduce": partial(dist.all_reduce, whole, async_op=True),
+        "all_gather": partial(gather_single, received, part, group=group, async_op=True),
+        "reduce_scatter": partial(reduce_scatter_single, reduced, whole, group=group, async_op=True),
+        "all_reduce": partial(dist.all_reduce, whole, group=group, async_op=True),
         "all_to_all": exchange,
-        "broadcast": partial(dist.broadcast, whole, 0, async_op=True),
+        "broadcast": partial(dist.broadcast, whole, group=group, group_src=0, async_op=True),
     }
     return _Collective(starts[op])
 
@@ -237,8 +244,8 @@ def _collective(op: str, num_bytes: int, device: torch.device) -> _Collective:
 class _Beside:
     """Times collectives; beside those of gloo it computes, since gloo's threads share the core with compute."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._is_beside = device.type == "cpu" and uses_gloo(dist.group.WORLD)
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        self._is_beside = device.type == "cpu" and uses_gloo(group or dist.group.WORLD)
         self._synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         # Short blocks: a collective that ends within a block is seen to end with the block.
         self._block = cold_product(device, torch.float32, _BLOCK_SIDE) if self._is_beside else lambda: None
@@ -288,32 +295,50 @@ class _Timing:
     lost_seconds: float
 
 
-def _timings(asked: Sequence[_Asked], device: torch.device, num_samples: int) -> dict[_Asked, _Timing]:
+def _timings(
+    asked: Sequence[_Asked],
+    device: torch.device,
+    sizes: ProbeSizes,
+    group: dist.ProcessGroup | None = None,
+) -> dict[_Asked, _Timing]:
     """Measures each with :meth:`_Beside.seconds`, in turns, so that a slow spell of the machine falls on all of them.
 
-    A turn is a row of calls without a barrier in between. Turns end with ``num_samples`` calls, or with enough seconds
-    of them. Calls in a row matter because gloo sends both ways over one connection at once only while ranks are in
-    step: a rank that starts later first sends, and only then asks for its part.
+    A turn is a row of calls without a barrier in between. Turns end with ``sizes.num_samples`` calls, or with enough
+    seconds of them. Calls in a row matter because gloo sends both ways over one connection at once only while ranks are
+    in step: a rank that starts later first sends, and only then asks for its part.
     """
-    beside = _Beside(device)
+    beside = _Beside(device, group)
     times: dict[_Asked, list[tuple[float, float]]] = {each: [] for each in asked}
     spent = dict.fromkeys(asked, 0.0)
-    while turn := [one for one in asked if len(times[one]) < num_samples and spent[one] < _ENOUGH_SECONDS]:
+
+    def is_short(one: _Asked) -> bool:
+        return len(times[one]) < sizes.num_samples and spent[one] < sizes.enough_seconds
+
+    began, next_end, turns = time.perf_counter(), 0.0, 0
+    while next_end <= sizes.most_seconds and (turn := list(filter(is_short, asked))):
         for each in turn:
-            dist.barrier()
+            dist.barrier(group)
             _, *row = [
-                beside.seconds([_collective(each.op, each.num_bytes, device) for _ in range(each.at_once)])
+                beside.seconds(
+                    [_collective(each.op, each.num_bytes, device, group) for _ in range(each.at_once)]
+                )
                 for _ in range(_IN_A_ROW)
             ]
             times[each] += row
-            spent[each] += slowest(device, sum(seconds for seconds, _ in row))  # the same on all ranks
-    return {each: _timing(rows, device) for each, rows in times.items()}
+            # The same on all ranks.
+            spent[each] += slowest(device, sum(seconds for seconds, _ in row), group)
+        turns += 1
+        if math.isfinite(sizes.most_seconds):
+            next_end = slowest(device, time.perf_counter() - began, group) * (turns + 1) / turns
+    return {each: _timing(rows, device, group) for each, rows in times.items()}
 
 
-def _timing(times: Sequence[tuple[float, float]], device: torch.device) -> _Timing:
+def _timing(
+    times: Sequence[tuple[float, float]], device: torch.device, group: dist.ProcessGroup | None = None
+) -> _Timing:
     own = torch.tensor(times, device=device, dtype=torch.float64)
-    found = own.new_empty(dist.get_world_size() * len(own), 2)
-    gather_single(found, own)
+    found = own.new_empty(dist.get_world_size(group) * len(own), 2)
+    gather_single(found, own, group=group)
     all_seconds, all_lost = found.t().tolist()
     seconds = typical(all_seconds)
     deviation = typical([abs(each - seconds) for each in all_seconds])

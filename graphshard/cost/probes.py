@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 
 from .._compat import spin_gpu
 from ..machine import largest_cache_bytes
+from .cards import COLLECTIVE_KINDS
 from .curves import Curve
 from .flops import causal_share
 from .kernels import STEPS_OF
@@ -44,6 +46,13 @@ class ProbeSizes:
         collective_bytes: bytes of the larger tensor of a collective.
         num_samples: timings; the :func:`typical` one counts.
         sample_seconds: the shortest timing.
+        enough_seconds: a collective is timed until its timings add up to this.
+        most_seconds: no further turn of all collectives begins that would end later than this.
+        kinds: the collectives.
+        dtypes: dtypes of products. The others of :data:`DTYPES` are taken to be as fast as the main one.
+        classes: "attention" and "convolution", if they are measured. What is left out is taken to be as fast as a
+            product.
+        compiles: pointwise arithmetic of a GPU is measured by a compiled kernel; if not, float32 products tell it.
     """
 
     matmul: tuple[int, ...] = (64, 128, 256, 512, 1024)
@@ -52,6 +61,12 @@ class ProbeSizes:
     collective_bytes: tuple[int, ...] = (2**10, 2**13, 2**16, 2**19, 2**22, 2**24, 2**25)
     num_samples: int = 15
     sample_seconds: float = 2e-3
+    enough_seconds: float = 1.5
+    most_seconds: float = math.inf
+    kinds: tuple[str, ...] = COLLECTIVE_KINDS
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+    classes: tuple[str, ...] = ("attention", "convolution")
+    compiles: bool = True
 
     @staticmethod
     def for_device(device_type: str, *, quick: bool = False) -> ProbeSizes:
@@ -121,14 +136,20 @@ def probe_compute(
     side = sizes.matmul[len(sizes.matmul) // 2]
     flops = 2.0 * side**3
     for dtype in (dtype for dtype in DTYPES if dtype != main):
+        if dtype not in sizes.dtypes:
+            peak[_name(dtype)] = best
+            continue
         rate = flops / timer.seconds(cold_product(device, dtype, side))
         peak[_name(dtype)] = rate / efficiency["matmul"].at(flops)  # the curve is that of the main dtype
         report(f"matmul {_name(dtype)}: {rate / 1e9:.1f} GFLOP/s")
-    forward, backward = _probe_attention(timer, device, main, sizes.attention)
-    efficiency["attention"] = _fractions(forward, best)
-    efficiency["attention_backward"] = _fractions(backward, best)
-    efficiency["convolution"] = _fractions([_probe_convolution(timer, device, main)], best)
-    report(f"attention: {forward[-1][1] / 1e9:.1f} GFLOP/s, backward {backward[-1][1] / 1e9:.1f}")
+    efficiency |= dict.fromkeys(("attention", "attention_backward", "convolution"), efficiency["matmul"])
+    if "attention" in sizes.classes:
+        forward, backward = _probe_attention(timer, device, main, sizes.attention)
+        efficiency["attention"] = _fractions(forward, best)
+        efficiency["attention_backward"] = _fractions(backward, best)
+        report(f"attention: {forward[-1][1] / 1e9:.1f} GFLOP/s, backward {backward[-1][1] / 1e9:.1f}")
+    if "convolution" in sizes.classes:
+        efficiency["convolution"] = _fractions([_probe_convolution(timer, device, main)], best)
     streams = _rates([(float(size), timer.seconds(_stream(device, size))) for size in sizes.memory_bytes])
     bandwidth = max(rate for _, rate in streams)
     efficiency["memory"] = _fractions(streams, bandwidth)
@@ -137,7 +158,8 @@ def probe_compute(
     report(
         f"memory: {bandwidth / 1e9:.1f} GB/s, {streams[-1][1] / 1e9:.1f} at {sizes.memory_bytes[-1]} bytes"
     )
-    vector_flops = _probe_vector(timer, device)
+    is_told = device.type != "cpu" and not sizes.compiles
+    vector_flops = peak["float32"] if is_told else _probe_vector(timer, device)
     efficiency["vector"] = Curve.constant(1.0)
     overhead = timer.seconds(_tiny(device))
     report(f"vector: {vector_flops / 1e9:.1f} GFLOP/s; a kernel's overhead: {overhead * 1e6:.1f} us")
@@ -279,7 +301,9 @@ def _probe_convolution(timer: _Timer, device: torch.device, dtype: torch.dtype) 
 
 def _stream(device: torch.device, num_bytes: int) -> Callable[[], object]:
     """A function that adds two tensors: two reads and a write, ``num_bytes`` in all."""
-    left, right, out = (torch.ones(max(num_bytes // 12, 1), device=device) for _ in range(3))
+    left, right, out = (
+        torch.ones(max(num_bytes // 12, 1), device=device, dtype=torch.float32) for _ in range(3)
+    )
     return lambda: torch.add(left, right, out=out)
 
 

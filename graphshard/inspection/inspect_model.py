@@ -268,7 +268,7 @@ class Inspection:
         ctx = replace(ctx, device_type=settings.card.device_type, scratch=settings.scratch(gm))
         self.stages.begin(f"{name}: passes")
         before = "" if self.is_brief else graph_text(gm, mesh=ctx.mesh, parameters=ctx.parameters)
-        steps = half_pipeline(BackendOptions()).passes[len(LOWERING.passes) :]
+        steps = half_pipeline(BackendOptions(hardware=None, bucket="unit")).passes[len(LOWERING.passes) :]
         records = self._run(LOWERING, gm, ctx, before)
         kept = kept_bytes_by_category(gm, ctx)
         outside = [total - inside for total, inside in zip(_row(always), kept, strict=True)]

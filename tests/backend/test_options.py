@@ -9,7 +9,7 @@ import torch
 from torch.distributed.fsdp import BackwardPrefetch
 
 import graphshard
-from graphshard.backend.options import BackendOptions
+from graphshard.backend.options import HARDWARE_VARIABLE, BackendOptions
 from graphshard.backend.pipelines import half_pipeline
 from graphshard.cost import load_card
 from graphshard.errors import CardError, GraphShardError, OptionError, OptionTypeError
@@ -17,9 +17,10 @@ from graphshard.passes import PlanCollectives
 
 
 @pytest.mark.parametrize("given", [None, {}])
-def test_defaults(given):
+def test_defaults(given, monkeypatch):
+    monkeypatch.delenv(HARDWARE_VARIABLE)
     assert BackendOptions.parse(given) == BackendOptions()
-    assert BackendOptions().bucket == "unit" and BackendOptions().overlap is True
+    assert BackendOptions().bucket == "auto" and BackendOptions().overlap is True
     assert BackendOptions().verify == "cheap" and BackendOptions().dump is None
 
 
@@ -48,7 +49,28 @@ def test_hardware_becomes_a_card_and_a_budget_bytes():
     for given in ("h100-sxm", card):
         parsed = BackendOptions.parse({"hardware": given, "memory_budget": "2GiB", "bucket": "auto"})
         assert (parsed.hardware, parsed.memory_budget, parsed.bucket) == (card, 2 * 2**30, "auto")
-    assert BackendOptions().hardware is None and BackendOptions().memory_budget is None
+    assert BackendOptions().hardware == "auto" and BackendOptions().memory_budget is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "given", "hardware", "bucket"),
+    [
+        ("", {}, "auto", "auto"),
+        ("auto", {"bucket": "none"}, "auto", "none"),
+        ("none", {}, None, "unit"),
+        ("h100-sxm", {}, load_card("h100-sxm"), "auto"),
+        ("h100-sxm", {"hardware": "none"}, None, "unit"),
+        ("none", {"hardware": "auto"}, "auto", "auto"),
+        ("auto", {"hardware": None}, None, "unit"),
+        ("auto", {"overlap": False}, None, "unit"),
+        ("h100-sxm", {"overlap": "always"}, None, "unit"),
+    ],
+    ids=str,
+)
+def test_the_environment_sets_the_default_of_hardware(variable, given, hardware, bucket, monkeypatch):
+    monkeypatch.setenv(HARDWARE_VARIABLE, variable)
+    parsed = BackendOptions.parse(given)
+    assert (parsed.hardware, parsed.bucket) == (hardware, bucket)
 
 
 def test_an_unknown_card_lists_the_known_ones():
@@ -65,7 +87,7 @@ def test_an_unknown_card_lists_the_known_ones():
 )
 def test_planning_needs_a_card(given):
     (name,) = given
-    with pytest.raises(OptionError, match=f"option {name}=.* needs a cost model: give option hardware"):
+    with pytest.raises(OptionError, match=f"option {name}=.* needs a cost model: leave out option hardware, or"):
         BackendOptions.parse(given)
 
 

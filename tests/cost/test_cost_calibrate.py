@@ -319,10 +319,9 @@ def test_evenly_spread_calls_give_their_mean_and_half_their_spread(gloo_alone, m
     """Of nine calls in rows of three, behind one that does not count, the slowest is left out."""
     gloo_alone(monkeypatch)
     calls = iter([99.0, 5.0, 1.0, 7.0, 99.0, 3.0, 8.0, 6.0, 0.0, 2.0, 4.0, 50.0])
-    monkeypatch.setattr(collective_probes, "_ENOUGH_SECONDS", 1000.0)
     monkeypatch.setattr(collective_probes._Beside, "seconds", lambda self, _: (float(next(calls)), 0.5))
     asked = _Asked("all_gather", 64)
-    (timing,) = collective_probes._timings([asked], CPU, 8).values()
+    (timing,) = collective_probes._timings([asked], CPU, ProbeSizes(num_samples=8, enough_seconds=1000.0)).values()
     assert (timing.seconds, timing.lost_seconds) == (4.5, 0.5)
     assert timing.deviation_seconds == pytest.approx((3.5 + 2.5 + 2.5 + 1.5 + 1.5 + 0.5 + 0.5 + 3.5) / 8)
 
@@ -333,7 +332,7 @@ def test_the_calls_of_all_ranks_count(gloo_alone, monkeypatch):
     monkeypatch.setattr(
         collective_probes,
         "gather_single",
-        lambda found, own: found.copy_(torch.cat([own, own + torch.tensor([2.0, 1.0])])),
+        lambda found, own, group: found.copy_(torch.cat([own, own + torch.tensor([2.0, 1.0])])),
     )
     assert collective_probes._timing([(1.0, 0.5), (1.0, 0.5)], CPU) == _Timing(5 / 3, pytest.approx(8 / 9), 5 / 6)
 
@@ -341,7 +340,6 @@ def test_the_calls_of_all_ranks_count(gloo_alone, monkeypatch):
 def test_collectives_take_turns(gloo_alone, monkeypatch):
     """The machine becomes slower in the middle, which all of them feel."""
     gloo_alone(monkeypatch)
-    monkeypatch.setattr(collective_probes, "_ENOUGH_SECONDS", 1000.0)
     ran = []
 
     def seconds(self, collectives):
@@ -350,7 +348,7 @@ def test_collectives_take_turns(gloo_alone, monkeypatch):
 
     monkeypatch.setattr(collective_probes._Beside, "seconds", seconds)
     one, two = _Asked("all_gather", 64), _Asked("broadcast", 64, 2)
-    found = collective_probes._timings([one, two], CPU, 11)
+    found = collective_probes._timings([one, two], CPU, ProbeSizes(num_samples=11, enough_seconds=1000.0))
     assert ran == [1, 1, 1, 1, 2, 2, 2, 2] * 4
     assert (found[one].seconds, found[two].seconds) == (pytest.approx(13 / 7), pytest.approx(26 / 7))  # of two ranks
     assert found[one].deviation_seconds * 2 == pytest.approx(found[two].deviation_seconds)
@@ -367,9 +365,9 @@ def test_slow_collectives_are_timed_until_all_ranks_have_enough(gloo_alone, monk
         return 0.15 if len(collectives) == 1 else 1e-3, 0.0
 
     monkeypatch.setattr(collective_probes._Beside, "seconds", seconds)
-    monkeypatch.setattr(collective_probes, "slowest", lambda device, spent: 2 * spent)
-    monkeypatch.setattr(dist, "barrier", lambda: met.append(len(ran)))
-    collective_probes._timings([slow, fast], CPU, 15)
+    monkeypatch.setattr(collective_probes, "slowest", lambda device, spent, group: 2 * spent)
+    monkeypatch.setattr(dist, "barrier", lambda group: met.append(len(ran)))
+    collective_probes._timings([slow, fast], CPU, ProbeSizes(num_samples=15))
     assert (ran.count(1), ran.count(2)) == (2 * 4, 5 * 4)
     assert met == list(range(0, len(ran), 4))
 
@@ -476,7 +474,12 @@ def test_compute_is_probed_with_progress_and_in_step_with_the_other_ranks():
 def test_the_slowest_rank_counts(gloo_alone, monkeypatch):
     gloo_alone(monkeypatch)
     asked, answered = [], []
-    monkeypatch.setattr(dist, "all_reduce", lambda found, op: (asked.append((found.item(), op)), found.fill_(0.5)))
+
+    def all_reduce(found, op, group):
+        asked.append((found.item(), op))
+        found.fill_(0.5)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
 
     def probe(*_, slowest, **__):
         answered.append(slowest(0.25))

@@ -185,9 +185,8 @@ def test_copies_wait_for_nobody_where_shards_are_pinned(
 
 def _handed_over(gm: fx.GraphModule, *, are_shards_pinned: bool = False) -> tuple[Any, Any]:
     """A task and its half, as far as the last step reads them."""
-    graph = SimpleNamespace(
-        options=BackendOptions(), are_shards_pinned=are_shards_pinned, are_ranks_compared=False
-    )
+    options = BackendOptions(hardware=None, bucket="unit")
+    graph = SimpleNamespace(options=options, are_shards_pinned=are_shards_pinned, are_ranks_compared=False)
     observer = SimpleNamespace(inductor=lambda stage: nullcontext())
     task = SimpleNamespace(graph=graph, kind="backward", observer=observer, compiler_arguments={})
     return task, SimpleNamespace(gm=gm, example_inputs=[], stage="backward")

@@ -39,7 +39,7 @@ def _scheduled(model: nn.Module, overlap: bool | str = True) -> dict[str, list[s
     """`start U` and `wait U` of the gathers, and of reductions with a `-`, in each scheduled half."""
     found: dict[str, list[str]] = {}
     graphs = capture_graphs(model, torch.ones(2, 5))
-    pipeline = half_pipeline(BackendOptions(overlap=overlap))
+    pipeline = half_pipeline(BackendOptions.parse({"overlap": overlap}))
     halves = {
         "forward": (graphs.forward, graphs.context.for_forward()),
         "backward": (graphs.backward, graphs.context.for_backward()),

@@ -1,0 +1,139 @@
+"""Ranks that come to one card of their machine: one measures for all, or has a card in its cache."""
+
+import copy
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.implementations import compile_if_asked, pick_fully_shard
+from support.parity import check_sharded_parity
+from support.toy_models import WORKLOADS
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from graphshard.backend import dynamo_graph
+from graphshard.cost import ProbeSizes
+from graphshard.errors import GraphShardError
+from graphshard.hardware import MachineNeed, kept_cards
+
+#: By its name: the door gives the function of that name.
+MODULE = sys.modules["graphshard.hardware.own_card"]
+
+
+def quick_sizes(need: MachineNeed, group: Any = None) -> ProbeSizes:
+    kinds = ("all_gather",) if group is None else group.kinds
+    return ProbeSizes(
+        matmul=(64, 128), memory_bytes=(2**16, 2**20), collective_bytes=(2**10, 2**16), num_samples=2,
+        sample_seconds=1e-4, dtypes=(torch.float32,), classes=(), kinds=kinds, compiles=False,
+    )  # fmt: skip
+
+
+def another_mesh() -> DeviceMesh:
+    """All ranks in a new process group, whose store is empty."""
+    return DeviceMesh.from_group(dist.new_group(list(range(dist.get_world_size()))), "cpu")
+
+
+def train(mesh: DeviceMesh, cards: list[str], **options: Any) -> None:
+    """One step beside the unsharded model, with the card of the machine; it is appended to ``cards``."""
+    torch.manual_seed(42)
+    workload, rank = WORKLOADS["mlp_7_15_3"], dist.get_rank()
+    reference = workload.build()
+    model = copy.deepcopy(reference)
+    for module in [*workload.list_units(model), model]:
+        pick_fully_shard("sharded")(module, mesh=mesh)
+    real = dynamo_graph.own_card
+
+    def seen(*arguments: Any, **named: Any) -> Any:
+        found = real(*arguments, **named)
+        cards.append(repr(found.card))
+        return found
+
+    with mock.patch.object(dynamo_graph, "own_card", seen):
+        forward = compile_if_asked("compiled", model, hardware="auto", **options)
+        for other in range(dist.get_world_size()):
+            (workload.loss(reference, workload.batch_of(other, 0)) / dist.get_world_size()).backward()
+        workload.loss(forward, workload.batch_of(rank, 0)).backward()
+    if mesh.ndim == 1:
+        check_sharded_parity(reference, model)
+
+
+def come_to_cards(folder: str) -> tuple[list[int], list[bool]]:
+    """How often this rank has measured after each training, and whether all ranks had one card in each."""
+    rank = dist.get_rank()
+    cards: list[str] = []
+    times = []
+    measure = mock.Mock(wraps=MODULE.measure_card)
+    with (
+        mock.patch.dict(os.environ, {"XDG_CACHE_HOME": f"{folder}/rank{rank}"}),
+        mock.patch.object(MachineNeed, "sizes", quick_sizes),
+        mock.patch.object(MODULE, "measure_card", measure),
+    ):
+        train(another_mesh(), cards)
+        times.append(measure.call_count)
+        assert len(kept_cards()) == (rank == 0)
+        train(another_mesh(), cards)  # rank 0 has a card in its cache, the others have none
+        times.append(measure.call_count)
+        dist.barrier()
+        if rank == 1:
+            kept = Path(f"{folder}/rank0/graphshard")
+            shutil.copytree(kept, f"{folder}/rank1/graphshard")
+            shutil.rmtree(kept)
+        dist.barrier()
+        train(another_mesh(), cards)  # now the other way round
+        times.append(measure.call_count)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, cards)
+    return times, [len(set(of_one)) == 1 for of_one in zip(*everyone, strict=True)]
+
+
+def test_one_rank_measures_for_all(run_on_gloo_ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    for times, are_equal in run_on_gloo_ranks(2, come_to_cards, str(tmp_path)):
+        assert times == [1, 1, 2]
+        assert are_equal == [True] * 3
+
+
+def measure_a_mesh(folder: str) -> list[Any]:
+    """Hybrid sharding: the card has rows of gathers, of reductions in parts and of sums of replicas."""
+    cards: list[str] = []
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with (
+        mock.patch.dict(os.environ, {"XDG_CACHE_HOME": f"{folder}/rank{dist.get_rank()}"}),
+        mock.patch.object(MachineNeed, "sizes", quick_sizes),
+    ):
+        train(mesh, cards)
+        kept = [sorted({row.op for row in each.card.intra_node.measured}) for each in kept_cards()]
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, cards)
+    assert len({card for (card,) in everyone}) == 1
+    return kept
+
+
+def test_the_groups_of_a_mesh_are_measured_together(
+    run_on_gloo_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    first, *others = run_on_gloo_ranks(4, measure_a_mesh, str(tmp_path))
+    assert first == [["all_gather", "all_reduce", "reduce_scatter"]] and others == [[], [], []]
+
+
+def fail_to_measure(folder: str) -> str:
+    """Rank 0 cannot write down what it measured: a fault while it decides."""
+    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": f"{folder}/rank{dist.get_rank()}"}):
+        if dist.get_rank() == 0:
+            broken = mock.patch.object(MODULE, "read_kept", side_effect=GraphShardError("no cache today"))
+        else:
+            broken = mock.patch.object(MODULE, "measure_card", side_effect=AssertionError("nobody asked"))
+        with broken, pytest.raises(Exception, match="no cache today") as raised:
+            train(another_mesh(), [])
+        return type(getattr(raised.value, "inner_exception", raised.value)).__name__
+
+
+def test_a_rank_that_fails_before_measuring_tells_the_others(
+    run_on_gloo_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    assert run_on_gloo_ranks(2, fail_to_measure, str(tmp_path)) == ["GraphShardError", "RefusedError"]
