@@ -1,4 +1,4 @@
-"""Frames that Dynamo leaves to Python; private torch names, as in ``_compat``."""
+"""Frames that Dynamo leaves to Python, and calls that it writes into graphs; private torch names, as in ``_compat``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ from torch._C._dynamo.eval_frame import set_code_exec_strategy  # checked: 2.13
 from torch._dynamo.exc import UnspecializeRestartAnalysis  # checked: 2.13
 from torch._dynamo.symbolic_convert import InstructionTranslator  # checked: 2.13
 from torch._dynamo.types import FrameAction, FrameExecStrategy  # checked: 2.13
+
+#: Calls of Dynamo's graphs that give no result (checked: 2.13). The first leaves the mode of torch alone.
+LOG_USAGE = torch._C._log_api_usage_once
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+ENTER_AUTOCAST = torch.amp.autocast_mode._enter_autocast
+EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
 
 #: Operators that trace the functions that they are given as graphs of plain tensors.
 _OPERATORS = frozenset(

@@ -17,13 +17,11 @@ import torch
 from torch import fx
 
 from .._compat import storage_id
+from .._compat_frames import ENTER_AUTOCAST, EXIT_AUTOCAST, LOG_USAGE, SET_GRAD_ENABLED
 from ..ir import type_key
 
 #: The fewest repetitions for which an export of one block pays.
 _MIN_BLOCKS = 3
-
-#: Calls that give no result and leave the mode of torch alone.
-_WITHOUT_EFFECT = (torch._C._log_api_usage_once,)
 
 #: Distances between equal calls that are tried as the period, the most frequent first.
 _MAX_PERIODS = 16
@@ -85,13 +83,13 @@ def _is_mode_default(calls: Sequence[fx.Node]) -> bool:
     entered: set[fx.Node] = set()
     is_recording = True
     for node in calls:
-        if node.meta.get("example_value") is not None or node.target in _WITHOUT_EFFECT:
+        if node.meta.get("example_value") is not None or node.target is LOG_USAGE:
             continue
-        if node.target is torch._C._set_grad_enabled:
+        if node.target is SET_GRAD_ENABLED:
             is_recording = node.args == (True,)
-        elif node.target is torch.amp.autocast_mode._enter_autocast:
+        elif node.target is ENTER_AUTOCAST:
             entered.add(node)
-        elif node.target is torch.amp.autocast_mode._exit_autocast:
+        elif node.target is EXIT_AUTOCAST:
             entered.difference_update(node.all_input_nodes)
         else:
             return False

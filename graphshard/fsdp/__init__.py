@@ -2,8 +2,8 @@
 
 Imports: ``errors``, ``_compat``, ``ir``, ``coordination``. It uses the shard ops and does not know the compiler.
 
-Read first: ``fully_shard`` (shards a model), ``sharded_class``, ``read_parameter`` (what a forward reads), ``unit`` (its
-docstring has the table of states), ``fsdp_module`` (the methods of FSDP2's modules).
+Read first: ``fully_shard`` (shards a model), ``sharded_class``, ``read_parameter`` (what a forward reads), ``unit``
+(its docstring has the table of states), ``fsdp_module`` (the methods of FSDP2's modules).
 A unit in parts: ``unit_settings``, ``parameter_slot``, ``waiting_gradients``, ``tree`` (the units of one model).
 Where shards are: ``placements``, ``shard_parameter``, ``shard_versions`` (has a shard changed).
 Without a compiler: ``eager_autograd``, ``eager_collectives``, ``gather_extensions``.
