@@ -53,8 +53,8 @@ ERRORS = """
 
 PASSES = """
     insert_shards lower_reshards merge_waits merge_unshards spread_parameters keep_gathered tag_recompute
-    recompute_activations lower_shards merge_sums join_pointwise bucket_collectives schedule_collectives plan_collectives
-    exchange_reductions
+    recompute_activations lower_shards merge_sums join_pointwise bucket_collectives schedule_collectives
+    plan_collectives exchange_reductions
 """
 
 BACKEND_OPTIONS = """
