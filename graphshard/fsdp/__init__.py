@@ -4,9 +4,9 @@ Imports: ``errors``, ``_compat``, ``ir``, ``coordination``. It uses the shard op
 
 Read first: ``fully_shard`` (shards a model), ``sharded_class``, ``read_parameter`` (what a forward reads), ``unit``
 (its docstring has the table of states), ``fsdp_module`` (the methods of FSDP2's modules).
-A unit in parts: ``unit_settings``, ``parameter_slot``, ``waiting_gradients``, ``tree`` (the units of one model).
+A unit in parts: ``parameter_slot``, ``waiting_gradients``, ``tree`` (the units of one model, and their settings).
 Where shards are: ``placements``, ``shard_parameter``, ``shard_versions`` (has a shard changed).
-Without a compiler: ``eager_autograd``, ``eager_collectives``, ``gather_extensions``.
+Without a compiler: ``eager_autograd``, ``saved_parameters``, ``eager_collectives``, ``gather_extensions``.
 Further: ``deepcopy``, ``tensor_trees``.
 """
 

@@ -8,6 +8,7 @@ parameters still gather the same. Code that Dynamo traces reads parameters one b
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from .._compat import in_backward, in_recomputation
 from ..ir import COMMS, UnshardCall, gradient_call
 from .eager_collectives import reduce_together
 from .parameter_slot import ParameterSlot, even_offset, local_shard
+from .saved_parameters import ForwardReads, GatheredOnce, can_hook
 from .shard_versions import FullRead, version_of
 from .tensor_trees import tensors_in
-from .tree import Tree
+from .tree import Tree, TreeUnit
 from .unit import Unit, owner_of
 
 
@@ -29,12 +32,18 @@ class _GatherUnit(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, unit: Unit, slots: list[ParameterSlot], is_shown: bool, *shards: Tensor
+        ctx: Any,
+        unit: Unit,
+        slots: list[ParameterSlot],
+        is_shown: bool,
+        reads: ForwardReads | None,
+        *shards: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         # What a gather returns are views, to which autograd lets nobody write in place.
         held = [slot.as_held(full) for slot, full in zip(slots, unit.gather(slots), strict=True)]
         fulls = tuple(full.data if type(full) is Tensor else full for full in held)
+        ctx.is_own = reads is not None
         ctx.is_complex = [slot.is_complex for slot in slots]
         # A module that shows the result would keep itself alive through the unit: no garbage collector sees that.
         ctx.unit = weakref.ref(unit) if is_shown else lambda: unit
@@ -59,12 +68,14 @@ class _GatherUnit(torch.autograd.Function):
         ]
         calls = [ctx.calls[index]._replace(grad=grad) for index, grad in zip(given, sent, strict=True)]
         unit = ctx.unit()
+        if unit is not None and ctx.is_own:
+            unit.end_of_gradients()
         reduced = unit.reduce(calls) if unit is not None else reduce_together(calls)
         result: list[Tensor | None] = [None] * len(grads)
         for index, grad in zip(given, reduced, strict=True):
             # The backward of view_as_real makes complex numbers of it.
             result[index] = even_offset(grad) if ctx.is_complex[index] and grad is not None else grad
-        return (None, None, None, *result)
+        return (None, None, None, None, *result)
 
 
 class _ReadHeld(torch.autograd.Function):
@@ -105,7 +116,7 @@ def full_parameter(slot: ParameterSlot) -> Tensor:
     if tree.running and slot.name in tree.read_alone:
         return tree.read_alone[slot.name][1].shown
     unit.write_back()
-    alone: dict[str, FullRead] = {}
+    alone = ForwardReads()
     _gather(unit, [slot], alone)
     if tree.in_forward:
         tree.read_alone[slot.name] = (unit, alone[slot.name])
@@ -136,8 +147,40 @@ def watch_outputs(tree: Tree, outputs: Any) -> None:
             output.register_hook(lambda _: tree.queue_end_of_backward())
 
 
+def watch_backward(unit: Unit, outputs: Any) -> None:
+    """Makes the backward of a forward's outputs gather the unit again, and start to gather what comes next."""
+    if unit.in_use is None or not unit.in_use.gathers or not torch.is_grad_enabled() or not can_hook():
+        return
+    tree = unit.tree
+    enter = functools.partial(
+        _enter_backward, unit, tuple(tree.running[:-1]), tree.last_forward, unit.in_use.gathers
+    )
+    for output in tensors_in(outputs):
+        if output.requires_grad and output.grad_fn is not None:
+            output.register_hook(enter)
+    tree.last_forward = unit
+
+
+def _enter_backward(
+    unit: Unit,
+    around: tuple[TreeUnit, ...],
+    previous: TreeUnit | None,
+    gathers: list[GatheredOnce],
+    grad: Tensor,
+) -> None:
+    """Gathers a unit for its backward, unless it is gathered, and then starts to gather those that come next."""
+    unit.tree.enter_backward(unit, around)
+    if unit.unshards_in_backward and any(gathered.is_freed for gathered in gathers):
+        unit.gather_for_backward()
+        unit.is_entered = True
+    for other in unit.backward_prefetch or filter(None, [previous]):
+        other.prefetch_for_backward()
+
+
 def drop_prefetched(tree: Tree) -> None:
-    """Frees the results of gathers that were started for units which did not run."""
+    """Frees the results of gathers that were started for units which did not run; not while a backward goes on."""
+    if in_backward():
+        return
     for unit in tree.units():
         unit.drop_prefetched()
 
@@ -154,17 +197,20 @@ def show_gathered(unit: Unit) -> None:
             slot.show(full)
 
 
-def _gather_all(unit: Unit, in_use: dict[str, FullRead]) -> None:
+def _gather_all(unit: Unit, in_use: ForwardReads) -> None:
     slots = [slot for slot in unit.slots if slot.needs_op and slot.name not in in_use]
     _gather(unit, [slot for slot in slots if not slot.is_substituted], in_use)
     for other in unit.forward_prefetch:
         other.prefetch()
 
 
-def _gather(unit: Unit, slots: list[ParameterSlot], in_use: dict[str, FullRead]) -> None:
+def _gather(unit: Unit, slots: list[ParameterSlot], in_use: ForwardReads) -> None:
     """Enters the parameters as a forward reads them; those that the modules show are not gathered."""
+    if in_recomputation() and any(slot.needs_op for slot in slots):
+        unit.gather_for_backward()
     # A tensor of inference mode has no version, so a write to it would go unnoticed.
     with torch.inference_mode(False):
+        fulls: dict[str, Tensor] = {}
         missing = []
         for slot in slots:
             shown = slot.valid_shown if slot.needs_op else local_shard(slot)
@@ -172,18 +218,31 @@ def _gather(unit: Unit, slots: list[ParameterSlot], in_use: dict[str, FullRead])
                 missing.append(slot)
             else:
                 with torch.enable_grad():
-                    _enter(slot, _ReadHeld.apply(shown), in_use)
+                    fulls[slot.name] = _ReadHeld.apply(shown)
         if missing:
-            for slot, full in zip(missing, _gathered(unit, missing), strict=True):
-                _enter(slot, full, in_use)
+            given = _gathered(unit, missing, reads=in_use if in_use is unit.in_use else None)
+            fulls.update({slot.name: full for slot, full in zip(missing, given, strict=True)})
+        gathered = {slot.name: slot for slot in slots if slot.needs_op}
+        if gathered:
+            once = GatheredOnce(
+                unit,
+                {name: fulls[name] for name in gathered},
+                {name: slot.param for name, slot in gathered.items()},
+            )
+            unit.remember(once, in_use if in_use is unit.in_use else None)
+        for slot in slots:
+            _enter(slot, fulls[slot.name], in_use)
 
 
-def _enter(slot: ParameterSlot, full: Tensor, in_use: dict[str, FullRead]) -> None:
+def _enter(slot: ParameterSlot, full: Tensor, in_use: ForwardReads) -> None:
     with torch.enable_grad():
         in_use[slot.name] = FullRead.of(full, slot.as_read(full), version_of(slot.param))
 
 
-def _gathered(unit: Unit, slots: list[ParameterSlot], is_shown: bool = False) -> tuple[Tensor, ...]:
+def _gathered(
+    unit: Unit, slots: list[ParameterSlot], is_shown: bool = False, reads: ForwardReads | None = None
+) -> tuple[Tensor, ...]:
     # Also under no_grad: a parameter first read there may be read again where gradients are needed.
     with torch.enable_grad():
-        return _GatherUnit.apply(unit, slots, is_shown, *(slot.as_sent(local_shard(slot)) for slot in slots))
+        shards = [slot.as_sent(local_shard(slot)) for slot in slots]
+        return _GatherUnit.apply(unit, slots, is_shown, reads, *shards)

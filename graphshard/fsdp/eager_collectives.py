@@ -7,6 +7,7 @@ the collective comes from the emitters that also lower a graph (:mod:`graphshard
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._compat import group_by_name
+from .._compat import gather_single, group_by_name, reduce_scatter_single
 from ..coordination import meet
 from ..errors import ParameterStateError
 from ..ir import (
+    ALL_REDUCE,
     PACK,
+    REDUCE_SCATTER,
     UNPACK,
     WAIT,
     EagerEmitter,
@@ -38,9 +41,70 @@ from ..ir import (
 )
 from .gather_extensions import calls_before, full_after
 from .parameter_slot import ParameterSlot, local_shard
+from .shard_versions import FullRead, version_of
 from .tree import TreeUnit
 
-_EMIT = EagerEmitter()
+
+class _CallCollectives(EagerEmitter):
+    """Applies each op at once, and calls the process group in place of functional collectives.
+
+    That costs the host less, and leaves nothing behind if a gather is started and no backward comes to wait for it.
+    """
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        if target not in (REDUCE_SCATTER, ALL_REDUCE) or type(args[0]) is not Tensor:
+            return target(*args, **kwargs)
+        value, op, group = args[0], _OPS[args[1]], group_by_name(args[-1])
+        if target is ALL_REDUCE:
+            reduced = value.clone()
+            dist.all_reduce(reduced, op, group)
+            return reduced
+        reduced = value.new_empty((value.shape[0] // args[2], *value.shape[1:]))
+        reduce_scatter_single(reduced, value, op, group)
+        return reduced
+
+
+_EMIT = _CallCollectives()
+_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
+
+
+@dataclass(slots=True)
+class _StartedBucket:
+    """A gather that has started.
+
+    Attributes:
+        indices: the calls that it serves.
+        shapes: the shape of the piece of each.
+        sent: the pieces one after the other.
+        gathered: those of all ranks, once it is waited for.
+        work: the collective; None if ``gathered`` is the result of a functional one.
+    """
+
+    indices: list[int]
+    shapes: list[list[int]]
+    sent: Tensor
+    gathered: Tensor
+    work: Any
+
+    @staticmethod
+    def of(indices: list[int], pieces: list[Tensor], call: UnshardCall) -> _StartedBucket:
+        """Starts the gather; ``call`` is one of those that it serves."""
+        sent = PACK(pieces, 1)
+        shapes = [list(piece.shape) for piece in pieces]
+        if call.group_size == 1:
+            return _StartedBucket(indices, shapes, sent, sent, None)
+        if type(sent) is not Tensor or "all_gather" in call.custom.split(","):
+            return _StartedBucket(indices, shapes, sent, emit_all_gather(_EMIT, sent, call), None)
+        gathered = sent.new_empty(call.group_size * sent.numel())
+        work = gather_single(gathered, sent, group=group_by_name(call.group_name), async_op=True)
+        return _StartedBucket(indices, shapes, sent, gathered, work)
+
+    def wait(self) -> Tensor:
+        """The pieces of all ranks."""
+        if self.work is not None:
+            self.work.wait()
+            return self.gathered
+        return WAIT(self.gathered) if self.gathered is not self.sent else self.gathered
 
 
 class StartedGather:
@@ -51,7 +115,7 @@ class StartedGather:
         self._num = len(calls)
         self._calls = list(calls)
         self._dtypes: list[torch.dtype] = []
-        self._buckets: list[tuple[list[int], list[list[int]], Tensor]] = []
+        self._buckets: list[_StartedBucket] = []
         groups: dict[tuple[Any, ...], list[tuple[int, Tensor]]] = {}
         for index, call in enumerate(calls):
             piece = emit_gather_input(_EMIT, call._replace(shard=call.shard.detach()))
@@ -60,20 +124,19 @@ class StartedGather:
             groups.setdefault((piece.dtype, call.group_name, call.group_size), []).append((index, piece))
         for members in groups.values():
             indices = [index for index, _ in members]
-            pieces = [piece for _, piece in members]
-            first = calls[indices[0]]
-            packed = PACK(pieces, 1)
-            gathered = packed if first.group_size == 1 else emit_all_gather(_EMIT, packed, first)
-            self._buckets.append((indices, [list(piece.shape) for piece in pieces], gathered))
+            self._buckets.append(
+                _StartedBucket.of(indices, [piece for _, piece in members], calls[indices[0]])
+            )
 
     def wait(self) -> list[Tensor]:
         """Waits. Returns the full parameters in the order of the calls, contiguous, each with its own storage."""
         result: list[Tensor | None] = [None] * self._num
-        for indices, shapes, gathered in self._buckets:
-            group_size = self._calls[indices[0]].group_size
-            sizes = [int(torch.Size(shape).numel()) for shape in shapes]
-            whole = WAIT(gathered) if group_size > 1 else gathered
-            for index, shape, flat in zip(indices, shapes, UNPACK(whole, group_size, sizes), strict=True):
+        while self._buckets:  # each is freed once it is copied out
+            bucket = self._buckets.pop(0)
+            group_size = self._calls[bucket.indices[0]].group_size
+            sizes = [int(torch.Size(shape).numel()) for shape in bucket.shapes]
+            flats = UNPACK(bucket.wait(), group_size, sizes)
+            for index, shape, flat in zip(bucket.indices, bucket.shapes, flats, strict=True):
                 call = self._calls[index]
                 if call.dim == 0:
                     full = flat.view(group_size * shape[0], *shape[1:])
@@ -81,7 +144,6 @@ class StartedGather:
                     full = torch.cat(flat.view(group_size, *shape).unbind(0), call.dim)
                 full = full.narrow(call.dim, 0, call.shape[call.dim]).contiguous()
                 result[index] = emit_from_bytes(_EMIT, full, self._dtypes[index])
-        self._buckets.clear()
         return [full for full in result if full is not None]
 
 
@@ -189,6 +251,36 @@ def write_back(slots: Sequence[ParameterSlot], fulls: Mapping[str, Tensor], *, l
     with torch.inference_mode(False), torch.no_grad():
         for slot in slots:
             _write_back(slot, fulls[slot.name].detach(), line)
+
+
+def write_back_reads(label: str, slots: Sequence[ParameterSlot], reads: dict[str, FullRead]) -> None:
+    """Writes what a forward has changed back to the shards, and renews the records of what it has read.
+
+    Args:
+        label: of the unit that holds the parameters, for errors.
+        slots: the parameters that this rank may have changed.
+        reads: what the forward has read, by name.
+
+    Raises:
+        ParameterStateError: as :func:`write_back`; or the write was recorded by autograd, or the shard has changed too.
+    """
+    found = any_rank(slots, [reads[slot.name].is_written for slot in slots])
+    written = [slot for slot, is_written in zip(slots, found, strict=True) if is_written]
+    for slot in written:
+        read = reads[slot.name]
+        if read.shown.grad_fn is not read.source:
+            raise ParameterStateError(
+                f"parameter {slot.name} is written in place in the forward of unit {label} where gradients "
+                "are enabled: write to it under torch.no_grad(), as to any parameter"
+            )
+        if version_of(slot.param) != read.shard:
+            raise ParameterStateError(
+                f"parameter {slot.name} is written in place in a forward, and its shard has changed since it "
+                "was gathered: write to it in a forward, or to the shard outside of it"
+            )
+    write_back(written, {slot.name: reads[slot.name].full for slot in written})
+    for slot in slots:
+        reads[slot.name] = reads[slot.name].renewed(version_of(slot.param))
 
 
 def any_rank(slots: Sequence[ParameterSlot], found: Sequence[bool]) -> list[bool]:

@@ -226,7 +226,7 @@ class FSDPModule(TorchFSDPModule):
         unit.refresh()
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """The same for the backward. It has no effect uncompiled, because such a backward gathers nothing."""
+        """The same for the backward. Uncompiled they replace the unit before this one, which is gathered early."""
         unit = _unit(self)
         unit.backward_prefetch = _units_of(modules, "set_modules_to_backward_prefetch")
         unit.refresh()
@@ -335,8 +335,11 @@ class FSDPModule(TorchFSDPModule):
             unit.refresh()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Accepted for compatibility: a compiled backward gathers exactly the parameters it reads."""
-        _flag(unshard_in_backward, "unshard_in_backward")
+        """Whether an uncompiled backward gathers this unit; False has autograd keep full parameters that it needs.
+
+        A compiled backward gathers exactly the parameters that it reads.
+        """
+        _unit(self).unshards_in_backward = _flag(unshard_in_backward, "unshard_in_backward")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Refused if enabled, because Inductor allocates the buffers of a compiled graph.

@@ -36,9 +36,8 @@ from .placements import DataParallelAxes, Layout, layout_of
 from .shard_parameter import give_places, local_piece, mesh_device, shard_extended, shard_parameter
 from .shard_versions import watch_optimizers
 from .sharded_class import offer_backend, sharded_class, watch_frames, wrap_own_forward
-from .tree import SLOTS, Tree, relabel
+from .tree import SLOTS, Tree, UnitSettings, relabel
 from .unit import Unit
-from .unit_settings import UnitSettings
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound="nn.Module | list[nn.Module]")
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .._compat import get_proxy_mode, in_recomputation, outside_transforms, transforms_active
+from .._compat import get_proxy_mode, in_backward, in_recomputation, outside_transforms, transforms_active
 from .._compat_frames import operator_traced, trace_again
 from ..errors import ParameterStateError, UnsupportedShardingError
 from ..ir import UNSHARD, unshard_outside_transforms
@@ -118,12 +118,10 @@ def is_reading(tree: Tree) -> bool:
 
 def _check_version(slot: ParameterSlot) -> None:
     """Refuses a recomputation whose parameter has changed since the forward."""
-    if not torch.is_grad_enabled():
-        return
     version = version_of(slot.param)
-    if not in_recomputation():
+    if not in_backward():  # a region of the older kind of checkpoint runs without gradients
         slot.version = version
-    elif slot.version not in (None, version):
+    elif torch.is_grad_enabled() and slot.version not in (None, version):
         raise ParameterStateError(
             f"parameter {slot.name} changed in place after the forward that a checkpointed region now runs "
             "again, so old activations would meet new weights: run backward() before optimizer.step() "

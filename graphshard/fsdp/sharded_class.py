@@ -21,7 +21,7 @@ from .._compat_composable import watch_torch_sharding
 from .._compat_frames import leave_frame_to_python, leave_frames_to_python
 from ..errors import ShardingError, UnsupportedShardingError
 from ..ir import UNIT
-from .eager_autograd import drop_prefetched, finish_reads, take_part_unused, watch_outputs
+from .eager_autograd import drop_prefetched, finish_reads, take_part_unused, watch_backward, watch_outputs
 from .fsdp_module import FSDPModule, refuse_torch_sharding
 from .parameter_slot import ParameterSlot, slots_of, stored_parameters
 from .read_parameter import is_reading, read_ahead, read_parameter
@@ -315,6 +315,7 @@ def run_inside_tree(
         if not is_compiling:
             with outside_transforms():
                 finish_reads(unit)
+            watch_backward(unit, outputs)
             if not was_in_forward:
                 watch_outputs(tree, outputs)
     finally:

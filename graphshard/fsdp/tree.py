@@ -1,24 +1,26 @@
 """The units of one model: what they share, and how they and their parameters are named.
 
 :func:`relabel` puts the units below an outermost module into one :class:`Tree` and names units and parameters as seen
-from that module. :class:`TreeUnit` declares what this file and the slots use of a unit, so that neither imports it.
+from that module. :class:`UnitSettings` is what a user sets for a unit. :class:`TreeUnit` declares what this file and
+the slots use of a unit, so that neither imports it.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .._compat import queue_after_backward
 from ..coordination import meet
-from ..ir import UNIT, MeshAxis, UnitState
+from ..ir import NO_AXIS, UNIT, MeshAxis, UnitState, UserComms
+from .saved_parameters import SavedParameters
 from .shard_versions import FullRead
-from .unit_settings import UnitSettings
 
 #: Where a module keeps the slots of its sharded parameters.
 SLOTS = "_graphshard_slots"
@@ -35,6 +37,43 @@ _RUN_REMEDY = "Every rank must take the same branches of compiled code"
 #: The attributes by which ``checkpoint_wrapper``, ``torch.compile`` and ``FullyShardedDataParallel`` hold the module
 #: that they wrap.
 _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
+
+
+@dataclass(eq=False, kw_only=True)
+class UnitSettings:
+    """What a user sets for a unit and its graphs are traced with.
+
+    A compiled graph depends on these values. Dynamo guards on the policy and the devices, which a forward reads, and on
+    ``ParameterSlot.arguments``, which hold the rest. After a change call ``Unit.refresh``; the next forward is then
+    traced again. Switches that a graph reads when it runs are fields of ``Unit``. The class is not frozen: the setters
+    of ``FSDPModule`` change it.
+
+    Attributes:
+        reshard_after_forward: as given to ``fully_shard``: True, False, a number of ranks, or None.
+        mp_policy: dtypes of compute, reduction, inputs and outputs.
+        divide_factor, force_sum: how gradients are averaged; see ``UnshardCall``.
+        input_device: where the inputs of the outermost unit are moved to; None leaves them where they are.
+        compute_device: where full parameters are if their shards are kept on the CPU; None if they are not.
+        regather: the axis of ``reshard_after_forward`` neighbouring ranks, if that is a number.
+        comms: the user's own collectives, which replace those of the process group.
+        reduce_group: process group of the reduce-scatters; "" if it is the one of the gathers.
+        max_reductions: reductions of the model that may be open at a time; 0 leaves the number to the schedule.
+    """
+
+    reshard_after_forward: bool | int | None = None
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    divide_factor: float | None = None
+    force_sum: bool = False
+    input_device: torch.device | None = None
+    compute_device: torch.device | None = None
+    regather: MeshAxis = NO_AXIS
+    comms: UserComms = field(default_factory=UserComms)
+    reduce_group: str = ""
+    max_reductions: int = 0
+
+    def copy(self) -> UnitSettings:
+        """Equal settings; a change of one object's collectives does not change the other's."""
+        return replace(self, comms=UserComms(**vars(self.comms)))
 
 
 class TreeSlot(Protocol):
@@ -58,6 +97,8 @@ class TreeUnit(UnitState, Protocol):
     label: str
     is_root: bool
     reduces_unused: bool
+    in_backward: bool
+    is_entered: bool
     handle: Tensor
 
     @property
@@ -98,6 +139,12 @@ class TreeUnit(UnitState, Protocol):
     def drop_iteration(self) -> None:
         """Forgets gathered parameters and gradients that are not reduced."""
 
+    def leave_backward(self) -> None:
+        """Frees what was gathered for the backward."""
+
+    def prefetch_for_backward(self) -> None:
+        """Starts to gather for the backward, if the unit will have to."""
+
     def end_backward(self) -> None:
         """Frees the gathered parameters at the end of a backward, unless they stay for the next micro-batch."""
 
@@ -116,6 +163,9 @@ class Tree:
         read_alone: full parameters that the forward has read outside of the forwards of their units, by name.
         reads_ahead: parameters that a forward reads at its begin, for functions given to ``torch.cond`` and the like.
         ahead: these parameters, full, by name while a forward runs.
+        saved: the hooks by which an uncompiled backward gathers again.
+        gathered_again: the units that the running backward has gathered, and not left.
+        last_forward: the unit whose forward has ended last, if a backward gathers it again.
         roots: the outermost modules.
         is_last_backward: gradients that wait are reduced at the end of a backward.
         waiting: gradients of a unit wait for a reduction.
@@ -130,6 +180,9 @@ class Tree:
     read_alone: dict[str, tuple[TreeUnit, FullRead]] = field(default_factory=dict)
     reads_ahead: list[tuple[nn.Module, str]] = field(default_factory=list)
     ahead: dict[str, Tensor] = field(default_factory=dict)
+    saved: SavedParameters = field(default_factory=SavedParameters)
+    gathered_again: list[TreeUnit] = field(default_factory=list)
+    last_forward: TreeUnit | None = None
     roots: list[nn.Module] = field(default_factory=list)
     is_last_backward: bool = True
     waiting: bool = False
@@ -191,6 +244,7 @@ class Tree:
         self.running.clear()
         self.read_alone.clear()
         self.ahead.clear()
+        self.saved.clear()
         self.forwards.clear()
         self.waiting = self._end_is_queued = False
         self._last_run = ""
@@ -212,6 +266,26 @@ class Tree:
         axes = (axis for unit in self.units() for slot in unit.slots for axis in (slot.axis, slot.replicate))
         return list(dict.fromkeys(axis.group_name for axis in axes if axis.size > 1 and axis.group_name))
 
+    def begin_iteration(self) -> None:
+        """Called where a forward of the model begins that is no part of a backward."""
+        self.last_forward = None
+        self._end_is_queued = False  # a backward that raised an exception has not come to its end
+        for unit in list(self.gathered_again):
+            unit.leave_backward()
+
+    def enter_backward(self, unit: TreeUnit, around: Sequence[TreeUnit]) -> None:
+        """Notes that the backward has come to a unit, and frees the units that it is past.
+
+        Args:
+            unit: the unit.
+            around: the units in whose forwards the unit's was.
+        """
+        self.queue_end_of_backward()
+        for other in list(self.gathered_again):
+            if other.is_entered and other is not unit and other not in around:
+                other.leave_backward()
+        unit.is_entered = True
+
     def queue_end_of_backward(self) -> None:
         """Calls :meth:`_end_backward` once the running backward ends."""
         if self._end_is_queued:
@@ -232,6 +306,8 @@ class Tree:
             if self.is_last_backward:
                 unit.reduce_left_over()
         self.waiting = any(unit.is_waiting for unit in self.units())
+        if self.is_last_backward:
+            self.last_forward = None
 
 
 def relabel(roots: Iterable[nn.Module]) -> None:

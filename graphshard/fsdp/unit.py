@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._compat import in_backward
 from ..coordination import meet
-from ..errors import ParameterStateError, UnsupportedShardingError
-from ..ir import COMMS, UNIT, ReduceGradCall, UnshardCall, gradient_call, unit_state_of
-from .eager_collectives import PendingGather, any_rank, write_back
+from ..ir import COMMS, UNIT, UnshardCall, unit_state_of
+from .eager_collectives import PendingGather, write_back, write_back_reads
 from .parameter_slot import ParameterSlot, local_shard
-from .shard_versions import FullRead, Version, version_of
-from .tree import ROOT, Tree
-from .unit_settings import UnitSettings
-from .waiting_gradients import WaitingGradients, shortened
+from .saved_parameters import ForwardReads, GatheredOnce, KeptForBackward, refuse_transform
+from .shard_versions import Version, version_of
+from .tree import Tree, UnitSettings
+from .waiting_gradients import UnitGradients, shortened
 
 _GATHER_REMEDY = (
     "Ranks that use different parts of a model must gather the same parameters: shard the module that holds "
@@ -39,7 +39,7 @@ class _Gathered:
 
 
 @dataclass(eq=False, kw_only=True)
-class Unit:
+class Unit(UnitGradients):
     """The parameters of one ``fully_shard`` call.
 
     ``settings`` holds what graphs are traced with. The other fields are read when a graph or an uncompiled forward
@@ -83,31 +83,31 @@ class Unit:
         all_reduce_grads: whether they also sum over the replicate axis; False keeps the partial sums.
         reshard_after_backward: whether the backward frees parameters that the forward kept.
         reduces_unused: whether parameters without a gradient take part in the reductions, with zeros.
+        unshards_in_backward: whether an uncompiled backward gathers again; if not, autograd keeps full parameters.
+        in_backward: a backward has gathered the unit, and has not left it.
+        is_entered: that backward computes gradients of the unit.
         keeps_between: a planner keeps its parameters gathered for the next micro-batch while gradients wait.
         gradients: the gradients that wait for a reduction.
+        for_backward: the gathers of forwards whose backwards may come.
         in_use: the full parameters, as read, by name while an uncompiled forward of the unit runs, empty until the
             first one is read; else None.
     """
 
-    tree: Tree
     modules: list[nn.Module]
     settings: UnitSettings = field(default_factory=UnitSettings)
-    label: str = ROOT
     is_root: bool = True
-    slots: list[ParameterSlot] = field(default_factory=list)
     forward_prefetch: list[Unit] = field(default_factory=list)
     backward_prefetch: list[Unit] = field(default_factory=list)
-    reduce_grads: bool = True
-    all_reduce_grads: bool = True
     reshard_after_backward: bool = True
-    reduces_unused: bool = False
+    unshards_in_backward: bool = True
     keeps_between: bool = False
+    in_backward: bool = False
+    is_entered: bool = False
     handle: Tensor = field(init=False)
-    gradients: WaitingGradients = field(default_factory=WaitingGradients)
-    in_use: dict[str, FullRead] | None = None
+    in_use: ForwardReads | None = None
+    for_backward: KeptForBackward = field(default_factory=KeptForBackward)
     _gathered: dict[str, _Gathered] = field(default_factory=dict)
     _prefetched: PendingGather | None = None
-    _has_run: bool = False
 
     def __post_init__(self) -> None:
         self.handle = torch.empty(0, dtype=torch.int8)
@@ -127,27 +127,13 @@ class Unit:
             all_reduce_grads=self.all_reduce_grads,
             reshard_after_backward=self.reshard_after_backward,
             reduces_unused=self.reduces_unused,
+            unshards_in_backward=self.unshards_in_backward,
         )
 
     @property
     def compute_device(self) -> torch.device | None:
         """Where full parameters are if their shards are kept on the CPU; None if they are not."""
         return self.settings.compute_device
-
-    @property
-    def unreduced(self) -> dict[str, Tensor]:
-        """Full gradients that wait, by parameter name."""
-        return self.gradients.unreduced
-
-    @property
-    def partial(self) -> dict[str, Tensor]:
-        """Reduce-scattered gradients that wait, by parameter name."""
-        return self.gradients.partial
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether gradients of the unit wait for a reduction."""
-        return bool(self.gradients)
 
     # -- parameters -------------------------------------------------------------------------------
 
@@ -204,26 +190,35 @@ class Unit:
         wanted = self.slots if slots is None else slots
         wanted = [slot for slot in wanted if slot.hidden is not None or not slot.is_substituted]
         missing = [
-            (slot, slot.as_sent(local_shard(slot)))
-            for slot in wanted
-            if self.gathered_value(slot.name) is None
+            (slot, slot.as_sent(local_shard(slot))) for slot in wanted if self._held_value(slot.name) is None
         ]
         return PendingGather(self, missing)
+
+    def _held_value(self, name: str) -> Tensor | None:
+        """The full parameter, if it is gathered or kept for the backward of a forward."""
+        full = self.gathered_value(name)
+        return full if full is not None else self.for_backward.valid(name)
 
     def prefetch(self) -> None:
         """Starts to gather for the next forward, unless that has started."""
         if self._prefetched is None:
             self._prefetched = self.start_unshard()
 
+    def prefetch_for_backward(self) -> None:
+        """Starts to gather for the backward, if the unit will have to."""
+        if self.in_backward or self._prefetched is not None or not self.unshards_in_backward:
+            return
+        if self.for_backward.is_freed:
+            self.prefetch()
+
     def gather(self, slots: Sequence[ParameterSlot]) -> list[Tensor]:
         """The full parameters of ``slots``. Gathers those that are not gathered, and keeps them if the unit does."""
-        pending, self._prefetched = self._prefetched or self.start_unshard(slots), None
-        fresh = pending.take()
+        fresh = self._take_missing(slots)
         result = []
         for slot in slots:
             full = fresh.get(slot.name)
             if full is None:
-                kept = self.gathered_value(slot.name)
+                kept = self._held_value(slot.name)
                 assert kept is not None, f"{slot.name} is neither gathered nor being gathered"
                 full = kept.detach()
             elif self.keeps_from_forward:
@@ -231,28 +226,93 @@ class Unit:
             result.append(full)
         return result
 
+    def _take_missing(self, slots: Sequence[ParameterSlot] | None) -> dict[str, Tensor]:
+        """Gathers what is missing: what was prefetched, and the rest of ``slots``."""
+        pending, self._prefetched = self._prefetched, None
+        fresh = pending.take() if pending is not None else {}
+        rest = [slot for slot in (self.slots if slots is None else slots) if slot.name not in fresh]
+        if rest:
+            fresh.update(self.start_unshard(rest).take())
+        return fresh
+
+    def gather_for_backward(self) -> None:
+        """Gathers all parameters, and keeps them until the backward has left the unit."""
+        with torch.no_grad():
+            fresh = self._take_missing(None)
+            for slot in self.slots:
+                full = fresh.get(slot.name)
+                full = self._held_value(slot.name) if full is None else full
+                if full is not None:
+                    self.keep(slot.name, full)
+        if not self.in_backward:
+            self.in_backward = True
+            self.tree.gathered_again.append(self)
+            self.tree.queue_end_of_backward()
+
+    def leave_backward(self) -> None:
+        """Frees what was gathered for the backward, unless ``unshard()`` shows it or the unit keeps it."""
+        if not self.in_backward:
+            return
+        self.in_backward = self.is_entered = False
+        self.tree.gathered_again.remove(self)
+        is_shown = any(slot.hidden is not None for slot in self.slots)
+        if not is_shown and not self.keeps_from_forward:
+            self._gathered.clear()
+
+    def end_of_gradients(self) -> None:
+        """Frees full parameters once a backward has the gradients of all that a forward has read."""
+        self.leave_backward()
+        if self.reshard_after_backward and not (self.reduces_unused or self.stays_gathered):
+            self.for_backward.free()
+
+    def remember(self, gathered: GatheredOnce, own: ForwardReads | None) -> None:
+        """Notes a gather of a forward; ``own``: of the unit's own forward."""
+        self.for_backward.add(gathered)
+        if own is None and not self.tree.running:  # a part of a unit that is checkpointed runs again
+            return
+        (self.tree.saved.alone if own is None else own.gathers).append(gathered)
+        if self.unshards_in_backward:
+            self.tree.saved.add(gathered)
+
+    def forget(self, gathers: Sequence[GatheredOnce]) -> None:
+        """At the end of the forward of some gathers: frees them, if the backward gathers again."""
+        is_freed = self.reshards and not (self.reduces_unused or self.stays_gathered or self.in_backward)
+        for gathered in gathers:
+            self.tree.saved.remove(gathered)
+            if is_freed or not self.unshards_in_backward:
+                gathered.free()
+
     def meet_for_gather(self, names: Sequence[str], call: UnshardCall) -> None:
         """Meets the other ranks before they gather the named parameters of this unit."""
         if call.group_size > 1:
             step = f"gather unit {self.label}: {', '.join(names)}"
             meet(call.group_name, step, what=shortened(step), remedy=_GATHER_REMEDY)
 
-    def begin_forward(self) -> dict[str, FullRead] | None:
+    def begin_forward(self) -> ForwardReads | None:
         """Begins an uncompiled forward of the unit; returns the argument of :meth:`end_forward`."""
         self.write_back()
-        outer, self.in_use = self.in_use, {}
+        if not self.tree.running and not in_backward():
+            self.tree.begin_iteration()
+        outer, self.in_use = self.in_use, ForwardReads()
         self.tree.running.append(self)
+        self.tree.saved.begin(self.unshards_in_backward)
         return outer
 
-    def end_forward(self, outer: dict[str, FullRead] | None) -> None:
-        """Ends an uncompiled forward of the unit, and frees its parameters; autograd keeps those it needs."""
+    def end_forward(self, outer: ForwardReads | None) -> None:
+        """Ends an uncompiled forward of the unit, and frees its parameters if the backward gathers them again."""
+        self.tree.saved.end()
+        self.forget(self.in_use.gathers if self.in_use is not None else ())
         self.in_use = outer
         if self.tree.running:  # else the iteration was reset
             self.tree.running.pop()
         if not self.tree.running:
+            for gathered in self.tree.saved.alone:
+                gathered.unit.forget([gathered])
             self.tree.read_alone.clear()
-        if self.reshards and self.is_gathered:
+            self.tree.saved.clear()
+        if self.reshards and self.is_gathered and not self.in_backward:
             self.reshard()
+        refuse_transform(self.label)
 
     def write_back(self) -> None:
         """Writes full parameters that an uncompiled forward has changed in place back to the shards.
@@ -269,26 +329,13 @@ class Unit:
         for reads in (mine, self.in_use or {}):
             changed = [self.slot_of(name) for name, read in reads.items() if read.is_changed]
             if changed:
-                self._write_back(changed, reads)
+                write_back_reads(self.label, changed, reads)
+                running = [*(self.in_use.gathers if self.in_use else ()), *self.tree.saved.alone]
+                self.for_backward.note_written([slot.name for slot in changed], running)
 
-    def _write_back(self, slots: list[ParameterSlot], reads: dict[str, FullRead]) -> None:
-        found = any_rank(slots, [reads[slot.name].is_written for slot in slots])
-        written = [slot for slot, is_written in zip(slots, found, strict=True) if is_written]
-        for slot in written:
-            read = reads[slot.name]
-            if read.shown.grad_fn is not read.source:
-                raise ParameterStateError(
-                    f"parameter {slot.name} is written in place in the forward of unit {self.label} where gradients "
-                    "are enabled: write to it under torch.no_grad(), as to any parameter"
-                )
-            if version_of(slot.param) != read.shard:
-                raise ParameterStateError(
-                    f"parameter {slot.name} is written in place in a forward, and its shard has changed since it "
-                    "was gathered: write to it in a forward, or to the shard outside of it"
-                )
-        write_back(written, {slot.name: reads[slot.name].full for slot in written})
-        for slot in slots:
-            reads[slot.name] = reads[slot.name].renewed(version_of(slot.param))
+    def shard_of(self, name: str) -> nn.Parameter:
+        """The sharded parameter of this name."""
+        return self.slot_of(name).param
 
     def store(self, name: str, full: Tensor, line: str) -> None:
         """Writes a full parameter that a graph has changed back to the shard; later reads gather it again."""
@@ -312,17 +359,13 @@ class Unit:
         """Forgets gathered parameters and gradients that are not reduced."""
         self.drop_prefetched()
         self.reshard()
-        self.gradients.clear()
+        self.drop_gradients()
         self.in_use = None
-        self._has_run = False
-
-    def mark_run(self) -> None:
-        """Notes that a forward with gradients has run: the unit takes part in the reductions of its backward."""
-        self._has_run = True
 
     def reshard(self) -> None:
-        """Frees the gathered parameters and shows the shards."""
+        """Frees the gathered parameters, also those kept for a backward, and shows the shards."""
         self._gathered.clear()
+        self.for_backward.free()
         self.hide()
 
     def hide(self) -> None:
@@ -332,6 +375,8 @@ class Unit:
 
     def end_backward(self) -> None:
         """Frees the gathered parameters at the end of a backward, unless they stay for the next micro-batch."""
+        self.drop_prefetched()
+        self.leave_backward()
         if not self.stays_gathered and (
             self.reshard_after_backward or (self.keeps_between and self.reshards)
         ):
@@ -341,93 +386,6 @@ class Unit:
         """Rebuilds what the next graphs are traced with; call it after a change of ``settings``."""
         for slot in self.slots:
             slot.refresh()
-
-    # -- gradients that are not reduced yet -------------------------------------------------------
-
-    def slot_of(self, name: str) -> ParameterSlot:
-        """The slot of the parameter of this name."""
-        return next(slot for slot in self.slots if slot.name == name)
-
-    def add_unreduced(self, name: str, grad: Tensor) -> None:
-        """Adds a full gradient to those that wait for a reduction."""
-        self.gradients.add_unreduced(name, grad)
-        self.tree.waiting = True
-
-    def add_partial(self, name: str, grad: Tensor) -> None:
-        """Adds a reduce-scattered gradient to those that wait for an all-reduce."""
-        self.gradients.add_partial(name, grad)
-        self.tree.waiting = True
-
-    def reduce(self, calls: Sequence[ReduceGradCall]) -> list[Tensor | None]:
-        """Reduces gradients in an uncompiled backward; None for each that waits."""
-        self.tree.queue_end_of_backward()
-        if self.reduce_grads and not self.reduces_unused:
-            return self._reduce_now(calls)
-        for call in calls:
-            self.add_unreduced(call.name, call.grad.to(call.reduce_dtype or call.grad.dtype, copy=True))
-        return [None] * len(calls)
-
-    def reduce_unplanned(self, call: ReduceGradCall) -> Tensor:
-        """Reduces one gradient in a graph of another compiler.
-
-        Returns:
-            The gradient of the shard; zeros if it waits, because a graph cannot return "no gradient".
-
-        Raises:
-            UnsupportedShardingError: it waits, and a hook of the parameter would get the zeros.
-        """
-        waits = not self.reduce_grads or self.reduces_unused
-        waits |= call.replicate_size > 1 and not self.all_reduce_grads
-        if waits and getattr(self.slot_of(call.name).param, "_post_accumulate_grad_hooks", None):
-            raise UnsupportedShardingError(
-                f"parameter {call.name} has a post-accumulate-grad hook, and its gradient waits for a reduction: a "
-                "compiler other than graphshard would call the hook without a gradient; use "
-                'torch.compile(backend="graphshard"), or leave the gradient sync on and '
-                "set_reduce_scatter_unused_params off"
-            )
-        (reduced,) = self.reduce([call])
-        if reduced is not None:
-            return reduced
-        return torch.zeros(call.shard_shape, dtype=call.dtype, device=call.device or call.grad.device)
-
-    def warn_unplanned(self) -> None:
-        """Warns, once for each model, that another compiler runs its gathers and reductions one by one."""
-        self.tree.warn_unplanned()
-
-    def _reduce_now(self, calls: Sequence[ReduceGradCall]) -> list[Tensor | None]:
-        result = self.gradients.reduce(calls, unit=self.label, all_reduce=self.all_reduce_grads)
-        self.tree.waiting |= any(reduced is None for reduced in result)
-        return result
-
-    def reduce_left_over(self) -> None:
-        """Reduces gradients that wait, and zeros for unused parameters, at the end of a backward."""
-        if not self.reduce_grads:
-            return
-        waiting = set(self.unreduced) | (set(self.partial) if self.all_reduce_grads else set())
-        if self.reduces_unused:
-            trainable = [slot for slot in self.slots if slot.param.requires_grad]
-            if self._has_run:
-                waiting.update(slot.name for slot in trainable)
-            else:
-                for slot in trainable:
-                    if slot.name not in waiting:
-                        slot.fill_gradient()
-            self._has_run = False
-        slots, calls = [], []
-        for slot in self.slots:
-            if slot.name not in waiting:
-                continue
-            local = slot.as_sent(local_shard(slot))
-            call = UnshardCall(local, self.handle, *slot.arguments)
-            grad = self.unreduced.pop(slot.name, None)
-            if grad is None:
-                dtype = call.reduce_dtype or call.dtype or local.dtype
-                grad = torch.zeros(call.shape, dtype=dtype, device=call.device or local.device)
-            slots.append(slot)
-            calls.append(gradient_call(call, grad, local.shape, local.dtype, local.device))
-        for slot, reduced in zip(slots, self._reduce_now(calls) if calls else (), strict=True):
-            if reduced is not None:
-                slot.add_gradient(reduced)
 
 
 def unit_of(handle: Tensor | None) -> Unit | None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from ..coordination import meet
-from ..ir import ReduceGradCall
+from ..errors import UnsupportedShardingError
+from ..ir import ReduceGradCall, UnshardCall, gradient_call
 from .eager_collectives import reduce_together
+from .parameter_slot import ParameterSlot, local_shard
+from .tree import ROOT, Tree
 
 _REDUCE_REMEDY = (
     "Parameters without a gradient on some ranks need set_reduce_scatter_unused_params(True) on their module"
@@ -43,6 +48,16 @@ class WaitingGradients:
     def add_partial(self, name: str, grad: Tensor) -> None:
         """Adds a piece that was reduce-scattered and not all-reduced."""
         _add(self.partial, name, grad)
+
+    def call_of(self, slot: ParameterSlot) -> ReduceGradCall:
+        """The reduction of a full gradient that waits, which waits no longer; of zeros, if none does."""
+        local = slot.as_sent(local_shard(slot))
+        call = UnshardCall(local, slot.unit.handle, *slot.arguments)
+        grad = self.unreduced.pop(slot.name, None)
+        if grad is None:
+            dtype = call.reduce_dtype or call.dtype or local.dtype
+            grad = torch.zeros(call.shape, dtype=dtype, device=call.device or local.device)
+        return gradient_call(call, grad, local.shape, local.dtype, local.device)
 
     def clear(self) -> None:
         """Drops all gradients."""
@@ -79,6 +94,124 @@ class WaitingGradients:
                 self.add_partial(call.name, reduced)
                 result.append(None)
         return result
+
+
+@dataclass(eq=False, kw_only=True)
+class UnitGradients:
+    """The part of a unit that reduces gradients, or has them wait; see :class:`graphshard.fsdp.unit.Unit`."""
+
+    tree: Tree
+    label: str = ROOT
+    slots: list[ParameterSlot] = field(default_factory=list)
+    reduce_grads: bool = True
+    all_reduce_grads: bool = True
+    reduces_unused: bool = False
+    gradients: WaitingGradients = field(default_factory=WaitingGradients)
+    _has_run: bool = False
+
+    @property
+    def unreduced(self) -> dict[str, Tensor]:
+        """Full gradients that wait, by parameter name."""
+        return self.gradients.unreduced
+
+    @property
+    def partial(self) -> dict[str, Tensor]:
+        """Reduce-scattered gradients that wait, by parameter name."""
+        return self.gradients.partial
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether gradients of the unit wait for a reduction."""
+        return bool(self.gradients)
+
+    def mark_run(self) -> None:
+        """Notes that a forward with gradients has run: the unit takes part in the reductions of its backward."""
+        self._has_run = True
+
+    def drop_gradients(self) -> None:
+        """Forgets gradients that wait, and that a forward has run."""
+        self.gradients.clear()
+        self._has_run = False
+
+    def slot_of(self, name: str) -> ParameterSlot:
+        """The slot of the parameter of this name."""
+        return next(slot for slot in self.slots if slot.name == name)
+
+    def add_unreduced(self, name: str, grad: Tensor) -> None:
+        """Adds a full gradient to those that wait for a reduction."""
+        self.gradients.add_unreduced(name, grad)
+        self.tree.waiting = True
+
+    def add_partial(self, name: str, grad: Tensor) -> None:
+        """Adds a reduce-scattered gradient to those that wait for an all-reduce."""
+        self.gradients.add_partial(name, grad)
+        self.tree.waiting = True
+
+    def reduce(self, calls: Sequence[ReduceGradCall]) -> list[Tensor | None]:
+        """Reduces gradients in an uncompiled backward; None for each that waits."""
+        self.tree.queue_end_of_backward()
+        if self.reduce_grads and not self.reduces_unused:
+            return self._reduce_now(calls)
+        for call in calls:
+            self.add_unreduced(call.name, call.grad.to(call.reduce_dtype or call.grad.dtype, copy=True))
+        return [None] * len(calls)
+
+    def reduce_unplanned(self, call: ReduceGradCall) -> Tensor:
+        """Reduces one gradient in a graph of another compiler.
+
+        Returns:
+            The gradient of the shard; zeros if it waits, because a graph cannot return "no gradient".
+
+        Raises:
+            UnsupportedShardingError: it waits, and a hook of the parameter would get the zeros.
+        """
+        waits = not self.reduce_grads or self.reduces_unused
+        waits |= call.replicate_size > 1 and not self.all_reduce_grads
+        if waits and getattr(self.slot_of(call.name).param, "_post_accumulate_grad_hooks", None):
+            refuse_early_hook(call.name)
+        (reduced,) = self.reduce([call])
+        if reduced is not None:
+            return reduced
+        return torch.zeros(call.shard_shape, dtype=call.dtype, device=call.device or call.grad.device)
+
+    def warn_unplanned(self) -> None:
+        """Warns, once for each model, that another compiler runs its gathers and reductions one by one."""
+        self.tree.warn_unplanned()
+
+    def _reduce_now(self, calls: Sequence[ReduceGradCall]) -> list[Tensor | None]:
+        result = self.gradients.reduce(calls, unit=self.label, all_reduce=self.all_reduce_grads)
+        self.tree.waiting |= any(reduced is None for reduced in result)
+        return result
+
+    def reduce_left_over(self) -> None:
+        """Reduces gradients that wait, and zeros for unused parameters, at the end of a backward."""
+        if not self.reduce_grads:
+            return
+        waiting = set(self.unreduced) | (set(self.partial) if self.all_reduce_grads else set())
+        if self.reduces_unused:
+            trainable = [slot for slot in self.slots if slot.param.requires_grad]
+            if self._has_run:
+                waiting.update(slot.name for slot in trainable)
+            else:
+                for slot in trainable:
+                    if slot.name not in waiting:
+                        slot.fill_gradient()
+            self._has_run = False
+        slots = [slot for slot in self.slots if slot.name in waiting]
+        calls = [self.gradients.call_of(slot) for slot in slots]
+        for slot, reduced in zip(slots, self._reduce_now(calls) if calls else (), strict=True):
+            if reduced is not None:
+                slot.add_gradient(reduced)
+
+
+def refuse_early_hook(name: str) -> NoReturn:
+    """Refuses a post-accumulate-grad hook that a graph would call before the gradient is reduced."""
+    raise UnsupportedShardingError(
+        f"parameter {name} has a post-accumulate-grad hook, and its gradient waits for a reduction: a "
+        "compiler other than graphshard would call the hook without a gradient; use "
+        'torch.compile(backend="graphshard"), or leave the gradient sync on and '
+        "set_reduce_scatter_unused_params off"
+    )
 
 
 def shortened(text: str, limit: int = 300) -> str:

@@ -20,7 +20,7 @@ from graphshard.backend.half_variants import PLAIN, CompiledVariant, Selection, 
 from graphshard.errors import UnsupportedShardingError
 from graphshard.fsdp import ParameterSlot, Tree, Unit
 from graphshard.fsdp.parameter_slot import store_parameters
-from graphshard.fsdp.unit_settings import UnitSettings
+from graphshard.fsdp.tree import UnitSettings
 from graphshard.ir.mesh import NO_AXIS
 from graphshard.ir.params import ReduceGradCall, gradient_call
 from graphshard.ir.rewrite import copy_graph, output_values

@@ -9,7 +9,7 @@ from torch import nn
 
 from graphshard import FSDPModule, fully_shard
 from graphshard.fsdp import Tree, Unit
-from graphshard.fsdp.unit_settings import UnitSettings
+from graphshard.fsdp.tree import UnitSettings
 from graphshard.ir import UNIT
 
 #: Graphs run as they were captured here, which a real model is warned of.

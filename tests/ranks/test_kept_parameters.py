@@ -85,8 +85,8 @@ def reshard_before_backward(implementation: str) -> int:
 
 @pytest.mark.parametrize("implementation", EVERY)
 def test_reshard_between_forward_and_backward(run_on_gloo_ranks, implementation):
-    """FSDP2 gathers again; here autograd has what it needs, and the gradients are right either way."""
-    expected = 3 if implementation == "fsdp2" else 0
+    """Uncompiled, the backward gathers again. Compiled, autograd has what it needs. The gradients are right in both."""
+    expected = 0 if implementation == "compiled" else 3
     assert run_on_gloo_ranks(2, reshard_before_backward, implementation) == [expected] * 2
 
 
@@ -109,27 +109,34 @@ def keep_after_backward(implementation: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("implementation", "gathers"), [("fsdp2", (0, 3)), ("sharded", (3, 0)), ("compiled", (3, 3))]
+    ("implementation", "gathers"), [("fsdp2", (0, 3)), ("sharded", (3, 3)), ("compiled", (3, 3))]
 )
 def test_keeping_after_backward_what_the_forward_frees(run_on_gloo_ranks, implementation, gathers):
     """Without effect in graphshard, where only what a forward keeps stays gathered."""
     assert run_on_gloo_ranks(2, keep_after_backward, implementation) == [gathers] * 2
 
 
-def gather_in_backward(reshard_after_forward: bool | int) -> tuple[int, int]:
-    reference, model = build("sharded", reshard_after_forward)
+def count_of_step(implementation: str, reshard_after_forward: bool | int | None) -> tuple[int, int, int]:
+    """The gathers of forward and backward, and the reductions."""
+    reference, model = build(implementation, reshard_after_forward)
     with count_collectives() as in_forward:
-        loss = model(batch_of(dist.get_rank(), 0)).square().sum()
+        loss = model(batch_of(dist.get_rank(), 0).requires_grad_()).square().sum()
     with count_collectives() as in_backward:
         loss.backward()
     check_gradients(reference, model, 0)
-    return in_forward["gathers"], in_backward.get("gathers", 0)
+    return in_forward["gathers"], in_backward.get("gathers", 0), in_backward["reductions"]
 
 
-@pytest.mark.parametrize(("world_size", "reshard_after_forward"), [(2, True), (4, 2)])
-def test_uncompiled_backward_gathers_nothing(run_on_gloo_ranks, world_size, reshard_after_forward):
-    """Autograd keeps the full parameters, whatever `reshard_after_forward` says."""
-    assert run_on_gloo_ranks(world_size, gather_in_backward, reshard_after_forward) == [(3, 0)] * world_size
+@pytest.mark.parametrize("implementation", ["fsdp2", "sharded"])
+@pytest.mark.parametrize(
+    ("world_size", "reshard_after_forward", "expected"),
+    [(2, True, (3, 3)), (4, 2, (3, 3)), (2, False, (3, 0)), (2, None, (3, 2))],
+)
+def test_uncompiled_backward_gathers_as_fsdp2(
+    run_on_gloo_ranks, implementation, world_size, reshard_after_forward, expected
+):
+    counts = run_on_gloo_ranks(world_size, count_of_step, implementation, reshard_after_forward)
+    assert counts == [(*expected, 3)] * world_size
 
 
 class Cubes(nn.Module):

@@ -1,0 +1,60 @@
+"""Hooks of saved tensors that are in force; private torch names, as in ``_compat``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch._C._autograd import (  # checked: 2.11, 2.13
+    _pop_saved_tensors_default_hooks,
+    _push_saved_tensors_default_hooks,
+    _top_saved_tensors_default_hooks,
+)
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+def hooks_in_force() -> Hooks | None:
+    """The hooks (pack, unpack) that autograd calls for tensors that it saves now; None if there are none."""
+    hooks: Hooks | None = _top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+def hooks_are_enabled() -> bool:
+    """Whether hooks of saved tensors may be set; some transforms of ``torch.func`` forbid it (checked: 2.11, 2.13)."""
+    enabled: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()
+    return enabled
+
+
+def is_of_checkpoint(hooks: Hooks) -> bool:
+    """Whether hooks are those of ``torch.utils.checkpoint``, which must see all tensors that are saved."""
+    return getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+class HooksOf:
+    """A context with the given hooks of saved tensors in force; None: without the innermost that are."""
+
+    def __init__(self, hooks: Hooks | None) -> None:
+        self._hooks = hooks
+        self._hidden: Hooks | None = None
+
+    def __enter__(self) -> None:
+        if self._hooks is not None:
+            _push_saved_tensors_default_hooks(*self._hooks)
+            return
+        self._hidden = hooks_in_force()
+        if self._hidden is not None:
+            _pop_saved_tensors_default_hooks()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        if self._hooks is not None:
+            _pop_saved_tensors_default_hooks()
+        elif self._hidden is not None:
+            _push_saved_tensors_default_hooks(*self._hidden)

@@ -1,0 +1,293 @@
+"""An uncompiled unit frees its full parameters after its forward and gathers them again in its backward.
+
+Gradients are those of units that keep their parameters, to the bit, and full parameters do not outlive the forward.
+"""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.comm_counts import count_collectives
+from support.implementations import shard_units
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import graphshard
+from graphshard import fully_shard
+from graphshard.errors import UnsupportedShardingError
+from graphshard.ir import UNIT
+
+WIDTH = 6
+
+
+class Uses(nn.Module):
+    """Reads its parameters in the ways that autograd saves them: whole, transposed, cut, cast, and more than once."""
+
+    def __init__(self, written: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 7)
+        self.second = nn.Parameter(torch.randn(7, WIDTH) / 3)
+        self.frozen = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3, requires_grad=False)
+        self.table = nn.Embedding(5, WIDTH, max_norm=1.0 if written else None)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.written = written
+        self.memories: list[StorageWeakRef] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.memories.append(StorageWeakRef(self.first.weight.untyped_storage()))
+        if self.written:
+            with torch.no_grad():
+                self.second.mul_(0.5)
+                self.norm.bias.data[0] += 1
+        hidden = self.first(x).relu()
+        hidden = hidden @ self.second + hidden[:, :WIDTH] @ self.second[1:].t().contiguous()
+        hidden = hidden @ self.frozen.t() + hidden * self.second.double().to(x.dtype)[0] * self.second[0].tanh()
+        hidden = hidden + self.table(torch.arange(len(x)) % 5)
+        return x + self.norm(hidden)
+
+
+class Model(nn.Module):
+    """Blocks around a parameter of the root that is read between them; the last block is called twice."""
+
+    def __init__(self, count: int = 3, written: bool = False, twice: bool = True) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Uses(written and index == 1) for index in range(count))
+        self.twice = twice
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def run_blocks(self, x: Tensor, call: Callable[..., Tensor]) -> Tensor:
+        for block in self.blocks:
+            x = call(block, x) * self.scale
+        return x
+
+    def forward(self, x: Tensor, call: Callable[..., Tensor] = lambda block, x: block(x)) -> Tensor:
+        return self.run_blocks(x, call) + (call(self.blocks[-1], x).tanh() if self.twice else x)
+
+
+def batch(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randn(4, WIDTH, generator=generator).requires_grad_()
+
+
+def checkpointed(block: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(block, x, use_reentrant=False)
+
+
+def reentrant(block: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(block, x, use_reentrant=True)
+
+
+def plain_step(model: nn.Module, step: int) -> None:
+    model(batch(step)).square().mean().backward()
+
+
+def checkpointed_step(model: nn.Module, step: int) -> None:
+    model(batch(step), checkpointed).square().mean().backward()
+
+
+def reentrant_step(model: nn.Module, step: int) -> None:
+    model(batch(step), reentrant).square().mean().backward()
+
+
+def two_forwards_step(model: nn.Module, step: int) -> None:
+    (model(batch(step)) - model(batch(step + 50))).square().mean().backward()
+
+
+def retained_step(model: nn.Module, step: int) -> None:
+    loss = model(batch(step)).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def forwards_first_step(model: nn.Module, step: int) -> None:
+    losses = [model(batch(step + offset)).square().mean() for offset in (0, 20, 40)]
+    for number, loss in enumerate(losses):
+        model.set_requires_gradient_sync(number == 2)
+        loss.backward()
+
+
+def resharded_step(model: nn.Module, step: int) -> None:
+    loss = model(batch(step)).square().mean()
+    for module in model.modules():
+        if isinstance(module, graphshard.FSDPModule):
+            module.reshard()
+    loss.backward()
+
+
+def unsharded_step(model: nn.Module, step: int) -> None:
+    model.blocks[0].unshard()
+    model.blocks[1].unshard(async_op=True).wait()
+    loss = model(batch(step)).square().mean()
+    model.blocks[1].unshard()
+    loss.backward()
+
+
+def hooked_step(model: nn.Module, step: int) -> None:
+    """Under hooks of the user, which halve nothing and count everything that is no parameter."""
+    packed = []
+    with saved_tensors_hooks(lambda value: packed.append(value.shape) or value.clone(), lambda value: value):
+        loss = model(batch(step)).square().mean()
+    assert packed
+    loss.backward()
+
+
+def transformed_step(model: nn.Module, step: int) -> None:
+    torch.func.vmap(lambda x: model(x.unsqueeze(0)).square().mean())(batch(step).detach()).sum().backward()
+
+
+def hidden_output_step(model: nn.Module, step: int) -> None:
+    """The loss hangs on a tensor that no forward returns."""
+    kept: list[Tensor] = []
+    model(batch(step), lambda block, x: kept.append(block(x)) or kept[-1].detach())
+    sum(value.square().mean() for value in kept).backward()
+
+
+STEPS = {
+    step.__name__.removesuffix("_step"): step
+    for step in (
+        plain_step, checkpointed_step, reentrant_step, two_forwards_step, retained_step, forwards_first_step,
+        resharded_step, unsharded_step, hooked_step, hidden_output_step,
+    )
+}  # fmt: skip
+
+
+def shard(model: nn.Module, reshard: bool | int | None, policy: MixedPrecisionPolicy) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=reshard, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def compare(steps: list[str], written: bool, dtype: torch.dtype | None, ranks: int | bool) -> None:
+    """Against the same units where autograd keeps what it saves."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32 if dtype else None)
+    torch.manual_seed(0)
+    plain = Model(written=written)
+    kept, freed = shard(copy.deepcopy(plain), False, policy), shard(plain, ranks, policy)
+    for module in kept.modules():
+        if isinstance(module, graphshard.FSDPModule):
+            module.set_unshard_in_backward(False)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (kept, freed)]
+    for number, name in enumerate(steps):
+        for model, optimizer in zip((kept, freed), optimizers, strict=True):
+            model.set_requires_gradient_sync(True)
+            optimizer.zero_grad()
+            STEPS[name](model, number)
+        for (path, parameter), expected in zip(freed.named_parameters(), kept.parameters(), strict=True):
+            assert (parameter.grad is None) == (expected.grad is None), (name, path)
+            if parameter.grad is not None:
+                assert torch.equal(parameter.grad.to_local(), expected.grad.to_local()), (name, path)
+        for optimizer in optimizers:
+            optimizer.step()
+    for one, other in zip(freed.parameters(), kept.parameters(), strict=True):
+        assert torch.equal(one.to_local(), other.to_local())
+
+
+def watch_memory() -> tuple[list[bool], int, int]:
+    """Whether full weights outlive the forward, the most that live in the backward, and those that outlive it."""
+    torch.manual_seed(0)
+    model = shard(Model(count=5), True, MixedPrecisionPolicy())
+    alive = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(
+            lambda module, args: note(args[0].register_hook(lambda grad: alive.append(count_live(model))))
+        )
+    loss = model(batch(0)).square().mean()
+    outlived = [not memory.expired() for block in model.blocks for memory in block.memories]
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+    return outlived, max(alive), count_live(model)
+
+
+def note(value: object) -> None:
+    """Takes any value; a hook may return None only."""
+
+
+def count_live(model: nn.Module) -> int:
+    return sum(unit.is_gathered for unit in {module.__dict__[UNIT] for module in model.blocks})
+
+
+def test_one_unit_is_gathered_at_a_time(run_on_gloo_ranks):
+    """And the one that comes next in the backward."""
+    for outlived, at_a_time, left in run_on_gloo_ranks(2, watch_memory):
+        assert not any(outlived) and len(outlived) == 6
+        assert at_a_time == 1 and left == 0
+
+
+def count_of_checkpointed(implementation: str, call: str) -> tuple[int, int]:
+    torch.manual_seed(0)
+    model = Model(twice=False)
+    shard_units(implementation, model, list(model.blocks), reshard_after_forward=True)
+    with count_collectives() as counts:
+        model(batch(0), {"plain": lambda block, x: block(x), "checkpoint": checkpointed}[call]).mean().backward()
+    return counts["gathers"], counts["reductions"]
+
+
+@pytest.mark.parametrize("call", ["plain", "checkpoint"])
+def test_recomputation_and_gradient_share_a_gather(run_on_gloo_ranks, call):
+    """FSDP2's numbers."""
+    found = [run_on_gloo_ranks(2, count_of_checkpointed, each, call)[0] for each in ("fsdp2", "sharded")]
+    assert found[0] == found[1] == (8, 4)
+
+
+class Energy(nn.Module):
+    """Its forward differentiates itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda value: self.first(value).tanh().sum())(x)
+
+
+def differentiate_inside() -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(Energy(), nn.Linear(WIDTH, WIDTH))
+    model = copy.deepcopy(reference)
+    fully_shard(model[0])
+    fully_shard(model)
+    with pytest.raises(UnsupportedShardingError, match=r"unit 0 calls torch.func.grad.*set_unshard_in_backward\(False"):
+        model(batch(0))
+    model[0].set_unshard_in_backward(False)
+    for _ in range(2):
+        model(batch(0)).square().mean().backward()
+        reference(batch(0)).square().mean().backward()
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        dist.all_reduce(expected.grad, dist.ReduceOp.AVG)
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+
+
+def write_to_activation() -> None:
+    """Hooks of saved tensors switch off the check of autograd; ours checks."""
+    model = fully_shard(Uses())
+    hidden = batch(0) * 1
+    values: list[Tensor] = []
+    model.first.register_forward_pre_hook(lambda module, args: values.append(args[0]))
+    loss = model(hidden).mean()
+    with torch.no_grad():
+        values[0].add_(1)
+    with pytest.raises(RuntimeError, match=r"inplace operation: \[.* is at version 1; expected version 0"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("function", [differentiate_inside, write_to_activation])
+def test_what_hooks_of_saved_tensors_change(run_on_gloo_ranks, function):
+    run_on_gloo_ranks(2, function)
+
+
+#: Where weights are written, old activations must not meet new weights.
+WITH_WRITES = ["plain", "retained", "resharded", "hooked", "hidden_output"]
+
+
+@pytest.mark.parametrize(
+    ("written", "dtype", "ranks"),
+    [(False, None, True), (False, torch.bfloat16, True), (True, None, True), (False, None, 2)],
+)
+def test_gradients_are_those_of_units_that_keep(run_on_gloo_ranks, written, dtype, ranks):
+    steps = WITH_WRITES if written else list(STEPS)
+    run_on_gloo_ranks(4 if ranks == 2 else 2, compare, steps, written, dtype, ranks)
