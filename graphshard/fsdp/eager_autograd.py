@@ -57,7 +57,7 @@ class _GatherUnit(torch.autograd.Function):
             torch.view_as_real(grad.resolve_conj()) if ctx.is_complex[index] else grad
             for index, grad in given.items()
         ]
-        calls = [ctx.calls[index]._replace(grad=grad) for index, grad in zip(given, sent, strict=True)]
+        calls = [ctx.calls[index].with_gradient(grad) for index, grad in zip(given, sent, strict=True)]
         unit = ctx.unit()
         reduced = unit.reduce(calls) if unit is not None else reduce_together(calls)
         result: list[Tensor | None] = [None] * len(grads)
