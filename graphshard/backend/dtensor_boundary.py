@@ -34,7 +34,8 @@ class Crossing:
     """One parameter that enters as its padded shard.
 
     Attributes:
-        position: of the argument.
+        position: where the shard enters.
+        source: position of the argument: the same, or that of a parameter that the graph reads without a gather, too.
         shape: of the padded shard.
         dim: along which the parameter is cut.
         names: under which the graph gathers it: one, several for a tied parameter, none at one rank.
@@ -42,6 +43,7 @@ class Crossing:
     """
 
     position: int
+    source: int
     shape: tuple[int, ...]
     dim: int
     names: tuple[str, ...] = ()
@@ -73,7 +75,7 @@ class Boundary:
         """
         if not self.crossings and not self.writes:
             return compiled
-        run = _at_runtime(compiled, self.crossings, frozenset(regathered), len(self.writes))
+        run = _at_runtime(compiled, self.crossings, frozenset(regathered))
         return store_written(run, self.writes, self.models)
 
 
@@ -81,7 +83,8 @@ def enter_boundary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boundar
     """Edits a graph of Dynamo in place to take padded local tensors.
 
     A DTensor that the graph, or a checkpointed region of it, uses in any other way than through ``to_local()`` stays a
-    DTensor.
+    DTensor. If it is gathered as well, the shard that the gathers read is an input of its own, at the end, so that
+    the gradient of each is one reduction or none.
 
     Raises:
         ParameterStateError: a parameter is written to where that cannot be carried out.
@@ -91,6 +94,11 @@ def enter_boundary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boundar
     writes = return_written(gm, example_inputs)
     crossings = []
     touched = {gm}
+    sources = list(range(len(inputs)))
+    for position, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
+        if isinstance(inputs[position], DTensor) and _separate_gathers(placeholder):
+            sources.append(position)
+            inputs.append(inputs[position])
     for position, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
         example = inputs[position]
         placeholders = _followed(placeholder) if isinstance(example, DTensor) else None
@@ -108,7 +116,16 @@ def enter_boundary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boundar
         for local in locals_:
             local.replace_all_uses_with(local.args[0])
             local.graph.erase_node(local)
-        crossings.append(Crossing(position=position, shape=shape, dim=dim, names=names, as_reals=as_reals))
+        crossings.append(
+            Crossing(
+                position=position,
+                source=sources[position],
+                shape=shape,
+                dim=dim,
+                names=names,
+                as_reals=as_reals,
+            )
+        )
     for module in touched:
         module.recompile()
     units = {position: unit_of(value) for position, value in enumerate(example_inputs)}
@@ -171,6 +188,31 @@ def _entrances(call: fx.Node, value: fx.Node) -> list[fx.Node] | None:
     return [inner for inner, operand in zip(placeholders, operands, strict=True) if operand is value]
 
 
+def _separate_gathers(placeholder: fx.Node) -> bool:
+    """Gives the gathers of a parameter that is read in another way, too, a placeholder of their own, the last one."""
+    gathers = [user for user in placeholder.users if _is_for_gathers(user, placeholder)]
+    if not gathers or len(gathers) == len(placeholder.users):
+        return False
+    *_, last = placeholder.graph.find_nodes(op="placeholder")
+    with placeholder.graph.inserting_after(last):
+        own = placeholder.graph.placeholder(f"{placeholder.target}_gathered")
+    own.meta = dict(placeholder.meta)
+    own._dynamo_source = None  # type: ignore[attr-defined]  # AOTAutograd asks each input for it
+    for user in gathers:
+        user.replace_input_with(placeholder, own)
+    return True
+
+
+def _is_for_gathers(user: fx.Node, value: fx.Node) -> bool:
+    """Whether only gathers read what a node, or the region that it calls, makes of a parameter."""
+    if is_to_local(user):
+        return bool(user.users) and all(
+            reader.target is UNSHARD or views_for_gather(reader) for reader in user.users
+        )
+    inner = _entrances(user, value)
+    return bool(inner) and all(_is_for_gathers(reader, each) for each in inner for reader in each.users)
+
+
 def _locals_of(placeholders: list[fx.Node]) -> list[fx.Node]:
     return [user for entrance in placeholders for user in entrance.users if is_to_local(user)]
 
@@ -219,27 +261,29 @@ def _fake_shard(example: DTensor, shape: tuple[int, ...], as_reals: bool) -> Ten
 
 
 def _at_runtime(
-    compiled: Callable[..., Any], crossings: Sequence[Crossing], regathered: frozenset[str], num_writes: int
+    compiled: Callable[..., Any], crossings: Sequence[Crossing], regathered: frozenset[str]
 ) -> Callable[..., Any]:
     watched = [
-        (crossing.position, crossing.names[0])
+        (crossing.source, crossing.names[0])
         for crossing in crossings
         if not regathered.isdisjoint(crossing.names)
     ]
 
+    num_inputs = 1 + max((crossing.position for crossing in crossings), default=-1)
+
     def run(*args: Any) -> Any:
-        values = list(args)
+        values = [*args, *[None] * (num_inputs - len(args))]
         grads_wanted = torch.is_grad_enabled()
         differentiable = []
         for crossing in crossings:
-            param = args[crossing.position]
+            param = args[crossing.source]
             if grads_wanted and param.requires_grad:
                 differentiable.append(crossing)
             else:
                 values[crossing.position] = padded_local(param, crossing)
         if not differentiable:
             return compiled(*values)
-        params = [args[crossing.position] for crossing in differentiable]
+        params = [args[crossing.source] for crossing in differentiable]
         shards = _PaddedLocals.apply(differentiable, *params)
         for crossing, shard in zip(differentiable, shards, strict=True):
             values[crossing.position] = shard

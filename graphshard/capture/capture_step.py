@@ -32,7 +32,7 @@ from ..backend import (
     functorch_patch,
     partition_as_inductor,
 )
-from ..errors import CaptureError, OptionTypeError
+from ..errors import CaptureError, OptionTypeError, ShardingError
 from ..ir import (
     PlainParameter,
     ShardedShape,
@@ -116,10 +116,12 @@ def capture_step(
         CaptureError: the inputs do not fit; the model has a graph break, or a shape or branch that depends on data
             (with the line); it reads a tensor that is no parameter, buffer or input; nothing is trained; the result is
             no loss; the loss has parameters.
-        ShardingError: patterns of ``rules.units`` or ``checkpoint`` match no module; lists all of them.
+        ShardingError: patterns of ``rules.units`` or ``checkpoint`` match no module, or parameters have no dim to cut;
+            lists all of them.
         OptionTypeError: ``loss`` is not a function.
     """
     if type(rules) is ShardingRules:
+        _refuse_parameters_without_dims(model)
         refuse_patterns_without_modules(model, "units", rules.units)
     refuse_patterns_without_modules(model, "checkpoint", checkpoint)
     _refuse_other_inputs(model, args, kwargs or {})
@@ -207,6 +209,15 @@ class _JointStep:
     text: str
     records: tuple[PassRecord, ...]
     choice: StepChoice | None
+
+
+def _refuse_parameters_without_dims(model: nn.Module) -> None:
+    names = [name for name, param in model.named_parameters() if param.ndim == 0]
+    if names:
+        raise ShardingError(
+            f"parameter(s) {', '.join(names)} have no dimension to cut over ranks; make them 1-D (shape [1]), or "
+            "buffers. fully_shard refuses them too, unless they are in ignored_params"
+        )
 
 
 def _plain_parameters(

@@ -2,7 +2,7 @@
 
 Imports: ``errors``, ``_compat``, ``ir``, ``coordination``. It uses the shard ops and does not know the compiler.
 
-Read first: ``fully_shard`` (shards a model), ``sharded_class``, ``read_parameter`` (what a forward reads), ``unit``
+Read first: ``fully_shard`` (shards a model), ``sharded_class``, ``read_parameter`` (what a forward gets), ``unit``
 (its docstring has the table of states), ``fsdp_module`` (the methods of FSDP2's modules).
 A unit in parts: ``parameter_slot``, ``waiting_gradients``, ``tree`` (the units of one model, and their settings).
 Where shards are: ``placements``, ``shard_parameter``, ``shard_versions`` (has a shard changed).

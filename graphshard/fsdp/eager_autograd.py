@@ -66,7 +66,7 @@ class _GatherUnit(torch.autograd.Function):
             torch.view_as_real(grad.resolve_conj()) if ctx.is_complex[index] else grad
             for index, grad in given.items()
         ]
-        calls = [ctx.calls[index]._replace(grad=grad) for index, grad in zip(given, sent, strict=True)]
+        calls = [ctx.calls[index].with_gradient(grad) for index, grad in zip(given, sent, strict=True)]
         unit = ctx.unit()
         if unit is not None and ctx.is_own:
             unit.end_of_gradients()

@@ -33,17 +33,13 @@ from .fsdp_module import FSDPModule, state_for_torch
 from .gather_extensions import has_extension, refuse_wrapper
 from .parameter_slot import ParameterSlot, slots_of, store_parameters, stored_parameters
 from .placements import DataParallelAxes, Layout, layout_of
-from .shard_parameter import give_places, local_piece, mesh_device, shard_extended, shard_parameter
-from .shard_versions import watch_optimizers
+from .shard_parameter import give_places, hand_over, local_piece, mesh_device, shard_extended, shard_parameter
+from .shard_versions import SUCCESSOR, watch_optimizers
 from .sharded_class import offer_backend, sharded_class, watch_frames, wrap_own_forward
 from .tree import SLOTS, Tree, UnitSettings, relabel
 from .unit import Unit
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound="nn.Module | list[nn.Module]")
-
-#: Attribute of a parameter that ``fully_shard`` replaced: its sharded successor and slot. A module outside of the unit
-#: that is tied to the parameter finds them here.
-_SUCCESSOR = "_graphshard_successor"
 
 
 def fully_shard(
@@ -107,9 +103,10 @@ def fully_shard(
     fresh = [
         entry
         for entry in owned
-        if not _is_sharded(entry) and not hasattr(entry.param, _SUCCESSOR) and id(entry.param) not in shared
+        if not _is_sharded(entry) and not hasattr(entry.param, SUCCESSOR) and id(entry.param) not in shared
     ]
     layouts = _choose_layouts(fresh, axes, shard_placement_fn)
+    _refuse_sparse_gradients(fresh)
     _refuse_unsupported_regather(reshard_after_forward, axes, fresh, layouts)
     _refuse_stale_optimizers(fresh)
     watch_optimizers()
@@ -131,6 +128,7 @@ def fully_shard(
         if not _is_sharded(entry):
             _install(entry, unit, layouts, offload_policy, shared.get(id(entry.param)))
     give_places(unit)
+    hand_over({entry.path: entry.param for entry in fresh})
     _swap_classes(modules, unit)
     relabel(modules)
     for each in modules:
@@ -270,6 +268,22 @@ def _choose_layouts(
     return layouts
 
 
+def _refuse_sparse_gradients(entries: list[_Owned]) -> None:
+    sparse = [
+        entry.path
+        for entry in entries
+        if isinstance(entry.owner, (nn.Embedding, nn.EmbeddingBag))
+        and entry.owner.sparse
+        and entry.param.requires_grad
+    ]
+    if sparse:
+        raise UnsupportedShardingError(
+            f"fully_shard: parameter(s) {', '.join(sparse)} belong to embeddings with sparse=True, whose gradients are "
+            "sparse tensors, but reductions are of dense tensors: leave out sparse=True, or list the parameters in "
+            "ignored_params"
+        )
+
+
 def _refuse_unsupported_regather(
     reshard: bool | int | None, axes: DataParallelAxes, entries: list[_Owned], layouts: dict[int, Layout]
 ) -> None:
@@ -330,7 +344,7 @@ def _install(
     tied_to: ParameterSlot | None,
 ) -> None:
     """Makes an entry hold a shard: that of ``tied_to``, if it was tied to a parameter that is sharded already."""
-    successor = getattr(entry.param, _SUCCESSOR, None)
+    successor = getattr(entry.param, SUCCESSOR, None)
     if successor is None and tied_to is not None:
         successor = (entry.param, tied_to)
     if successor is None:
@@ -353,7 +367,7 @@ def _install(
             refuse_wrapper(local_piece(entry.param), entry.path)
             shard = shard_parameter(entry.param, layout, offload_policy)
         successor = (shard, slot)
-        setattr(entry.param, _SUCCESSOR, successor)
+        setattr(entry.param, SUCCESSOR, successor)
     param, slot = successor
     slot.owners.append((entry.owner, entry.name))
     store_parameters(entry.owner)

@@ -171,6 +171,9 @@ class ParameterSlot:
         param = self.param
         reduced = as_complex(reduced) if self.is_complex else reduced
         grad = DTensor(reduced, param._spec, requires_grad=False)
+        for hook in (param._backward_hooks or {}).values():
+            changed = hook(grad)
+            grad = grad if changed is None else changed
         param.grad = grad if param.grad is None else param.grad + grad
         for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(param)

@@ -1,12 +1,15 @@
 """Cuts this rank's shard out of a parameter, and gives it its place in memory.
 
 A shard is a DTensor with a storage of its own. The shards of a unit lie one after the other
-(:mod:`graphshard.ir.shard_rows`) where they can.
+(:mod:`graphshard.ir.shard_rows`) where they can. A shard takes over the attributes and hooks of the parameter.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from .._compat import queue_after_backward
 from ..ir import (
     ShardedShape,
     lie_in_a_row,
@@ -27,6 +31,7 @@ from ..ir import (
 from .gather_extensions import check_gather, copy_extended, cut_extended, is_quantised
 from .parameter_slot import stored_parameters
 from .placements import Layout
+from .shard_versions import SUCCESSOR
 from .unit import Unit
 
 
@@ -144,5 +149,82 @@ def _replace_shard(param: DTensor, local: Tensor) -> None:
     fresh = nn.Parameter(DTensor(local, param._spec, requires_grad=False), requires_grad=param.requires_grad)
     fresh.grad = param.grad
     vars(fresh).update(vars(param))
+    hooks = _hooks(param)
     with suppress(RuntimeError):  # a compiled graph, for instance, holds the old one: it stays where it is
         torch.utils.swap_tensors(param, fresh)
+        _set_hooks(param, hooks)
+
+
+def hand_over(replaced: Mapping[str, nn.Parameter]) -> None:
+    """Gives shards the attributes and hooks that were set on the parameters, and watches over these.
+
+    Attributes of tensor subclasses stay behind: they may be those of the class. A hook gets the gradient of the shard,
+    a DTensor. A parameter that something still holds, and that gets a gradient, is told in a warning.
+
+    Args:
+        replaced: parameters by name; each has its successor as an attribute.
+    """
+    with_gradient = [name for name, param in replaced.items() if param.grad is not None]
+    if with_gradient:
+        warnings.warn(
+            f"fully_shard: the gradients of {', '.join(with_gradient)} from before sharding are dropped: shard the "
+            "model before the first backward, or after zero_grad()",
+            stacklevel=3,
+        )
+    watch = _ReplacedWatch()
+    for name, param in replaced.items():
+        shard, _ = getattr(param, SUCCESSOR)
+        if isinstance(param, DTensor) or issubclass(type(param), nn.Parameter):
+            for key, value in vars(param).items():
+                if key != SUCCESSOR:
+                    vars(shard).setdefault(key, value)
+        for number, hook in (param._backward_hooks or {}).items():
+            param._backward_hooks[number] = partial(_call_with_gradient, hook)
+        _set_hooks(shard, _hooks(param))
+        param._post_accumulate_grad_hooks = None
+        if param.requires_grad and param.is_leaf:
+            param.register_post_accumulate_grad_hook(watch.hook_for(name))
+
+
+class _ReplacedWatch:
+    """Warns once, after a backward that has given gradients to parameters which ``fully_shard`` has replaced."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._has_warned = False
+
+    def hook_for(self, name: str) -> Any:
+        def note(param: Tensor) -> None:
+            if not self._names and not self._has_warned:
+                queue_after_backward(self._warn)
+            self._names.append(name)
+
+        return note
+
+    def _warn(self) -> None:
+        self._has_warned = True
+        names = ", ".join(dict.fromkeys(self._names))
+        self._names.clear()
+        warnings.warn(
+            f"graphshard: {names} from before sharding got a gradient, which trains nothing: fully_shard has replaced "
+            "the parameter(s), and a list, a closure or a module that was not sharded still holds the old one(s). "
+            "Read the parameter from its module where it is used",
+            stacklevel=2,
+        )
+
+
+def _call_with_gradient(hook: Callable[[Tensor], Any], grad: Tensor | None) -> Any:
+    """Calls a hook; a backward whose gradient waits for a reduction has none for it."""
+    return None if grad is None else hook(grad)
+
+
+def _hooks(param: Tensor) -> tuple[Any, Any]:
+    return param._backward_hooks, param._post_accumulate_grad_hooks
+
+
+def _set_hooks(param: Tensor, hooks: tuple[Any, Any]) -> None:
+    """Handles that were returned for the hooks keep removing them: the dicts that hold them are the same."""
+    if hooks[0] is not None:
+        param._backward_hooks = hooks[0]
+    if hooks[1] is not None:
+        param._post_accumulate_grad_hooks = hooks[1]

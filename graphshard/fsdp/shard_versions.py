@@ -19,12 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .._compat import no_torch_function
+from ..errors import StaleOptimizerError, UnsupportedShardingError
 
 Version = tuple[int, int]
+
+#: Attribute of a parameter that ``fully_shard`` has replaced: its sharded successor and slot. A module outside of the
+#: unit that is tied to the parameter finds them here.
+SUCCESSOR = "_graphshard_successor"
 
 
 def version_of(param: DTensor) -> Version:
@@ -34,8 +39,48 @@ def version_of(param: DTensor) -> Version:
 
 @functools.cache
 def watch_optimizers() -> None:
-    """From the first call on, each step of an optimizer moves the version of the DTensors that it holds."""
+    """From the first call on, each step of an optimizer moves the version of the DTensors that it holds.
+
+    A step of parameters that :func:`graphshard.fully_shard` has replaced is an error.
+    """
+    register_optimizer_step_pre_hook(_refuse_unsuited)
     register_optimizer_step_post_hook(_move_versions)
+
+
+def _refuse_unsuited(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    stale = [getattr(param, SUCCESSOR)[1].name for param in params if hasattr(param, SUCCESSOR)]
+    if stale:
+        raise StaleOptimizerError(
+            f"this {type(optimizer).__name__} holds {_some_of(stale)} from before sharding, which fully_shard has "
+            "replaced, so its step would change nothing in the model: read model.parameters() again after fully_shard, "
+            "and make the optimizer from that"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        uneven = [
+            f"{tuple(param.shape)} over {param.device_mesh.size()} ranks"
+            for param in params
+            if isinstance(param, DTensor) and _is_uneven(param)
+        ]
+        if uneven:
+            raise UnsupportedShardingError(
+                "LBFGS makes one vector of all gradients, which DTensors that ranks share unevenly cannot become: "
+                f"{_some_of(uneven)}. Choose sizes that the ranks divide, or another optimizer, or call "
+                "fully_shard with ignored_params"
+            )
+
+
+def _is_uneven(param: DTensor) -> bool:
+    return any(
+        isinstance(placement, Shard) and param.shape[placement.dim] % param.device_mesh.size(axis)
+        for axis, placement in enumerate(param.placements)
+    )
+
+
+def _some_of(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _move_versions(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import UnsupportedShardingError
+
 
 def padded_rows(num_rows: int, num_ranks: int) -> int:
     """Rows of one padded shard: ``ceil(num_rows / num_ranks)``."""
@@ -132,6 +134,19 @@ class ReduceGradCall(NamedTuple):
     all_reduce: bool
     device: torch.device | None = None
     custom: str = ""
+
+    def with_gradient(self, grad: torch.Tensor) -> ReduceGradCall:
+        """The call for this gradient.
+
+        Raises:
+            UnsupportedShardingError: it is a sparse tensor.
+        """
+        if grad.layout is not torch.strided:
+            raise UnsupportedShardingError(
+                f"parameter {self.name} has a sparse gradient, but reductions are of dense tensors: leave out "
+                "sparse=True, in nn.Embedding and torch.nn.functional.embedding"
+            )
+        return self._replace(grad=grad)
 
 
 def gradient_call(

@@ -27,7 +27,7 @@ def _sharded(mesh, cls=TwoLinears):
 
 
 def _crossing(shape, dim=0):
-    return Crossing(position=0, shape=tuple(shape), dim=dim)
+    return Crossing(position=0, source=0, shape=tuple(shape), dim=dim)
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -230,12 +230,12 @@ def _cross(gm, mesh, rows=1):
         seen.extend(inputs)
         return graph
 
-    return cross_boundary(gm, [example], compile_graph), seen[0], example
+    return cross_boundary(gm, [example], compile_graph), seen, example
 
 
 def test_a_parameter_read_by_its_gather_alone_crosses(fake_group):
     gm = _graph(lambda graph, param, local: ())
-    compiled, entered, example = _cross(gm, fake_group(4, 2))
+    compiled, (entered,), example = _cross(gm, fake_group(4, 2))
     assert entered.shape == (2, 3) and not isinstance(entered, DTensor)
     assert compiled is not gm and entered is not example
     assert not gm.graph.find_nodes(op="call_method", target="to_local")
@@ -249,23 +249,24 @@ def test_a_parameter_read_by_its_gather_alone_crosses(fake_group):
     ],
     ids=["another method", "returned"],
 )
-def test_a_dtensor_used_otherwise_stays(fake_group, extra):
+def test_a_dtensor_used_otherwise_stays_and_its_shard_enters_for_the_gather(fake_group, extra):
     gm = _graph(extra)
-    compiled, entered, example = _cross(gm, fake_group(4, 2))
-    assert entered is example and compiled is gm
-    assert gm.graph.find_nodes(op="call_method", target="to_local")
+    _, (entered, gathered), example = _cross(gm, fake_group(4, 2))
+    assert entered is example and not isinstance(gathered, DTensor) and gathered.shape == (2, 3)
+    param, own = gm.graph.find_nodes(op="placeholder")
+    assert [user.target for user in own.users] == [UNSHARD] and UNSHARD not in [u.target for u in param.users]
 
 
 def test_to_local_with_arguments_stays(fake_group):
     gm = _graph(lambda graph, param, local: (), grad_placements=[Shard(0)])
-    compiled, entered, example = _cross(gm, fake_group(4, 2))
+    compiled, (entered,), example = _cross(gm, fake_group(4, 2))
     assert entered is example and compiled is gm
 
 
 def test_a_local_read_beside_its_gather_is_not_padded(fake_group):
     """The mean of the local rows is another number than the mean of the padded ones."""
     gm = _graph(lambda graph, param, local: (graph.call_function(aten.mean.default, (local,)),))
-    _, entered, _ = _cross(gm, fake_group(4, 2))
+    _, (entered,), _ = _cross(gm, fake_group(4, 2))
     means = gm.graph.find_nodes(op="call_function", target=aten.mean.default)
     reads_input = means[0].args[0].op == "placeholder"
     assert not (reads_input and entered.shape == (2, 3))
@@ -293,7 +294,7 @@ def _region(num_calls, extra=lambda graph, param, local: ()):
 
 def test_a_parameter_gathered_in_a_checkpointed_region_crosses(fake_group):
     gm, body = _region(1)
-    compiled, entered, _ = _cross(gm, fake_group(4, 2))
+    compiled, (entered,), _ = _cross(gm, fake_group(4, 2))
     assert entered.shape == (2, 3) and not isinstance(entered, DTensor) and compiled is not gm
     assert not body.graph.find_nodes(op="call_method", target="to_local")
     assert "to_local" not in body.code
@@ -306,6 +307,6 @@ def test_a_parameter_gathered_in_a_checkpointed_region_crosses(fake_group):
 )
 def test_a_checkpointed_region_that_keeps_the_dtensor(fake_group, num_calls, extra):
     gm, body = _region(num_calls, extra)
-    compiled, entered, example = _cross(gm, fake_group(4, 2))
+    compiled, (entered,), example = _cross(gm, fake_group(4, 2))
     assert entered is example and compiled is gm
     assert body.graph.find_nodes(op="call_method", target="to_local")

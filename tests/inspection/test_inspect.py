@@ -560,6 +560,13 @@ def test_inputs_that_do_not_fit():
         graphshard.inspect(MODELS["two_linears"](), [], mesh={"shard": 2}, hardware=CARD)
 
 
+def test_parameters_without_dims():
+    model = MODELS["two_linears"]()
+    model.scale, model.shift = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(0.0))
+    with pytest.raises(ShardingError, match="scale, shift have no dimension to cut"):
+        graphshard.inspect(model, (example_batch("two_linears"),), mesh={"shard": 2}, hardware=CARD)
+
+
 def test_a_model_without_training():
     model = MODELS["two_linears"]().requires_grad_(False)
     with pytest.raises(CaptureError, match="nothing is trained"):
