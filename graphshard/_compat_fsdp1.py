@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor  # checked: 2.13
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper  # checked: 2.13
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import _Policy  # checked: 2.13
@@ -19,7 +20,14 @@ HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
 _CHECKPOINT_HELPERS = "torch.distributed.checkpoint.state_dict"
 
 #: Modules whose frames may lie between a helper and a wrapper.
-_PASSED = ("torch.nn.", "torch.utils.", "torch.distributed.algorithms.", "graphshard.", "contextlib")
+_PASSED = (
+    "torch.nn.",
+    "torch.utils.",
+    "torch._dynamo.",
+    "torch.distributed.algorithms.",
+    "graphshard.",
+    "contextlib",
+)
 
 
 def is_policy_object(policy: Any) -> bool:
@@ -37,6 +45,17 @@ def run_policy(
 def classes_in_full_precision(mixed_precision: MixedPrecision) -> tuple[type[nn.Module], ...]:
     """The classes that an auto-wrap policy leaves out of mixed precision: normalisations of batches, by default."""
     return tuple(mixed_precision._module_classes_to_ignore)
+
+
+def is_sharded_tensor(value: Any) -> bool:
+    """Whether a value is the kind of sharded tensor that FSDP1 writes if it was given no mesh."""
+    return isinstance(value, ShardedTensor)
+
+
+def local_rows(value: Any, like: Tensor) -> Tensor:
+    """This rank's rows of a ``ShardedTensor``; an empty tensor like ``like`` if it has none."""
+    shards = value.local_shards()
+    return shards[0].tensor if shards else like.new_empty((0, *like.shape[1:]))
 
 
 def without_activation_wrapper(module: nn.Module) -> nn.Module:

@@ -90,9 +90,9 @@ class NotRootError(GraphShardError, RuntimeError):
 
 
 class TrainingStateError(GraphShardError, AssertionError, ValueError):
-    """A method of a wrapper was called inside a forward, a backward or ``summon_full_params``.
+    """A method of a wrapper was called in a state in which it cannot run: inside a forward, for instance.
 
-    Remedy: call it between training steps.
+    Remedy: call it at the place that the message names, between training steps most often.
     """
 
 

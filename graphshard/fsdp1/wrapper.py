@@ -28,12 +28,14 @@ from .meshes import Meshes
 from .norms import clip_gradients
 from .options import Options
 from .precision import cast_buffers, keep_low_precision_gradients, run_in_full_precision
+from .state_dicts import register_hooks
+from .state_methods import StateMethods
 from .summon import Summon, summoned
 from .training_state import check_idle, check_root
 from .wrapper_state import STATE, WrapperState, clean_name, wrappers_in
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(StateMethods, nn.Module):
     """A module whose parameters are sharded, with the arguments and methods of torch's FSDP1.
 
     Parameters are DTensors of their own shapes, whatever ``use_orig_params`` says: there is no flat parameter. Names of
@@ -136,6 +138,7 @@ class FullyShardedDataParallel(nn.Module):
         self.__dict__[STATE] = state
         self._keeps_precision = keeps_precision
         self._is_summoned = False
+        register_hooks(self)
         _make_root(self)
         _leave_frames()
 
@@ -161,10 +164,12 @@ class FullyShardedDataParallel(nn.Module):
         return without_activation_wrapper(self._modules[WRAPPED])
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the wrapper, or else of the wrapped module."""
+        """An attribute of the wrapper, or else of the wrapped module; not the special methods of the latter."""
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name.startswith("__"):
+                raise
             return getattr(super().__getattr__(WRAPPED), name)
 
     def __getitem__(self, key: Any) -> Any:
@@ -255,15 +260,23 @@ class FullyShardedDataParallel(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """``nn.Module.named_parameters``; names are clean while ``summon_full_params`` shows whole parameters."""
-        is_clean = self._is_summoned or is_asked_by_checkpoint_helpers(1)
         for name, param in super().named_parameters(*args, **kwargs):
-            yield clean_name(name) if is_clean else name, param
+            yield clean_name(name) if self._is_summoned else name, param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """``nn.Module.named_buffers``, with names as :meth:`named_parameters` has them."""
-        is_clean = self._is_summoned or is_asked_by_checkpoint_helpers(1)
         for name, buffer in super().named_buffers(*args, **kwargs):
-            yield clean_name(name) if is_clean else name, buffer
+            yield clean_name(name) if self._is_summoned else name, buffer
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """``nn.Module.named_modules``; torch's checkpoint helpers get clean names."""
+        is_clean = is_asked_by_checkpoint_helpers(1)
+        for name, module in super().named_modules(*args, **kwargs):
+            yield clean_name(name) if is_clean else name, module
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tells torch's checkpoint helpers that names in state dicts are without the attribute of the module."""
+        return {"": WRAPPED}
 
     # -- what FSDP1 shows as attributes -----------------------------------------------------------
 

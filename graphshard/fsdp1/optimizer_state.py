@@ -1,0 +1,200 @@
+"""Optimizer states by the names of parameters, and back: whole, sharded or local.
+
+An optimizer numbers its parameters. A state that is saved has their clean names instead, so that it can be loaded into
+another model. Values are DTensors where the parameter is one.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import OptimStateKeyType, StateDictType
+from torch.distributed.tensor import DTensor
+
+from .._compat_fsdp1 import is_sharded_tensor
+from ..errors import OptionError, ParameterStateError
+from .state_dicts import as_shard
+from .summon import whole_tensor
+from .wrapper_state import clean_name
+
+State = dict[str, Any]
+
+
+def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
+    """The clean name of each parameter; the first one of a tied parameter."""
+    found: dict[nn.Parameter, str] = {}
+    for name, param in model.named_parameters():
+        found.setdefault(param, _plain(name))
+    return found
+
+
+def parameters_of(model: nn.Module, optim: Any, optim_input: Any) -> list[nn.Parameter]:
+    """The parameters in the order in which an optimizer numbers them."""
+    if optim is not None:
+        return [param for group in optim.param_groups for param in group["params"]]
+    if optim_input is None:
+        return list(model.parameters())
+    given = list(optim_input)
+    if given and isinstance(given[0], dict):
+        return [param for group in given for param in group["params"]]
+    return given
+
+
+def by_names(
+    model: nn.Module,
+    params: list[nn.Parameter],
+    state: State,
+    kind: StateDictType,
+    *,
+    to_cpu: bool,
+    is_kept: bool,
+) -> State:
+    """A state of an optimizer with names as keys; all ranks take part.
+
+    Args:
+        model: holds the parameters.
+        params: the parameters in the optimizer's order.
+        state: the optimizer's state; its keys may be names already.
+        kind: whole values, DTensors, or this rank's rows.
+        to_cpu: move values to the CPU.
+        is_kept: this rank returns the state; others return an empty dict.
+
+    Raises:
+        OptionError: (a ValueError) the optimizer has a parameter that is not the model's.
+    """
+    names = _numbered_names(model, params)
+
+    def name(key: Any) -> str:
+        return clean_name(key) if isinstance(key, str) else names[key]
+
+    values: dict[str, Any] = {}
+    for key, entries in state["state"].items():
+        values[name(key)] = {each: _sent(value, kind, to_cpu=to_cpu) for each, value in entries.items()}
+    groups = [{**group, "params": [name(key) for key in group["params"]]} for group in state["param_groups"]]
+    return {"state": values, "param_groups": copy.deepcopy(groups)} if is_kept else {}
+
+
+def to_optimizer(
+    model: nn.Module,
+    params: list[nn.Parameter],
+    groups: list[dict[str, Any]],
+    state: State,
+    *,
+    keeps_names: bool = False,
+) -> State:
+    """A state by names as one that the optimizer loads, with DTensors for sharded parameters.
+
+    Args:
+        model: holds the parameters.
+        params: the parameters in the optimizer's order.
+        groups: the parameter groups of the optimizer's own state dict.
+        state: of any kind, from this model, from FSDP1, or from an unsharded model.
+        keeps_names: the optimizer's keys are names.
+
+    Raises:
+        ParameterStateError: (a RuntimeError) the state has names that the model does not have.
+    """
+    names = _numbered_names(model, params)
+    by_name = dict(zip(names, params, strict=True))
+    unknown = [key for key in state["state"] if _plain(key) not in by_name]
+    if unknown:
+        raise ParameterStateError(
+            f"optim_state_dict_to_load: the state has {len(unknown)} name(s) that the optimizer's parameters do not "
+            f"have: {', '.join(map(str, unknown[:5]))}"
+        )
+    saved = {_plain(key): entries for key, entries in state["state"].items()}
+    keys: dict[str, Any] = {name: name if keeps_names else number for number, name in enumerate(names)}
+    values = {
+        keys[name]: {each: _received(value, by_name[name], name) for each, value in saved[name].items()}
+        for name in names
+        if name in saved
+    }
+    return {"state": values, "param_groups": _groups_to_load(names, groups, state["param_groups"], keys)}
+
+
+def _groups_to_load(
+    names: list[str], groups: list[dict[str, Any]], saved: list[dict[str, Any]], keys: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """The optimizer's groups, with the options of the saved groups that hold the same parameters."""
+    result, start = [], 0
+    for place, group in enumerate(groups):
+        own = names[start : start + len(group["params"])]
+        start += len(group["params"])
+        match = next((each for each in saved if own and own[0] in map(_plain, each["params"])), None)
+        options = match if match is not None else (saved[place] if place < len(saved) else group)
+        result.append({**copy.deepcopy(options), "params": [keys[name] for name in own]})
+    return result
+
+
+def rekey(state: State, kind: OptimStateKeyType, model: nn.Module, params: list[nn.Parameter]) -> State:
+    """The state of an unsharded model's optimizer with names instead of numbers as keys, or the reverse.
+
+    Raises:
+        OptionError: (a ValueError) the keys are neither, or name other parameters.
+    """
+    names: list[Any] = list(_numbered_names(model, params))
+    numbers: list[Any] = list(range(len(names)))
+    is_to_names = kind is OptimStateKeyType.PARAM_NAME
+    change = dict(zip(numbers, names, strict=True) if is_to_names else zip(names, numbers, strict=True))
+    given = [*state["state"], *(key for group in state["param_groups"] for key in group["params"])]
+    if set(given) <= set(change.values()):
+        return state  # keyed so already
+    if unknown := [key for key in given if key not in change]:
+        raise OptionError(
+            f"rekey_optim_state_dict: keys {unknown[:5]} are not of the {len(names)} parameters of this optimizer"
+        )
+    return {
+        "state": {change[key]: entries for key, entries in state["state"].items()},
+        "param_groups": [
+            {**group, "params": sorted(change[key] for key in group["params"])}
+            for group in state["param_groups"]
+        ],
+    }
+
+
+def from_first_rank(state: State | None, group: Any) -> State:
+    """The state that the first rank has, on all ranks."""
+    holder = [state]
+    dist.broadcast_object_list(holder, group=group, group_src=0)
+    assert holder[0] is not None, "the first rank has no state"
+    return holder[0]
+
+
+def _numbered_names(model: nn.Module, params: list[nn.Parameter]) -> list[str]:
+    names = names_of(model)
+    foreign = [tuple(param.shape) for param in params if param not in names]
+    if foreign:
+        raise OptionError(
+            f"FullyShardedDataParallel: the optimizer has {len(foreign)} parameter(s) that the model does not have, of "
+            f"shapes {foreign[:5]}; pass the model whose parameters() the optimizer got"
+        )
+    return [names[param] for param in params]
+
+
+def _plain(name: Any) -> str:
+    return clean_name(str(name)).replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def _sent(value: Any, kind: StateDictType, *, to_cpu: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(value, DTensor):
+        if kind is StateDictType.FULL_STATE_DICT:
+            value = whole_tensor(value)
+        elif kind is StateDictType.LOCAL_STATE_DICT:
+            value = value.to_local()
+    return value.cpu() if to_cpu else value
+
+
+def _received(value: Any, param: nn.Parameter, name: str) -> Any:
+    if not isinstance(value, Tensor) or not isinstance(param, DTensor):
+        return value.clone() if isinstance(value, Tensor) else value
+    is_like = is_sharded_tensor(value) or isinstance(value, DTensor)
+    local = param.to_local()
+    if is_like or tuple(value.shape) == tuple(param.shape) or (value.ndim and value.shape == local.shape):
+        shard = as_shard(value, param, f"the optimizer state of {name}")
+        return shard.to(local.device) if shard.to_local().device != local.device else shard.clone()
+    return value.clone()

@@ -1,0 +1,143 @@
+"""``state_dict()`` and ``load_state_dict()`` of wrappers: clean names; whole, sharded or local values.
+
+Each wrapper has hooks that treat the values of its own unit. Loading takes whatever kind of value it gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from .._compat_fsdp1 import WRAPPED, is_asked_by_checkpoint_helpers, is_sharded_tensor, local_rows
+from ..errors import ParameterStateError
+from ..fsdp import mesh_device, slots_of
+from .summon import whole_tensor
+from .training_state import own_state
+from .wrapper_state import WrapperState, clean_name, own_modules
+
+
+def register_hooks(wrapper: nn.Module) -> None:
+    """Makes ``state_dict()`` and ``load_state_dict()`` of a wrapper, or of a module around it, translate values."""
+    wrapper.register_state_dict_post_hook(_after_state_dict)
+    wrapper.register_load_state_dict_pre_hook(_before_load)
+
+
+def _own_parameters(wrapper: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """The sharded parameters of a wrapper's own unit, with their keys before names are cleaned."""
+    for path, each in own_modules(wrapper):
+        for name, slot in slots_of(each):
+            yield f"{prefix}{path}.{name}", slot.param
+
+
+def _own_buffers(wrapper: nn.Module, prefix: str) -> Iterator[str]:
+    state = own_state(wrapper)
+    for path, each in own_modules(wrapper):
+        if each not in state.ignored_modules:
+            yield from (f"{prefix}{path}.{name}" for name in each._buffers)
+
+
+def _after_state_dict(
+    wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    state = own_state(wrapper)
+    by_helpers = is_asked_by_checkpoint_helpers(1)
+    kind = StateDictType.SHARDED_STATE_DICT if by_helpers else state.settings.state_dict_type
+    config = state.settings.state_dict_config
+    to_cpu = config.offload_to_cpu and not by_helpers
+    first_only = kind is StateDictType.FULL_STATE_DICT and getattr(config, "rank0_only", False)
+    is_kept = not first_only or _is_first(state)
+    for key, _ in _own_parameters(wrapper, prefix):
+        if key in state_dict and isinstance(state_dict[key], DTensor):
+            value = _converted(state_dict.pop(key) if not is_kept else state_dict[key], kind)
+            if is_kept:
+                state_dict[key] = value.cpu() if to_cpu else value
+        elif not is_kept:
+            state_dict.pop(key, None)
+    for key in _own_buffers(wrapper, prefix):
+        if not is_kept:
+            state_dict.pop(key, None)
+        elif key in state_dict:
+            dtype = state.buffer_dtypes.get(key.removeprefix(f"{prefix}{WRAPPED}."))
+            value = state_dict[key] if dtype is None else state_dict[key].to(dtype)
+            state_dict[key] = value.cpu() if to_cpu else value
+    inner = f"{prefix}{WRAPPED}."
+    _rename(state_dict, inner, prefix)
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        _rename(metadata, inner, prefix)
+
+
+def _is_first(state: WrapperState) -> bool:
+    mesh = state.meshes.hybrid if state.meshes.hybrid is not None else state.meshes.shard
+    return all(mesh.get_local_rank(dim) == 0 for dim in range(mesh.ndim))
+
+
+def _converted(value: DTensor, kind: StateDictType) -> Tensor:
+    if kind is StateDictType.FULL_STATE_DICT:
+        return whole_tensor(value)
+    return value.detach() if kind is StateDictType.SHARDED_STATE_DICT else value.detach().to_local()
+
+
+def _rename(entries: dict[str, Any], old: str, new: str) -> None:
+    """Replaces the beginning of keys, in place; their order stays."""
+    items = list(entries.items())
+    entries.clear()
+    entries.update(
+        (new + key.removeprefix(old) if key.startswith(old) else key, value) for key, value in items
+    )
+
+
+def _before_load(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+    inner = f"{prefix}{WRAPPED}."
+    for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(inner)]:
+        state_dict[inner + key.removeprefix(prefix)] = state_dict.pop(key)
+    for key, param in _own_parameters(wrapper, prefix):
+        value = state_dict.get(key)
+        if isinstance(value, Tensor):
+            state_dict[key] = as_shard(value, param, clean_name(key))
+
+
+def as_shard(value: Tensor, like: Tensor, name: str) -> Tensor:
+    """A value of any kind of state dict, as a DTensor that is placed as ``like`` is.
+
+    Args:
+        value: a DTensor, a ``ShardedTensor``, the whole tensor, or this rank's rows.
+        like: the sharded parameter.
+        name: its name, for the error.
+
+    Raises:
+        ParameterStateError: (a RuntimeError) the shape is neither that of the parameter nor that of its shard.
+    """
+    assert isinstance(like, DTensor)
+    if isinstance(value, DTensor):
+        if value.device_mesh == like.device_mesh:
+            return (
+                value
+                if value.placements == like.placements
+                else value.redistribute(placements=like.placements)
+            )
+        value = value.full_tensor()
+    local = like.to_local()
+    if is_sharded_tensor(value):
+        value = local_rows(value, local)
+    elif tuple(value.shape) == tuple(like.shape):
+        device = mesh_device(like.device_mesh)
+        return distribute_tensor(value.to(device), like.device_mesh, like.placements, src_data_rank=None)
+    if tuple(value.shape) != tuple(local.shape):
+        raise ParameterStateError(
+            f"load_state_dict: {name} has the shape {tuple(value.shape)}; the parameter is {tuple(like.shape)}, and "
+            f"this rank's piece of it {tuple(local.shape)}"
+        )
+    rows = DTensor.from_local(
+        value.to(mesh_device(like.device_mesh)),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    return rows.detach()
