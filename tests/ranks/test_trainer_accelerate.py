@@ -1,20 +1,23 @@
 """Accelerate with `fsdp_version=2`: inside `patch_torch()` it shards with graphshard, and trains as with FSDP2."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.fsdp
 from support.trainer_jobs import (
     Block,
-    as_launched,
-    check_same_training,
+    Trained,
+    compare_with_fsdp2,
     gathered,
     loss_of,
     make_model,
     need,
 )
+from torch import nn
 
 import graphshard
 
@@ -23,7 +26,7 @@ pytestmark = need("accelerate")
 Run = Callable[..., list[Any]]
 
 
-def _accelerator(**options: Any) -> Any:
+def _accelerator(*, mixed_precision: str = "no", accumulation: int = 1, **options: Any) -> Any:
     from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -34,19 +37,23 @@ def _accelerator(**options: Any) -> Any:
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["Block"],
         state_dict_type="SHARDED_STATE_DICT",
+        **options,
     )
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, **options)
+    accelerator = Accelerator(
+        cpu=True,
+        fsdp_plugin=plugin,
+        mixed_precision=mixed_precision,
+        gradient_accumulation_steps=accumulation,
+    )
     # What it does itself on GPUs; on CPUs it knows DDP alone.
     accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
     return accelerator
 
 
-def _train(implementation: str, folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _train(implementation: str, folder: str) -> Trained:
     """Three steps of two micro-batches with clipping; saved after the second step, loaded into another model."""
-    from contextlib import nullcontext
-
-    accelerator = _accelerator(gradient_accumulation_steps=2)
+    accelerator = _accelerator(accumulation=2)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     with nullcontext() if implementation == "fsdp2" else graphshard.patch_torch():
@@ -84,12 +91,41 @@ def _train(implementation: str, folder: str) -> tuple[list[float], dict[str, tor
     return losses, trained
 
 
-def compare(folder: str) -> None:
-    with as_launched():
-        expected = _train("fsdp2", f"{folder}/fsdp2")
-        for implementation in ("sharded", "compiled"):
-            check_same_training(expected, _train(implementation, f"{folder}/{implementation}"))
-
-
 def test_trains_saves_and_resumes_as_with_fsdp2(run_on_gloo_ranks: Run, tmp_path: Path) -> None:
-    run_on_gloo_ranks(2, compare, str(tmp_path))
+    run_on_gloo_ranks(2, compare_with_fsdp2, _train, str(tmp_path))
+
+
+def _train_with_options(implementation: str, _: str) -> Trained:
+    """Weights of rank 0 for all, activation checkpointing, bf16."""
+    accelerator = _accelerator(
+        mixed_precision="bf16", cpu_ram_efficient_loading=True, activation_checkpointing=True
+    )
+    accelerator.state.fsdp_plugin.set_mixed_precision("bf16")
+    model = make_model()
+    if not accelerator.is_main_process:
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with nullcontext() if implementation == "fsdp2" else graphshard.patch_torch():
+        model, optimizer = accelerator.prepare(model, optimizer)
+    if implementation == "compiled":
+        model.compile(backend="graphshard")
+    losses = []
+    for step in range(3):
+        loss = loss_of(model, step)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, gathered(model)
+
+
+def test_weights_of_one_rank_checkpointing_and_bf16(run_on_gloo_ranks: Run, tmp_path: Path) -> None:
+    run_on_gloo_ranks(2, compare_with_fsdp2, _train_with_options, str(tmp_path), 1e-2)
+
+
+def test_accelerate_takes_no_backend_that_it_does_not_list() -> None:
+    from accelerate.utils import TorchDynamoPlugin
+
+    with pytest.raises(ValueError, match="'GRAPHSHARD' is not a valid DynamoBackend"):
+        TorchDynamoPlugin(backend="graphshard")

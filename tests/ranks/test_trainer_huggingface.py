@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.trainer_jobs import as_launched, check_same_training, gathered, need
+from support.trainer_jobs import Trained, as_launched, compare_with_fsdp2, gathered, need
 from torch import nn
 
 import graphshard
@@ -16,7 +16,6 @@ import graphshard
 pytestmark = need("accelerate", "transformers")
 
 Run = Callable[..., list[Any]]
-Trained = tuple[list[float], dict[str, torch.Tensor]]
 
 
 def _llama() -> nn.Module:
@@ -97,13 +96,11 @@ def _with_fsdp_arguments(implementation: str, folder: str) -> Trained:
         model = _llama()
         if implementation == "compiled":
             model.compile(backend="graphshard")
-        return _trainer(model, f"{folder}/{implementation}", **arguments)
+        return _trainer(model, folder, **arguments)
 
     with nullcontext() if implementation == "fsdp2" else graphshard.patch_torch():
         losses, trained = _train(make(), implementation)
-        _, resumed = _train(
-            make(), implementation, resume_from_checkpoint=f"{folder}/{implementation}/checkpoint-2"
-        )
+        _, resumed = _train(make(), implementation, resume_from_checkpoint=f"{folder}/checkpoint-2")
     for name, value in resumed.items():
         torch.testing.assert_close(
             value, trained[name], msg=lambda text, name=name: f"resumed {name}: {text}"
@@ -115,31 +112,24 @@ def _sharded_when_loaded(implementation: str, folder: str) -> Trained:
     from transformers import LlamaForCausalLM
     from transformers.distributed import DistributedConfig
 
+    if dist.get_rank() == 0:
+        _llama().save_pretrained(f"{folder}/pretrained")
+    dist.barrier()
     with nullcontext() if implementation == "fsdp2" else graphshard.patch_torch():
         model = LlamaForCausalLM.from_pretrained(
             f"{folder}/pretrained", distributed_config=DistributedConfig(fsdp_size=dist.get_world_size())
         )
     if implementation == "compiled":
         model.compile(backend="graphshard")
-    return _train(_trainer(model, f"{folder}/{implementation}"), implementation)
-
-
-def compare(make: Callable[[str, str], Trained], folder: str) -> None:
-    with as_launched():
-        if dist.get_rank() == 0:
-            _llama().save_pretrained(f"{folder}/pretrained")
-        dist.barrier()
-        expected = make("fsdp2", folder)
-        for implementation in ("sharded", "compiled"):
-            check_same_training(expected, make(implementation, folder))
+    return _train(_trainer(model, folder), implementation)
 
 
 def test_fsdp_arguments(run_on_gloo_ranks: Run, tmp_path: Path) -> None:
-    run_on_gloo_ranks(2, compare, _with_fsdp_arguments, str(tmp_path))
+    run_on_gloo_ranks(2, compare_with_fsdp2, _with_fsdp_arguments, str(tmp_path))
 
 
 def test_sharded_when_loaded(run_on_gloo_ranks: Run, tmp_path: Path) -> None:
-    run_on_gloo_ranks(2, compare, _sharded_when_loaded, str(tmp_path))
+    run_on_gloo_ranks(2, compare_with_fsdp2, _sharded_when_loaded, str(tmp_path))
 
 
 def wrap_in_ddp(folder: str) -> None:

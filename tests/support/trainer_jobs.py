@@ -4,7 +4,7 @@ import contextlib
 import importlib.metadata
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -13,8 +13,14 @@ from torch import Tensor, nn
 
 from support.gloo_pool import set_environment
 
-#: The versions that the extra `trainers` of pyproject.toml pins; docs/use/trainers.md names them.
-PINNED = {"accelerate": "1.15.0", "lightning": "2.6.6", "torchtitan": "0.3.0", "transformers": "5.23.0"}
+#: The versions that the extra `trainers` of pyproject.toml pins; docs/use/trainers.md names them. Any triton will do.
+PINNED = {
+    "accelerate": "1.15.0",
+    "lightning": "2.6.6",
+    "torchtitan": "0.3.0",
+    "transformers": "5.23.0",
+    "triton": "",
+}
 
 
 def need(*packages: str) -> pytest.MarkDecorator:
@@ -27,7 +33,7 @@ def need(*packages: str) -> pytest.MarkDecorator:
             return pytest.mark.skipif(
                 True, reason=f"{package} is not installed: pip install -e '.[trainers]'"
             )
-        if found != pinned:
+        if pinned and found != pinned:
             return pytest.mark.skipif(True, reason=f"{package} is {found}, these tests are for {pinned}")
     return pytest.mark.skipif(False, reason="")
 
@@ -89,12 +95,37 @@ def gathered(model: nn.Module) -> dict[str, Tensor]:
     return {name.replace("_orig_mod.", ""): value.full_tensor() for name, value in model.named_parameters()}
 
 
-def check_same_training(
-    expected: tuple[list[float], dict[str, Tensor]], found: tuple[list[float], dict[str, Tensor]]
-) -> None:
-    """Two trainings, as losses and parameters: the same up to rounding."""
-    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(expected[0]))
+Trained = tuple[list[float], dict[str, Tensor]]
+"""The losses and the whole parameters of a training."""
+
+
+def check_same_training(expected: Trained, found: Trained, name: str, tolerance: float | None) -> None:
+    """The same up to rounding, or up to `tolerance`."""
+    bounds = {} if tolerance is None else {"rtol": tolerance, "atol": tolerance}
+
+    def compare(what: str, expected: Tensor, found: Tensor) -> None:
+        torch.testing.assert_close(found, expected, msg=lambda text: f"{name}, {what}: {text}", **bounds)
+
+    compare("losses", torch.tensor(expected[0]), torch.tensor(found[0]))
     assert list(found[1]) == list(expected[1])
-    for name, value in expected[1].items():
-        torch.testing.assert_close(found[1][name], value, msg=lambda text, name=name: f"{name}: {text}")
+    for parameter, value in expected[1].items():
+        compare(parameter, value, found[1][parameter])
     assert len(set(expected[0])) == len(expected[0]), "the losses do not change: nothing is trained"
+
+
+def compare_with_fsdp2(
+    train: Callable[[str, str], Trained], folder: str, tolerance: float | None = None
+) -> None:
+    """`train(implementation, a folder of its own)`: graphshard trains as FSDP2, and compiles if asked.
+
+    Uncompiled it trains as FSDP2 up to the rounding of float32, whatever the dtypes.
+    """
+    with as_launched():
+        expected = train("fsdp2", f"{folder}/fsdp2")
+        for implementation in ("sharded", "compiled"):
+            torch._dynamo.utils.counters.clear()
+            found = train(implementation, f"{folder}/{implementation}")
+            allowed = tolerance if implementation == "compiled" else None
+            check_same_training(expected, found, implementation, allowed)
+            is_compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+            assert is_compiled == (implementation == "compiled"), implementation
