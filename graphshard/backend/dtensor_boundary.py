@@ -197,7 +197,7 @@ def _separate_gathers(placeholder: fx.Node) -> bool:
     with placeholder.graph.inserting_after(last):
         own = placeholder.graph.placeholder(f"{placeholder.target}_gathered")
     own.meta = dict(placeholder.meta)
-    own._dynamo_source = None  # type: ignore[attr-defined]  # AOTAutograd asks each input for it
+    own._dynamo_source = None  # AOTAutograd asks each input for it
     for user in gathers:
         user.replace_input_with(placeholder, own)
     return True
@@ -209,7 +209,7 @@ def _is_for_gathers(user: fx.Node, value: fx.Node) -> bool:
         return bool(user.users) and all(
             reader.target is UNSHARD or views_for_gather(reader) for reader in user.users
         )
-    inner = _entrances(user, value)
+    inner = _entrances(user, value) or []
     return bool(inner) and all(_is_for_gathers(reader, each) for each in inner for reader in each.users)
 
 
