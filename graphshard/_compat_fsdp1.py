@@ -58,6 +58,11 @@ def local_rows(value: Any, like: Tensor) -> Tensor:
     return shards[0].tensor if shards else like.new_empty((0, *like.shape[1:]))
 
 
+def without_checkpoint_names(path: str) -> str:
+    """A path without the attribute of ``checkpoint_wrapper``, which takes it out of the keys of state dicts."""
+    return ".".join(part for part in path.split(".") if part != "_checkpoint_wrapped_module")
+
+
 def without_activation_wrapper(module: nn.Module) -> nn.Module:
     """The module inside ``checkpoint_wrapper`` and the like."""
     while isinstance(module, ActivationWrapper):

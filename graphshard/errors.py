@@ -96,6 +96,13 @@ class TrainingStateError(GraphShardError, AssertionError, ValueError):
     """
 
 
+class FlatParameterError(GraphShardError, AttributeError):
+    """An attribute of FSDP1's flat parameters was read, which ``FullyShardedDataParallel`` here does not have.
+
+    Remedy: read the parameters, which are DTensors of their own shapes, or use the method that the message names.
+    """
+
+
 class ConflictingCommError(GraphShardError, AssertionError):
     """A setting of a unit's collectives contradicts an earlier one. Remedy: leave out one of the two settings."""
 

@@ -4,7 +4,8 @@ Imports: ``errors``, ``_compat``, ``fsdp``. No engine of its own: arguments, met
 
 Read first: ``wrapper`` (the class), ``options`` (its arguments for ``fully_shard``), ``wrapper_state``.
 Before sharding: ``meshes``, ``ignored``, ``auto_wrap``, ``materialize``, ``precision``.
-Methods: ``training_state`` (may a method run now), ``accumulation`` (``no_sync``), ``norms``, ``summon``.
+Methods: ``training_state`` (may a method run now), ``accumulation`` (``no_sync``), ``norms``, ``summon``,
+``comm_hooks``.
 State dicts: ``state_dict_settings``, ``state_dicts``, ``optimizer_state``, ``state_methods``.
 """
 

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from .._compat_fsdp1 import WRAPPED, is_asked_by_checkpoint_helpers, is_sharded_tensor, local_rows
+from .._compat_fsdp1 import (
+    WRAPPED,
+    is_asked_by_checkpoint_helpers,
+    is_sharded_tensor,
+    local_rows,
+    without_checkpoint_names,
+)
 from ..errors import ParameterStateError
 from ..fsdp import mesh_device, slots_of
 from .summon import whole_tensor
@@ -30,14 +36,14 @@ def _own_parameters(wrapper: nn.Module, prefix: str) -> Iterator[tuple[str, nn.P
     """The sharded parameters of a wrapper's own unit, with their keys before names are cleaned."""
     for path, each in own_modules(wrapper):
         for name, slot in slots_of(each):
-            yield f"{prefix}{path}.{name}", slot.param
+            yield f"{prefix}{without_checkpoint_names(path)}.{name}", slot.param
 
 
 def _own_buffers(wrapper: nn.Module, prefix: str) -> Iterator[str]:
     state = own_state(wrapper)
     for path, each in own_modules(wrapper):
         if each not in state.ignored_modules:
-            yield from (f"{prefix}{path}.{name}" for name in each._buffers)
+            yield from (f"{prefix}{without_checkpoint_names(path)}.{name}" for name in each._buffers)
 
 
 def _after_state_dict(

@@ -18,10 +18,11 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from .._compat_frames import leave_frame_to_python, leave_frames_to_python
 from .._compat_fsdp1 import WRAPPED, is_asked_by_checkpoint_helpers, without_activation_wrapper
-from ..errors import ShardingError, TrainingStateError
+from ..errors import FlatParameterError, ShardingError, TrainingStateError
 from ..fsdp import cast_tensors, fully_shard, mesh_device
 from .accumulation import without_sync
 from .auto_wrap import auto_wrap
+from .comm_hooks import register_hook
 from .ignored import ignored_in
 from .materialize import materialize, move_to_device, own_states, sync_states
 from .meshes import Meshes
@@ -33,6 +34,9 @@ from .state_methods import StateMethods
 from .summon import Summon, summoned
 from .training_state import check_idle, check_root
 from .wrapper_state import STATE, WrapperState, clean_name, wrappers_in
+
+#: Private attributes of FSDP1 that code for it reads.
+_OF_FLAT_PARAMETERS = frozenset({"_flat_param", "_handle", "_all_handles", "_fully_sharded_module_to_handle"})
 
 
 class FullyShardedDataParallel(StateMethods, nn.Module):
@@ -170,6 +174,11 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
         except AttributeError:
             if name.startswith("__"):
                 raise
+            if name in _OF_FLAT_PARAMETERS:
+                raise FlatParameterError(
+                    f"FullyShardedDataParallel has no {name}: there are no flat parameters; parameters() are DTensors "
+                    "of their own shapes, and summon_full_params() shows whole ones"
+                ) from None
             return getattr(super().__getattr__(WRAPPED), name)
 
     def __getitem__(self, key: Any) -> Any:
@@ -192,6 +201,11 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
             (each, state) for each, state in wrappers_in(module) if isinstance(each, FullyShardedDataParallel)
         ]
         return [each for each, state in found if state.is_root or not root_only]
+
+    def _unshard(self, async_op: bool = False) -> Any:
+        """FSDP1's private name of ``unshard``, for this wrapper's parameters; with ``async_op`` returns a handle."""
+        unit = self._state.unit
+        return None if unit is None else unit.unshard(async_op)
 
     # -- training ---------------------------------------------------------------------------------
 
@@ -252,6 +266,19 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
             writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads
         )
         return summoned(module, summon, recurse=recurse)
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Makes ``hook(state, gradient, piece)`` reduce gradients, those of inner wrappers too.
+
+        It gets the flat gradients of a unit and dtype, one chunk for each rank, writes the reduced chunk of this rank
+        to ``piece``, and averages. Hooks of ``torch.distributed.algorithms._comm_hooks`` are such functions.
+
+        Raises:
+            ConflictingCommError: (an AssertionError) an inner wrapper, a second hook, or a hybrid strategy.
+            OptionError: (a ValueError) the hook cannot be called.
+            UnsupportedShardingError: (a NotImplementedError) NO_SHARD on several ranks.
+        """
+        register_hook(self, state, hook)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """``nn.Module.apply``, on whole parameters; what ``fn`` writes to them is kept."""

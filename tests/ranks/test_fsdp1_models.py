@@ -1,0 +1,184 @@
+"""Models that FSDP1 refuses, or that other libraries ask about, under FullyShardedDataParallel."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from support.fsdp1 import full_gradients, full_parameters, wrap
+from support.implementations import GRAPHSHARD, compile_if_asked
+from support.toy_models import WORKLOADS, Block, Transformer, build_mlp
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+from torch.testing import assert_close
+
+from graphshard import FSDPModule, FullyShardedDataParallel
+from graphshard.errors import FlatParameterError
+
+LINEARS = ModuleWrapPolicy({nn.Linear})
+
+
+class Uneven(nn.Module):
+    """One unit with frozen, float64 and integer parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.wide = nn.Linear(4, 5), nn.Linear(5, 3).double()
+        self.frozen.requires_grad_(False)
+        self.offsets = nn.Parameter(torch.arange(3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wide(self.frozen(x).double()) + self.offsets
+
+
+def train_uneven(implementation: str) -> None:
+    for use_orig_params in (False, True):
+        torch.manual_seed(0)
+        plain = Uneven()
+        torch.manual_seed(0)
+        wrapper = wrap(implementation, Uneven(), use_orig_params=use_orig_params)
+        forward = compile_if_asked(implementation, wrapper)
+        for rank in range(2):
+            (plain(torch.full((2, 4), 1.0 + rank)).square().sum() / 2).backward()
+        forward(torch.full((2, 4), 1.0 + dist.get_rank())).square().sum().backward()
+        expected = {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
+        assert_close(full_gradients(wrapper), expected)
+        assert set(expected) == {"wide.weight", "wide.bias"}
+
+
+@pytest.mark.parametrize("implementation", GRAPHSHARD)
+def test_parameters_that_differ_in_one_unit(run_on_gloo_ranks, implementation):
+    run_on_gloo_ranks(2, train_uneven, implementation)
+
+
+def checkpoint_activations(implementation: str) -> None:
+    """Around the wrappers and inside of them; `module` looks through; names in state dicts are clean."""
+    workload, policy = WORKLOADS["transformer"], ModuleWrapPolicy({Block})
+    torch.manual_seed(0)
+    plain = Transformer(num_layers=1)
+    names = list(plain.state_dict())
+    losses = []
+    for place in ("none", "around", "inside"):
+        torch.manual_seed(0)
+        wrapper = wrap(implementation, Transformer(num_layers=1), auto_wrap_policy=policy)
+        if place != "none":
+            kind = FullyShardedDataParallel if place == "around" else Block
+            apply_activation_checkpointing(
+                wrapper,
+                checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper),
+                check_fn=lambda module, kind=kind, root=wrapper: isinstance(module, kind) and module is not root,
+            )
+        assert isinstance(FullyShardedDataParallel.fsdp_modules(wrapper)[1].module, Block)
+        loss = workload.loss(compile_if_asked(implementation, wrapper), workload.batch_of(dist.get_rank(), 0))
+        loss.backward()
+        losses.append((loss.detach(), full_gradients(wrapper)))
+        assert list(wrapper.state_dict()) == names
+        assert not any(isinstance(value, DTensor) for value in wrapper.state_dict().values())
+        wrapper.load_state_dict(plain.state_dict())
+        assert_close(full_parameters(wrapper)["norm.weight"], plain.norm.weight.detach())
+    assert_close(losses[1], losses[0])
+    assert_close(losses[2], losses[0])
+
+
+def test_activation_checkpointing(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, checkpoint_activations, "sharded")
+
+
+def answer_trainers() -> None:
+    """What libraries ask of a model: nothing claims to be FSDP1, and what works with DTensors works."""
+    wrapper = wrap("sharded", build_mlp((4, 5), (5, 2)), auto_wrap_policy=LINEARS)
+    assert not isinstance(wrapper, torch_fsdp.FullyShardedDataParallel)
+    assert torch_fsdp.FullyShardedDataParallel.fsdp_modules(wrapper) == []
+    assert not any(getattr(each, "_is_fsdp_managed_module", False) for each in wrapper.modules())
+    # FSDP2's class is that of the modules inside; so checks of a model's modules find it.
+    assert not isinstance(wrapper, torch_fsdp.FSDPModule) and isinstance(wrapper.module, torch_fsdp.FSDPModule)
+    assert any(isinstance(each, FSDPModule) for each in wrapper.modules())
+    assert all(isinstance(param, DTensor) for param in wrapper.parameters())
+    wrapper(torch.ones(2, 4)).square().sum().backward()
+    expected = full_gradients(wrapper)
+    total = nn.utils.clip_grad_norm_(wrapper.parameters(), 1e9)
+    norm = torch.stack([grad.norm() for grad in expected.values()]).norm()
+    assert_close(total.full_tensor(), norm)
+    assert_close(wrapper.clip_grad_norm_(1e9), norm)
+    for name in ("_flat_param", "_handle", "_all_handles"):
+        assert not hasattr(wrapper, name)
+        with pytest.raises(FlatParameterError, match=f"has no {name}: there are no flat parameters"):
+            getattr(wrapper, name)
+    handle = wrapper[0]._unshard(async_op=True)
+    handle.wait()
+    assert not isinstance(wrapper[0].module.weight, DTensor) and isinstance(wrapper[2].module.weight, DTensor)
+    wrapper[0].reshard()
+    assert isinstance(wrapper[0].module.weight, DTensor)
+
+
+def test_what_trainers_ask(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, answer_trainers)
+
+
+def step_in_backward(implementation: str) -> None:
+    """Optimizers in hooks that run once a parameter's gradient is reduced."""
+    results = []
+    for in_backward in (False, True):
+        torch.manual_seed(0)
+        wrapper = wrap(implementation, build_mlp((4, 5), (5, 2)), auto_wrap_policy=LINEARS, use_orig_params=True)
+        optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in wrapper.parameters()}
+
+        def step(param: nn.Parameter, optimizers=optimizers) -> None:
+            optimizers[param].step()
+            optimizers[param].zero_grad()
+
+        for param in wrapper.parameters() if in_backward else ():
+            param.register_post_accumulate_grad_hook(step)
+        for _ in range(2):
+            compile_if_asked(implementation, wrapper)(torch.ones(2, 4)).square().sum().backward()
+            for param in () if in_backward else wrapper.parameters():
+                step(param)
+        results.append(full_parameters(wrapper))
+    assert_close(results[1], results[0], rtol=0, atol=0)
+
+
+def test_optimizer_in_backward(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, step_in_backward, "sharded")
+
+
+def migrate_from_ddp() -> None:
+    """NO_SHARD is DistributedDataParallel: the same gradients, whole parameters on each rank."""
+    batch = torch.full((2, 4), 1.0 + dist.get_rank())
+    torch.manual_seed(0)
+    ddp = nn.parallel.DistributedDataParallel(build_mlp((4, 5), (5, 2)))
+    torch.manual_seed(0)
+    whole = wrap("sharded", build_mlp((4, 5), (5, 2)), sharding_strategy=ShardingStrategy.NO_SHARD)
+    for model in (ddp, whole):
+        with model.no_sync():
+            model(batch).sum().backward()
+        model(batch).square().sum().backward()
+    assert_close(full_gradients(whole), {name: param.grad for name, param in ddp.module.named_parameters()})
+    assert [param.to_local().shape for param in whole.parameters()] == [param.shape for param in ddp.parameters()]
+    assert list(whole.state_dict()) == list(ddp.module.state_dict())
+
+
+def test_from_ddp(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, migrate_from_ddp)
+
+
+def migrate_from_zero() -> None:
+    """Stages 2 and 3 of ZeRO: parameters, gradients and the optimizer's state are cut over the ranks."""
+    for strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD):
+        wrapper = wrap("sharded", build_mlp((4, 6), (6, 2)), auto_wrap_policy=LINEARS, sharding_strategy=strategy)
+        optimizer = torch.optim.Adam(wrapper.parameters())
+        wrapper(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        for param in wrapper.parameters():
+            held = [param, param.grad, optimizer.state[param]["exp_avg"], optimizer.state[param]["exp_avg_sq"]]
+            assert all(2 * value.to_local().numel() == value.numel() for value in held)
+
+
+def test_from_zero(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, migrate_from_zero)
