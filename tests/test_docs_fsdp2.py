@@ -1,4 +1,4 @@
-"""docs/reference/fsdp2.md names tests that exist, and leaves no cell of its tables empty."""
+"""The pages that compare with FSDP1, FSDP2 and others name tests that exist, and leave no cell of a table empty."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from pathlib import Path
 import pytest
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
-TEXT = (ROOT / "docs" / "reference" / "fsdp2.md").read_text()
-BEHAVIOURS = TEXT[TEXT.index("## Sharding") :]
+DOCS = ROOT / "docs"
+#: The pages, where their tables of behaviours begin, and how many rows there are at least.
+PAGES = {
+    "reference/fsdp2.md": ("## Sharding", 100),
+    "reference/fsdp1.md": ("## Constructor", 70),
+    "start/migrate-from-others.md": ("## From FSDP1", 35),
+}
 FILES = sorted((ROOT / "tests").rglob("test_*.py"))
 
 
@@ -50,14 +55,19 @@ def incomplete_rows(text: str) -> list[str]:
     return problems
 
 
-def test_every_test_exists() -> None:
-    assert len(cited(TEXT)) > 100
-    assert missing_tests(TEXT) == []
+@pytest.mark.parametrize("page", PAGES)
+def test_every_test_exists(page: str) -> None:
+    text = (DOCS / page).read_text()
+    assert len(cited(text)) > PAGES[page][1]
+    assert missing_tests(text) == []
 
 
-def test_every_row_is_complete() -> None:
-    assert len(rows_of(BEHAVIOURS)) > 100
-    assert incomplete_rows(BEHAVIOURS) == []
+@pytest.mark.parametrize("page", PAGES)
+def test_every_row_is_complete(page: str) -> None:
+    text, (start, least) = (DOCS / page).read_text(), PAGES[page]
+    behaviours = text[text.index(start) :]
+    assert len(rows_of(behaviours)) > least
+    assert incomplete_rows(behaviours) == []
 
 
 @pytest.mark.parametrize("name", ["test_nothing.py", "test_docs_fsdp2.py::test_nothing"])
