@@ -86,6 +86,7 @@ class PlanCollectives:
         move_compute: whether compute may move beside collectives that compute reads soon (tensor parallelism's).
         exact_states: the most states that the exact search, of a small graph, may look at: some 10,000 take a
             second.
+        polishes: whether the best schedules are improved by small changes.
 
     Raises:
         OptionError: a budget or a prefetch is not one of these.
@@ -102,6 +103,7 @@ class PlanCollectives:
     backward_prefetch: str = ""
     move_compute: bool = True
     exact_states: int = MOST_EXACT_STATES
+    polishes: bool = True
 
     def __post_init__(self) -> None:
         if self.backward_prefetch not in BACKWARD_PREFETCHES:
@@ -136,6 +138,8 @@ class PlanCollectives:
                 scratch=ctx.scratch,
                 move_compute=self.move_compute,
                 exact_states=self.exact_states,
+                polishes=self.polishes,
+                limit=ctx.limit,
             )
 
         notes: list[str] = []

@@ -26,7 +26,7 @@ from ..hardware import STAND_INS, OwnCard, need_of_graph, own_card
 from ..ir import UNSHARD, group_name, is_collective
 from ..memory import KernelMeasurements, table_beside
 from ..pipeline import PassContext
-from ..progress import LOGGER
+from ..progress import LOGGER, PlanningTime
 from .inductor import config_patches
 from .observer import next_index
 from .options import AUTO, BackendOptions
@@ -48,6 +48,7 @@ class DynamoGraph:
         waiting: labels of the units whose gradients wait for a later micro-batch; none of several models.
         kernels: what kernels allocate for themselves on this machine; kept beside the file of a user's card.
         are_shards_pinned: shards lie in pinned memory of the CPU, so gradients may as well.
+        planning: how long its planning may take.
     """
 
     options: BackendOptions
@@ -60,6 +61,7 @@ class DynamoGraph:
     waiting: frozenset[str] = frozenset()
     kernels: KernelMeasurements = field(default_factory=KernelMeasurements)
     are_shards_pinned: bool = False
+    planning: PlanningTime = field(default_factory=PlanningTime)
 
     @property
     def are_ranks_compared(self) -> bool:
@@ -119,6 +121,7 @@ def read_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Backe
         are_shards_pinned=any(
             _is_pinned(slot.param) for tree in trees for unit in tree.units() for slot in unit.slots
         ),
+        planning=PlanningTime(seconds=options.planning_seconds),
     )
 
 

@@ -67,6 +67,8 @@ class BackendOptions:
             planner. Units with prefetches of their own (``set_modules_to_backward_prefetch``) keep those.
         move_compute: with ``hardware``, compute may move beside collectives whose result is read soon, those of tensor
             parallelism for instance. False keeps the order of compute.
+        planning_seconds: the most that the planning of a step may take, in seconds of the thread that plans. Past it,
+            the best plan so far is taken. None: a fifth of what the compilation takes by experience, and at least 2.
         verify: "cheap" compares the collectives across ranks before the first one of a new graph, and checks the order
             that Inductor emits. "full" also recomputes every fake value after each pass, and makes another order an
             error. "off" does neither.
@@ -84,6 +86,7 @@ class BackendOptions:
     limit_all_gathers: int = 0
     backward_prefetch: str | None = None
     move_compute: bool = True
+    planning_seconds: float | None = None
     verify: str = "cheap"
     dump: Path | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)
@@ -99,6 +102,11 @@ class BackendOptions:
             raise OptionError(
                 f"graphshard backend: option limit_all_gathers={self.limit_all_gathers!r} must be True, False, or the "
                 "number of gathers that may be in flight, 0 for any number"
+            )
+        seconds = self.planning_seconds
+        if seconds is not None and (type(seconds) not in (int, float) or not seconds > 0):
+            raise OptionError(
+                f"graphshard backend: option planning_seconds={seconds!r} must be a number above 0, or None"
             )
         if self.backward_prefetch not in (None, "pre", "post"):
             raise OptionError(

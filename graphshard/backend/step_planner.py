@@ -6,7 +6,8 @@ the backward (pass ``keep_gathered``), and how many activations are saved, is de
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,12 +20,17 @@ from ..ir import UNSHARD, UnshardCall, group_name, is_collective, text_fingerpri
 from ..memory import KernelMeasurements, ScratchTable, parse_bytes, step_bytes
 from ..pipeline import KnownPlan, PassContext, PassRecord, Pipeline
 from ..planner import PlannedGraph, topologies
+from ..progress import LOGGER, PlanningTime, TimeLimit
 from .accumulation import accumulation_cost, choose_kept_between
 from .dynamo_graph import DynamoGraph
 from .inductor import saved_share
 from .pipelines import half_pipelines
 from .step_choice import StepChoice
 from .step_trials import JointTrials
+
+#: Shares of the planning time that is left, for the choice for both halves and then for each half. Later variants of a
+#: half get what remains.
+_SHARES = {"joint": 0.6, "forward": 0.5, "inference": 1.0, "backward": 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +56,7 @@ class StepPlanner:
         is_shared: all ranks follow one plan; if not, each makes its own.
         what: names the graph in errors.
         models: by process group, what tells the models that the graph is a part of from others.
+        time: how long the searches may take.
         kernels: what kernels allocate for themselves. The rank that plans measures, and its numbers go to the others
             with its plan. A rank measures itself what it has in other sizes, or on another processor.
     """
@@ -60,6 +67,7 @@ class StepPlanner:
     what: str
     models: Mapping[str, str] = field(default_factory=dict)
     kernels: KernelMeasurements = field(default_factory=KernelMeasurements)
+    time: PlanningTime = field(default_factory=PlanningTime)
 
     @staticmethod
     def of(graph: DynamoGraph) -> StepPlanner:
@@ -72,6 +80,7 @@ class StepPlanner:
             what=f"graph {graph.index}",
             models=graph.models,
             kernels=graph.kernels,
+            time=graph.planning,
         )
 
     def place(
@@ -100,7 +109,8 @@ class StepPlanner:
             known = None if plan is None else KnownPlan.from_dict(self._adopt(plan))
             scratch = self.kernels.of(gm, context.device_type)
             measured = self.kernels.rows_of(gm, context.device_type)
-            records = pipeline.run(gm, replace(context, known_plan=known, scratch=scratch))
+            with self._limit(_SHARES[half]) as limit:
+                records = pipeline.run(gm, replace(context, known_plan=known, scratch=scratch, limit=limit))
             planned = records[-1].report.planned
             assert isinstance(planned, PlannedGraph)
             return Decision(plan=_with_scratch(planned.known.to_dict(), measured), result=records)
@@ -157,8 +167,10 @@ class StepPlanner:
         def decide(plan: Mapping[str, Any] | None) -> Decision[KeptUnits]:
             if plan is None:
                 scratch = self.kernels.of(gm, context.device_type)
-                measured = replace(trials, context=replace(trials.context, scratch=scratch))
-                choice = _choose(measured, memory_budget, waiting, keeps_between=keeps_between)
+                with self._limit(_SHARES["joint"]) as limit:
+                    limited = replace(trials.context, scratch=scratch, limit=limit)
+                    measured = replace(trials, context=limited)
+                    choice = _choose(measured, memory_budget, waiting, keeps_between=keeps_between)
             else:
                 choice = StepChoice.from_dict(self._adopt(plan))
             rows = self.kernels.rows_of(gm, context.device_type)
@@ -173,6 +185,22 @@ class StepPlanner:
         if kept.choice.input_bytes != trials.input_bytes():  # made for a step of other sizes
             kept = replace(kept, choice=replace(kept.choice, peak_bytes=None))
         return kept
+
+    @contextmanager
+    def _limit(self, share: float) -> Iterator[TimeLimit]:
+        """The time limit of one search, which the log names if it ended the search.
+
+        Ranks that each make a plan must make the same one, so they have no limit.
+        """
+        if not self.is_shared:
+            yield TimeLimit()
+            return
+        with self.time.part(share) as limit:
+            yield limit
+        if limit.was_reached:
+            LOGGER.info(
+                "%s: the search ended at its limit of %.1f s, with the best so far", self.what, limit.seconds
+            )
 
     def _trials(
         self, gm: fx.GraphModule, context: PassContext, tag: Pipeline, *, resident_bytes: int

@@ -7,7 +7,7 @@ held in between, and both schedules change. The same is true of activations that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -79,15 +79,22 @@ class JointTrials:
         units, default = self.open_units(), self.default()
         if budget_of is not None:
             return self.choose_by(lambda choice: self._cost(choice, budget_of))
-        peak = max(default_peak(half, ctx) - resident_bytes(half) for half, ctx in self._halves(None))
+        by_default = list(self._halves(None))
+        peak = max(default_peak(half, ctx) - resident_bytes(half) for half, ctx in by_default)
 
         def within(half: fx.GraphModule, ctx: PassContext) -> int:
             return peak + resident_bytes(half)
 
         kept = tuple(unit for unit in units if unit in default)
-        if extends:
+
+        def cost(chosen: tuple[str, ...]) -> KeepingCost:
+            halves = by_default if chosen == kept else self._halves(StepChoice(kept=chosen))
+            return self._cost_of(halves, within)
+
+        # Without a choice, halves are not cut again; the default's halves are planned only to compare.
+        if extends and any(unit not in kept for unit in units) and not self.context.limit.is_over():
             with suppress(InfeasibleBudgetError):  # the plan of the default's halves takes a little more
-                kept = extend_kept(units, kept, lambda kept: self._cost(StepChoice(kept=kept), within)).units
+                kept = extend_kept(units, kept, cost, self.context.limit).units
         return StepChoice(kept=kept, peak_bytes=peak, input_bytes=self.input_bytes())
 
     def input_bytes(self) -> int:
@@ -119,7 +126,7 @@ class JointTrials:
 
         may_recompute = self.recomputes and saved_share() == 1.0 and not draws_random_numbers(self.gm.graph)
         shares = SHARES if may_recompute else ()
-        share, kept = choose_saved(self.open_units(), default.kept, cost, shares)
+        share, kept = choose_saved(self.open_units(), default.kept, cost, shares, self.context.limit)
         return replace(with_share[share], kept=kept, input_bytes=default.input_bytes)
 
     def _saving(self, share: float | None) -> StepChoice:
@@ -146,9 +153,14 @@ class JointTrials:
         Raises:
             InfeasibleBudgetError: no plan keeps the budget; of two errors, the one of the half that needs more.
         """
+        return self._cost_of(self._halves(choice), budget_of)
+
+    def _cost_of(
+        self, halves: Iterable[tuple[fx.GraphModule, PassContext]], budget_of: BudgetOf
+    ) -> KeepingCost:
         seconds, peak = 0.0, 0
         refused: list[InfeasibleBudgetError] = []
-        for half, ctx in self._halves(choice):
+        for half, ctx in halves:
             try:
                 found = self.plan(half, ctx, budget_of(half, ctx))
             except InfeasibleBudgetError as error:
@@ -165,30 +177,29 @@ class JointTrials:
         Raises:
             InfeasibleBudgetError: no plan keeps the budget.
         """
-        place = replace(self.place, memory_budget=memory_budget, exact_states=EXACT_STATES)
-        ctx = replace(ctx, prices=self.prices(half))
-        (record,) = Pipeline(place, given=self.lower.facts_at_end).run(half, ctx)
-        planned = record.report.planned
+        place = replace(self.place, memory_budget=memory_budget, exact_states=EXACT_STATES, polishes=False)
+        planned = place.run(half, replace(ctx, prices=self.prices(half))).planned
         assert isinstance(planned, PlannedGraph)
         return planned.plan
 
     def _halves(self, choice: StepChoice | None) -> Iterator[tuple[fx.GraphModule, PassContext]]:
         """Forward and backward at level 2 with a choice; None for the default."""
         for half, ctx in self.cut(choice):
-            self.lower.run(half, ctx)
+            self.lower.run_unchecked(half, ctx)
             yield half, ctx
 
     def cut(self, choice: StepChoice | None) -> Iterator[tuple[fx.GraphModule, PassContext]]:
         """Forward and backward at level 1 with a choice; None for the default."""
         trial, tag = copy_graph(self.gm), self.tag
         if choice is not None:
-            Pipeline(KeepGathered(units=choice.kept), given=self.tag.given).run(trial, self.context)
+            Pipeline(KeepGathered(units=choice.kept), given=self.tag.given).run_unchecked(trial, self.context)
             tag = choice.extended(tag)
         context = replace(
             context_from_shard_ops(trial),
             device_type=self.context.device_type,
             scratch=self.context.scratch,
             resident_bytes=self.context.resident_bytes,
+            limit=self.context.limit,
             pieces=pieces_of(trial),
         )
         forward, backward = self._partitioned(trial, tag)
@@ -200,7 +211,7 @@ class JointTrials:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Tags a joint graph and cuts it; ``share`` as for ``partition_as_inductor``."""
         context = replace(context_from_shard_ops(trial), device_type=self.context.device_type)
-        tag.run(trial, context)
+        tag.run_unchecked(trial, context)
         assert context.first_gradient is not None
         parameters = [binding.position for binding in context.parameters]
         halves = partition_as_inductor(trial, context.first_gradient, parameters, lambda _: None, share)

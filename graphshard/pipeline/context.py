@@ -25,6 +25,7 @@ from ..ir import (
     type_key,
 )
 from ..memory import UNMEASURED, KernelScratch
+from ..progress import TimeLimit
 from .joint_outputs import joint_outputs
 from .known_plan import KnownPlan
 
@@ -59,6 +60,7 @@ class PassContext:
         device_type: the type of the device that the graph will run on; None for that of its values. A capture on fake
             tensors of the CPU may be for another device.
         scratch: what kernels of libraries allocate for themselves where the graph will run.
+        limit: when the search for a plan ends with the best one so far.
     """
 
     mesh: MeshLayout = field(default_factory=MeshLayout)
@@ -78,6 +80,7 @@ class PassContext:
     default_peak_bytes: int | None = None
     device_type: str | None = None
     scratch: KernelScratch = UNMEASURED
+    limit: TimeLimit = field(default_factory=TimeLimit)
 
     def binding(self, placeholder: str) -> ParameterBinding | None:
         """The parameter whose shard or kept piece enters through the placeholder of this name."""

@@ -19,6 +19,7 @@ from ..errors import InfeasibleBudgetError, PlanError
 from ..ir import RowPlace, is_collective, merge_waits, repeated_waits
 from ..memory import UNMEASURED, KernelScratch, MemoryModel, kept_inputs, parse_bytes
 from ..pipeline import KnownPlan, PassResult
+from ..progress import TimeLimit
 from .any_order_bound import any_order_seconds
 from .choose_moves import WORTH, moved_compute
 from .follow_plan import ways_to_follow
@@ -27,6 +28,7 @@ from .move_compute import Move, Moving
 from .search import (
     MOST_EXACT_STATES,
     SPLIT_WORTH,
+    Effort,
     Plan,
     Problem,
     Step,
@@ -76,6 +78,8 @@ def plan_graph(
     scratch: KernelScratch = UNMEASURED,
     move_compute: bool = True,
     exact_states: int = MOST_EXACT_STATES,
+    polishes: bool = True,
+    limit: TimeLimit | None = None,
 ) -> PlannedGraph:
     """Plans a graph, which stays as it is.
 
@@ -93,6 +97,8 @@ def plan_graph(
         scratch: what kernels allocate there for themselves.
         move_compute: whether compute may move beside collectives that compute reads soon.
         exact_states: the most states that the exact search, of a small graph, may look at.
+        polishes: whether the best schedules are improved by small changes.
+        limit: when the search ends with the best plan so far; None for no limit.
 
     Raises:
         OptionError, OptionTypeError: the budget cannot be read.
@@ -102,14 +108,15 @@ def plan_graph(
         PlanError: ``known`` is no plan of this graph.
     """
     budget = None if memory_budget is None else parse_bytes(memory_budget)
-    planner = _Planner(
-        prices=prices, budget=budget, device_type=device_type, scratch=scratch, exact_states=exact_states
-    )
+    effort = Effort(exact_states=exact_states, polishes=polishes, limit=limit or TimeLimit())
+    planner = _Planner(prices=prices, budget=budget, device_type=device_type, scratch=scratch, effort=effort)
     source = _with_one_wait_each(_Source(gm=gm, wishes=wishes, places=places or {}))
     if known is not None:
         return planner.followed(source, known)
     source, found, best = planner.in_best_order(source, move_compute)
     for splits in _splits_to_try(found, best.plan, source.wishes):
+        if effort.limit.is_over():
+            break
         parts = source.split(splits)
         try:
             read, tried = planner.planned(parts)
@@ -174,14 +181,14 @@ class _Planner:
     budget: int | None
     device_type: str | None
     scratch: KernelScratch
-    exact_states: int
+    effort: Effort
 
     def planned(
         self, source: _Source, found: GraphProblem | None = None
     ) -> tuple[GraphProblem, PlannedGraph]:
         """The plan of a graph as it stands, and the problem read from it."""
         found = found or self._read(source)
-        graph, result = _within_budget(source.gm, found, self.budget, self._live, self.exact_states)
+        graph, result = _within_budget(source.gm, found, self.budget, self._live, self.effort)
         return found, _planned_graph(source, graph, found, result)
 
     def followed(self, source: _Source, known: KnownPlan) -> PlannedGraph:
@@ -201,7 +208,7 @@ class _Planner:
     ) -> tuple[_Source, GraphProblem, PlannedGraph]:
         """The plan of the graph, or of the graph with its compute moved if that is faster."""
         found = self._read(source)
-        tried = moved_compute(source.gm, found) if move_compute else None
+        tried = moved_compute(source.gm, found) if move_compute and not self.effort.limit.is_over() else None
         if tried is None:
             return source, *self.planned(source, found)
         moved = source.moved(*tried)
@@ -304,7 +311,7 @@ def _followed(
 
 
 def _within_budget(
-    gm: fx.GraphModule, found: GraphProblem, budget: int | None, live_in: LiveIn, exact_states: int
+    gm: fx.GraphModule, found: GraphProblem, budget: int | None, live_in: LiveIn, effort: Effort
 ) -> tuple[fx.GraphModule, Plan]:
     """The graph with the fastest plan that the memory model accepts, the order in which it came included."""
     before = _most(live_in(gm))
@@ -314,7 +321,7 @@ def _within_budget(
     problem = found.problem
     for _ in range(_ATTEMPTS):
         try:
-            result = plan(problem, unplanned=found.unplanned, notes=found.notes, exact_states=exact_states)
+            result = plan(problem, unplanned=found.unplanned, notes=found.notes, effort=effort)
         except InfeasibleBudgetError:
             break
         planned = planned_graph(gm, found, result.steps)

@@ -242,3 +242,9 @@ def test_the_given_dict_is_not_changed():
     given = {"dump": "somewhere"}
     BackendOptions.parse(given)
     assert given == {"dump": "somewhere"}
+
+
+@pytest.mark.parametrize("given", [0, -1.0, True, "2", float("nan")])
+def test_planning_times_that_cannot_be(given):
+    with pytest.raises(OptionError, match=r"option planning_seconds=.* must be a number above 0, or None"):
+        BackendOptions.parse({"planning_seconds": given})

@@ -173,10 +173,10 @@ def test_where_random_numbers_would_be_drawn_again_less_memory_is_refused(lean_s
 
 
 def test_where_no_plan_keeps_the_default_peak_the_default_stays(monkeypatch):
-    def refuse(self, choice, budget_of):
+    def refuse(self, halves, budget_of):
         raise InfeasibleBudgetError(1, 2, is_smallest=False)
 
-    monkeypatch.setattr(JointTrials, "_cost", refuse)
+    monkeypatch.setattr(JointTrials, "_cost_of", refuse)
     step = in_capture(lambda trials: trials.choose(None))
     assert step.kept == ("root",) and step.peak_bytes > 0
 

@@ -1,6 +1,6 @@
 """The search for a schedule, and for what a step keeps and splits, on numbers alone: no file here knows graphs.
 
-Imports: ``ir`` (rows of shards), ``cost`` (prices).
+Imports: ``ir`` (rows of shards), ``cost`` (prices), ``progress`` (a time limit).
 
 Read first: ``problem`` (what is planned), ``machine`` (the rules of a schedule), ``simulate`` (what a schedule
 costs), ``solve`` (finds one), ``bound`` (how fast one can be), ``plan`` (the result). Searches: ``exact``, ``beam``,
@@ -16,7 +16,7 @@ from .plan import Plan, make_plan
 from .problem import Collective, Problem, Task
 from .recompute_share import SHARES, choose_saved
 from .simulate import BucketRun, simulate
-from .solve import EXACT_STATES, MOST_EXACT_STATES, is_possible, leanest_schedule, plan
+from .solve import EXACT_STATES, MOST_EXACT_STATES, Effort, is_possible, leanest_schedule, plan
 
 __all__ = [
     "EXACT_STATES",
@@ -26,6 +26,7 @@ __all__ = [
     "Bounds",
     "BucketRun",
     "Collective",
+    "Effort",
     "KeepingCost",
     "Plan",
     "Problem",

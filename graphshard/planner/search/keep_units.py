@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...errors import InfeasibleBudgetError
+from ...progress import TimeLimit
 
 #: Up to so many units, every run of last units is tried. Of more, bisection tries those on the way to the longest
 #: that fits.
@@ -56,6 +57,7 @@ def choose_kept(
     units: Sequence[str],
     default: Sequence[str],
     evaluate: Callable[[tuple[str, ...]], KeepingCost],
+    limit: TimeLimit | None = None,
 ) -> KeepingChoice:
     """The fastest choice that keeps the budget; among equally fast ones, the one with the lowest peak.
 
@@ -63,6 +65,7 @@ def choose_kept(
         units: labels of the units that may be kept, in the order of their last use.
         default: the units that are kept if nothing is chosen.
         evaluate: the cost of a choice; raises ``InfeasibleBudgetError`` where no plan keeps the budget.
+        limit: behind it, no further choice is tried if one keeps the budget.
 
     Raises:
         InfeasibleBudgetError: no choice keeps the budget; names the smallest budget found that is kept.
@@ -70,8 +73,12 @@ def choose_kept(
     tried: dict[tuple[str, ...], KeepingCost | None] = {}
     refused: list[InfeasibleBudgetError] = []
 
+    limit = limit or TimeLimit()
+
     def fits(kept: tuple[str, ...]) -> bool:
         if kept not in tried:
+            if any(tried.values()) and limit.is_over():
+                return False
             try:
                 tried[kept] = evaluate(kept)
             except InfeasibleBudgetError as error:
@@ -103,6 +110,7 @@ def extend_kept(
     units: Sequence[str],
     default: Sequence[str],
     evaluate: Callable[[tuple[str, ...]], KeepingCost],
+    limit: TimeLimit | None = None,
 ) -> KeepingChoice:
     """The default choice plus further last units, one after the other, as long as each makes the step faster.
 
@@ -110,16 +118,22 @@ def extend_kept(
 
     Args:
         units, default, evaluate: as for :func:`choose_kept`.
+        limit: no choice is tried that would probably end behind it.
 
     Raises:
         InfeasibleBudgetError: no plan of the default choice keeps the budget.
     """
+    limit = limit or TimeLimit()
+    began = limit.spent()
     kept = tuple(unit for unit in units if unit in default)
     best = evaluate(kept)
+    trial_seconds = limit.spent() - began
     tried: list[tuple[tuple[str, ...], KeepingCost | None]] = [(kept, best)]
     for unit in reversed(units):
         if unit in kept:
             continue
+        if limit.is_over(ahead=trial_seconds):
+            break
         more = tuple(other for other in units if other == unit or other in kept)
         try:
             cost = evaluate(more)

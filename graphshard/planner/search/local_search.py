@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 
+from ...progress import TimeLimit
 from .machine import Machine, State, Step
 from .problem import Problem
 
@@ -26,7 +27,7 @@ _MOST_WORK = 200_000
 Schedule = list[Step]
 
 
-def polished(problem: Problem, steps: Sequence[Step]) -> Schedule:
+def polished(problem: Problem, steps: Sequence[Step], limit: TimeLimit | None = None) -> Schedule:
     """An improved schedule, no slower than ``steps``. It keeps what they keep: budget, user's constraints."""
     best = list(steps)
     run = _Run.of(Machine(problem, budget_bytes=problem.budget_bytes), best)
@@ -39,7 +40,7 @@ def polished(problem: Problem, steps: Sequence[Step]) -> Schedule:
         for bucket in [step.members for step in best if step.is_start]:
             for changed in _changes(problem, best, bucket):
                 work -= len(changed) + len(problem.tasks)
-                if work < 0:
+                if work < 0 or (limit is not None and limit.is_over()):
                     return best
                 better = run.improved(changed)
                 if better is not None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ...errors import InfeasibleBudgetError
+from ...progress import TimeLimit
 from .keep_units import KeepingChoice, KeepingCost, choose_kept
 
 #: Shares that are tried if the budget binds.
@@ -22,7 +23,11 @@ Evaluate = Callable[[tuple[str, ...], float | None], KeepingCost]
 
 
 def choose_saved(
-    units: Sequence[str], default: Sequence[str], evaluate: Evaluate, shares: Sequence[float] = SHARES
+    units: Sequence[str],
+    default: Sequence[str],
+    evaluate: Evaluate,
+    shares: Sequence[float] = SHARES,
+    limit: TimeLimit | None = None,
 ) -> tuple[float | None, tuple[str, ...]]:
     """The fastest choice that keeps the budget: a share of activations to save, and the units to keep.
 
@@ -34,6 +39,7 @@ def choose_saved(
         units, default: as for :func:`graphshard.planner.search.keep_units.choose_kept`.
         evaluate: raises ``InfeasibleBudgetError`` where no plan keeps the budget.
         shares: in (0, 1), largest first; a smaller one recomputes more.
+        limit: behind it, no further choice is tried if one keeps the budget.
 
     Returns:
         The share, None for torch's default, and the units.
@@ -41,6 +47,7 @@ def choose_saved(
     Raises:
         InfeasibleBudgetError: no choice keeps the budget; names the smallest budget found that is kept.
     """
+    limit = limit or TimeLimit()
     known: dict[tuple[tuple[str, ...], float | None], KeepingCost | InfeasibleBudgetError] = {}
 
     def cost(kept: tuple[str, ...], share: float | None) -> KeepingCost:
@@ -56,7 +63,7 @@ def choose_saved(
 
     def choose(share: float | None) -> KeepingChoice | None:
         with suppress(InfeasibleBudgetError):
-            return choose_kept(units, default, lambda kept: cost(kept, share))
+            return choose_kept(units, default, lambda kept: cost(kept, share), limit)
         return None
 
     def fits(kept: tuple[str, ...], share: float | None) -> bool:
@@ -67,6 +74,8 @@ def choose_saved(
     every, whole = tuple(units), choose(None)
     kept = whole.units if whole is not None else ()
     for share in () if fits(every, None) else shares:
+        if whole is not None and limit.is_over():
+            break
         if fits(kept, share) and fits(every, share):
             break
     found = [(cost.rank, key) for key, cost in known.items() if isinstance(cost, KeepingCost)]
@@ -74,5 +83,5 @@ def choose_saved(
         refused = [error for error in known.values() if isinstance(error, InfeasibleBudgetError)]
         raise min(refused, key=lambda error: error.smallest_bytes)
     rank, (kept, best) = min(found, key=lambda one: one[0])
-    more = choose(best)
+    more = None if limit.is_over() else choose(best)
     return best, more.units if more is not None and more.cost.rank <= rank else kept

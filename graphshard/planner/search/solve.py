@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from ...errors import InfeasibleBudgetError, PlanError, ProblemError
+from ...progress import TimeLimit
 from .beam import Beam, good_schedule
 from .bound import gap, lower_bounds
 from .condense import both_ends, condense, expand
@@ -26,6 +27,9 @@ EXACT_COLLECTIVES, EXACT_TASKS = 10, 40
 #: States that the exact search looks at before the local search, and (for seconds) after it. If there are more
 #: states, the result of the other searches stays.
 EXACT_STATES, MOST_EXACT_STATES = 30_000, 400_000
+
+#: States that the exact search looks at in a second, roughly.
+_STATES_A_SECOND = 10_000
 
 #: Searches for every problem, in the order in which they are tried.
 NARROW = 2
@@ -80,12 +84,34 @@ HARDLY_SLOWER = 1e-3
 HARDLY_LEANER = 1.02
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How hard to search.
+
+    Attributes:
+        exact_states: the most states that the exact search may look at.
+        polishes: whether the best schedules are improved by small changes.
+        limit: when the search ends with the best schedule so far. The first two searches always run.
+    """
+
+    exact_states: int = MOST_EXACT_STATES
+    polishes: bool = True
+    limit: TimeLimit = field(default_factory=TimeLimit)
+
+    def states(self, most: int) -> int:
+        """The most states that an exact search of at most so many may look at in the time that is left."""
+        allowed, left = min(most, self.exact_states), self.limit.left()
+        in_time = allowed if math.isinf(left) else max(int(left * _STATES_A_SECOND), 0)
+        self.limit.was_reached = self.limit.was_reached or in_time < allowed
+        return min(allowed, in_time)
+
+
 def plan(
     problem: Problem,
     *,
     unplanned: Sequence[Step] | None = None,
     notes: Sequence[str] = (),
-    exact_states: int = MOST_EXACT_STATES,
+    effort: Effort | None = None,
 ) -> Plan:
     """The best schedule found for a problem.
 
@@ -93,28 +119,30 @@ def plan(
         problem: what is planned.
         unplanned: a known schedule. The plan is no slower, if this one keeps the budget and the user's constraints.
         notes: sentences to keep in the plan.
-        exact_states: the most states that the exact search may look at.
+        effort: how hard to search; None for no limit.
 
     Raises:
         InfeasibleBudgetError: no schedule is found within the budget.
         ProblemError: no schedule is found that keeps the user's constraints.
     """
+    effort = effort or Effort()
     problem = replace(problem, prices=RememberedPrices(problem.prices))
     known = [list(unplanned)] if unplanned is not None else []
     before = simulate(problem.without_wishes(), known[0]).seconds if known else None
     bearable = before if before is not None else math.inf
     found = [steps for steps in (*known, in_place(problem)) if is_possible(problem, steps)]
-    searched = list(_searched(problem))
+    searched = list(_searched(problem, limit=effort.limit))
     found += [steps for _, steps in searched]
     if not found:
         found.append(_leanest_in_budget(problem))
     best = _best(problem, found, bearable)
-    exact = _exactly(problem, best, min(EXACT_STATES, exact_states))
+    exact = _exactly(problem, best, effort.states(EXACT_STATES))
     if exact is None:
-        if _is_worth_more(problem, best):
-            best = _best(problem, [best, *_improved(problem, found, searched, best)], bearable)
-        if exact_states > EXACT_STATES:
-            exact = _exactly(problem, best, exact_states)
+        if effort.polishes and not effort.limit.is_over() and _is_worth_more(problem, best):
+            improved = _improved(problem, found, searched, best, effort.limit)
+            best = _best(problem, [best, *improved], bearable)
+        if effort.exact_states > EXACT_STATES:
+            exact = _exactly(problem, best, effort.states(effort.exact_states))
     solver, best = ("beam", best) if exact is None else ("exact", exact or best)
     best = _known_unless_better(problem, [steps for steps in known if steps in found], best)
     return make_plan(problem, best, solver=solver, unplanned_seconds=before, notes=notes)
@@ -176,9 +204,12 @@ def _cost(problem: Problem, steps: Sequence[Step], machine: Machine) -> tuple[fl
 
 
 def _searched(
-    problem: Problem, searches: Iterable[Beam | Rule] | None = None
+    problem: Problem, searches: Iterable[Beam | Rule] | None = None, *, limit: TimeLimit
 ) -> Iterator[tuple[Beam | Rule, list[Step]]]:
-    """Runs all searches, or these, and yields the schedules found; stops at one that is close enough to the bound."""
+    """Runs all searches, or these, and yields the schedules found.
+
+    Stops at one that is close enough to the bound, and at the time limit, but not before two have found a schedule.
+    """
     small, gaps = condense(problem)
     bounds = lower_bounds(problem)
     machine = Machine(small, budget_bytes=small.budget_bytes)
@@ -186,6 +217,8 @@ def _searched(
     every: Iterator[Beam | Rule] = itertools.chain(_promising(small), RULES)
     found: dict[Beam | Rule, float] = {}
     for search in every if searches is None else searches:
+        if len(found) > 1 and limit.is_over():
+            return
         if _is_hopeless(search, found):
             continue
         steps = (
@@ -257,6 +290,7 @@ def _improved(
     found: Sequence[list[Step]],
     searched: Sequence[tuple[Beam | Rule, list[Step]]],
     best: list[Step],
+    limit: TimeLimit,
 ) -> list[list[Step]]:
     """Schedules found by the best searches with less memory, and by small changes."""
     machine = Machine(problem, budget_bytes=None)
@@ -267,15 +301,17 @@ def _improved(
         searches = [search for search, _ in ranked[:NUM_AGAIN]]
         for share in SHARES:
             less = replace(problem, budget_bytes=round(share * budget))
-            costs |= {_cost(problem, steps, machine): steps for _, steps in _searched(less, searches)}
+            costs |= {
+                _cost(problem, steps, machine): steps for _, steps in _searched(less, searches, limit=limit)
+            }
     first = [costs[cost] for cost in sorted(costs)[:NUM_POLISHED]]
-    return [polished(problem, steps) for steps in first]
+    return [polished(problem, steps, limit) for steps in first if not limit.is_over()]
 
 
 def _exactly(problem: Problem, best: list[Step], max_states: int) -> list[Step] | None:
     """The steps of a faster schedule, or [] if ``best`` is the fastest; None if neither can be shown."""
     small, gaps = _searched_exactly(problem)
-    if len(problem.collectives) > EXACT_COLLECTIVES or len(small.tasks) > EXACT_TASKS:
+    if len(problem.collectives) > EXACT_COLLECTIVES or len(small.tasks) > EXACT_TASKS or max_states < 1:
         return None
     try:
         steps = best_schedule(small, below_seconds=simulate(problem, best).seconds, max_states=max_states)

@@ -13,7 +13,7 @@ from graphshard.planner.search.local_search import polished
 from graphshard.planner.search.machine import Step
 from graphshard.planner.search.problem import Collective, Problem, Task
 from graphshard.planner.search.simulate import simulate
-from graphshard.planner.search.solve import in_place, is_possible, plan
+from graphshard.planner.search.solve import Effort, in_place, is_possible, plan
 
 RANDOM = [random_problem(seed, most=6, num_tasks=6, with_memory=True) for seed in range(900, 930)]
 
@@ -141,7 +141,7 @@ MIDDLING = [problem for problem in MIDDLING if len(problem.collectives) > solve.
 
 def test_plans_of_middling_problems_are_made_better(monkeypatch):
     with_changes = [plan(problem).seconds for problem in MIDDLING]
-    monkeypatch.setattr(solve, "polished", lambda problem, steps: list(steps))
+    monkeypatch.setattr(solve, "polished", lambda problem, steps, limit: list(steps))
     without = [plan(problem).seconds for problem in MIDDLING]
     assert all(one <= other for one, other in zip(with_changes, without, strict=True))
     assert sum(one < other for one, other in zip(with_changes, without, strict=True)) >= 3
@@ -151,10 +151,10 @@ def test_small_problems_that_have_too_many_states_are_made_better_too(monkeypatc
     monkeypatch.setattr(solve, "EXACT_STATES", 10)
     exact = [plan(problem) for problem in SMALL]
     assert {found.solver for found in exact} == {"exact"}  # more states, once there is a good schedule
-    with_changes = [plan(problem, exact_states=10) for problem in SMALL]
+    with_changes = [plan(problem, effort=Effort(exact_states=10)) for problem in SMALL]
     assert {found.solver for found in with_changes} == {"beam"}
-    monkeypatch.setattr(solve, "polished", lambda problem, steps: list(steps))
-    without = [plan(problem, exact_states=10).seconds for problem in SMALL]
+    monkeypatch.setattr(solve, "polished", lambda problem, steps, limit: list(steps))
+    without = [plan(problem, effort=Effort(exact_states=10)).seconds for problem in SMALL]
     assert all(one.seconds <= other for one, other in zip(with_changes, without, strict=True))
     assert any(one.seconds < other for one, other in zip(with_changes, without, strict=True))
 

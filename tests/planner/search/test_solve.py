@@ -21,7 +21,8 @@ from graphshard.planner.search.condense import condense, expand
 from graphshard.planner.search.machine import Step
 from graphshard.planner.search.problem import Collective, Problem, Task
 from graphshard.planner.search.simulate import simulate
-from graphshard.planner.search.solve import in_place, leanest_schedule, plan, smallest_budget
+from graphshard.planner.search.solve import Effort, in_place, leanest_schedule, plan, smallest_budget
+from graphshard.progress import TimeLimit
 
 SEEDS = st.integers(0, 10**6)
 
@@ -270,8 +271,8 @@ def test_wishes_that_only_the_leanest_schedule_keeps_are_kept(states):
     """No search finds one that starts two gathers behind another, and what is left of the states is too little."""
     problem = random_problem(350, most=9, num_tasks=6, with_memory=True)
     problem = replace(problem, max_reductions=1, prefetch=[(2, 5), (2, 4)])
-    assert not list(solve._searched(problem))
-    found = plan(problem, exact_states=states)
+    assert not list(solve._searched(problem, limit=TimeLimit()))
+    found = plan(problem, effort=Effort(exact_states=states))
     assert found.solver == ("exact" if states > 1000 else "beam")
     assert simulate(problem, found.steps).seconds == found.seconds
     assert plan(replace(problem, budget_bytes=found.peak_bytes)).peak_bytes <= found.peak_bytes
@@ -369,3 +370,28 @@ def test_the_length_of_a_block():
     assert block_length([9, *([1, 2, 3] * 8), 7]) == 3
     assert block_length([1, 2, 4, 8, 16, 32]) == 0
     assert block_length([5] * 6) == 1
+
+
+class CountedLimit(TimeLimit):
+    """A limit that is over after some questions; it counts them."""
+
+    def __init__(self, answers):
+        super().__init__(seconds=1.0)
+        self.answers, self.asked = answers, 0
+
+    def left(self):
+        self.asked += 1
+        return 1.0 if self.asked <= self.answers else 0.0
+
+
+def test_a_search_ends_at_its_limit_with_the_best_so_far():
+    problem = transformer(1, "backward", SLOW)
+    best = plan(problem)
+    counts = []
+    for answers in (0, 1, 3, 1000):
+        limit = CountedLimit(answers)
+        found = plan(problem, effort=Effort(limit=limit))
+        assert simulate(problem, found.steps).seconds >= best.seconds * (1 - 1e-9)
+        counts.append((limit.was_reached, limit.asked))
+    assert [reached for reached, _ in counts][:3] == [True, True, True]
+    assert counts[0][1] < counts[-1][1]
