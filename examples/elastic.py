@@ -16,13 +16,13 @@ import time
 from pathlib import Path
 
 import torch
-from checkpoint_folder import CheckpointFolder
-from distributed_setup import Ranks, run_example, running_ranks
-from interruption import exit_with_launcher
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from checkpoint_folder import CheckpointFolder
+from distributed_setup import Ranks, run_example, running_ranks
 from graphshard import fully_shard
+from interruption import exit_with_launcher
 
 ROWS, WIDTH = 24, 32  # 24 rows divide over 1, 2, 3, 4, 6 or 8 ranks
 LEARNING_RATE = 0.05
