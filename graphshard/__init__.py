@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .inspection.inspect_graph import inspect_graph
     from .inspection.inspect_model import inspect
     from .inspection.sweep import sweep
+    from .parallel import parallelize
     from .planner import schedule_graph
     from .report import diff_reports
     from .torch_names import patch_torch
@@ -34,6 +35,7 @@ __all__ = [
     "fully_shard",
     "inspect",
     "inspect_graph",
+    "parallelize",
     "patch_torch",
     "register_fsdp_forward_method",
     "schedule_graph",
@@ -57,6 +59,7 @@ _LATER = {
     "fully_shard": ".fsdp",
     "inspect": ".inspection",
     "inspect_graph": ".inspection",
+    "parallelize": ".parallel",
     "patch_torch": ".torch_names",
     "register_fsdp_forward_method": ".fsdp",
     "schedule_graph": ".planner",

@@ -4,7 +4,8 @@ Imports: ``ir``, ``memory``, ``pipeline``, ``planner``. A pass imports ``graphsh
 file can be copied. For a pass of your own, copy ``keep_gathered`` (small) or ``bucket_collectives`` (edits
 collectives).
 
-In reading order. Any captured joint graph: ``insert_shards``. A joint graph with reshards: ``lower_reshards``. The
+In reading order. Any captured joint graph: ``insert_shards``. A joint graph with reshards:
+``propagate_sharding``, ``lower_reshards``. The
 joint graph: ``merge_waits``, ``merge_unshards``,
 ``spread_parameters``, ``keep_gathered``, ``tag_recompute``, ``recompute_activations``. Each half: ``lower_shards``,
 ``merge_sums``, ``join_pointwise``, ``bucket_collectives``, ``schedule_collectives`` or ``plan_collectives``,
@@ -27,6 +28,7 @@ from .merge_sums import MergeSums
 from .merge_unshards import MergeUnshards
 from .merge_waits import MergeWaits
 from .plan_collectives import PlanCollectives
+from .propagate_sharding import PropagateSharding
 from .recompute_activations import RecomputeActivations
 from .schedule_collectives import ScheduleCollectives
 from .spread_parameters import SpreadParameters
@@ -36,6 +38,7 @@ KNOWN = {
     step.name: step
     for step in (
         InsertShards,
+        PropagateSharding,
         LowerReshards,
         MergeWaits,
         MergeUnshards,
@@ -66,6 +69,7 @@ __all__ = [
     "MergeUnshards",
     "MergeWaits",
     "PlanCollectives",
+    "PropagateSharding",
     "RecomputeActivations",
     "ScheduleCollectives",
     "SpreadParameters",

@@ -20,12 +20,15 @@ ROOT = Path(__file__).parent.parent
 ROOMS: tuple[tuple[str, ...], ...] = (
     (
         "graphshard.errors", "graphshard._compat", "graphshard._compat_autograd", "graphshard._compat_composable",
-        "graphshard._compat_frames", "graphshard._compat_fsdp1", "graphshard.machine",
+        "graphshard._compat_dtensor", "graphshard._compat_frames", "graphshard._compat_fsdp1", "graphshard.machine",
         "graphshard.processes", "graphshard.progress",
     ),
     ("graphshard.user_cache",),
     ("graphshard.ir",),
-    ("graphshard.coordination", "graphshard.memory", "graphshard.cost"),
+    (
+        "graphshard.coordination", "graphshard.memory", "graphshard.cost", "graphshard.parallel",
+        "graphshard.propagation",
+    ),
     ("graphshard.pipeline",),
     ("graphshard.planner.search",),
     ("graphshard.planner",),

@@ -17,13 +17,13 @@ from graphshard.passes import KNOWN
 DOORS = {
     "graphshard": """
         CPUOffloadPolicy FSDPModule FullyShardedDataParallel GraphShardError MixedPrecisionPolicy OffloadPolicy
-        UnshardHandle diff_reports formulas fully_shard inspect inspect_graph patch_torch
+        UnshardHandle diff_reports formulas fully_shard inspect inspect_graph parallelize patch_torch
         register_fsdp_forward_method schedule_graph share_comm_ctx sweep
     """,
     "graphshard.passes": """
         KNOWN BucketCollectives ExchangeReductions InsertShards JoinPointwise KeepGathered LowerReshards LowerShards
-        MergeSums MergeUnshards MergeWaits PlanCollectives RecomputeActivations ScheduleCollectives SpreadParameters
-        TagRecompute
+        MergeSums MergeUnshards MergeWaits PlanCollectives PropagateSharding RecomputeActivations ScheduleCollectives
+        SpreadParameters TagRecompute
     """,
     "graphshard.testing": "CapturedGraphs CollectiveMismatchError capture_graphs check_golden run_on_all_ranks",
 }
@@ -52,8 +52,8 @@ ERRORS = """
 """
 
 PASSES = """
-    insert_shards lower_reshards merge_waits merge_unshards spread_parameters keep_gathered tag_recompute
-    recompute_activations lower_shards merge_sums join_pointwise bucket_collectives schedule_collectives
+    insert_shards propagate_sharding lower_reshards merge_waits merge_unshards spread_parameters keep_gathered
+    tag_recompute recompute_activations lower_shards merge_sums join_pointwise bucket_collectives schedule_collectives
     plan_collectives exchange_reductions
 """
 
@@ -74,6 +74,7 @@ ARGUMENTS = {
         memory_budget plan checkpoint progress
     """,
     "inspect_graph": "gm * hardware tables memory_budget groups",
+    "parallelize": "module mesh placements * inputs outputs src_data_rank",
     "patch_torch": "",
     "register_fsdp_forward_method": "module method_name",
     "schedule_graph": """

@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import fx
 
+from ..ir import RESHARD
 from ..memory import step_bytes
 from ..pipeline import PassContext, context_from_shard_ops, pieces_of, read_shards_as_they_are
 from .dynamo_graph import DynamoGraph
 from .observer import Observer
-from .pipelines import joint_pipeline
+from .pipelines import RESHARDING, joint_pipeline
 from .step_planner import StepPlanner
 
 
@@ -47,7 +48,8 @@ def run_joint_passes(gm: fx.GraphModule, graph: DynamoGraph, observer: Observer)
     context = context_from_shard_ops(gm, full_checks=options.verify == "full")
     observer.graph("joint", "0-captured", gm, context)
     first, tag = joint_pipeline(options).split(-1)
-    records = first.run(gm, context)
+    records = RESHARDING.run(gm, context) if gm.graph.find_nodes(op="call_function", target=RESHARD) else []
+    records += first.run(gm, context)
     is_whole = graph.are_ranks_compared and graph.is_whole_step(context)
     is_chosen = options.memory_budget is not None or is_whole
     kept = None
@@ -60,7 +62,7 @@ def run_joint_passes(gm: fx.GraphModule, graph: DynamoGraph, observer: Observer)
             graph.waiting if graph.are_ranks_compared else frozenset(),
             keeps_between=is_whole,
         )
-        context = context_from_shard_ops(gm, full_checks=context.full_checks)
+        context = replace(context_from_shard_ops(gm, full_checks=context.full_checks), mesh=context.mesh)
     choice = kept.choice if kept is not None else None
     if kept is not None:
         records += kept.records

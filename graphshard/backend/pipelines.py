@@ -14,6 +14,9 @@ from ..errors import OptionError
 from ..pipeline import Pass, Pipeline
 from .options import DEFAULT_PLACE, BackendOptions
 
+#: The passes on a joint graph with reshards, before all others.
+RESHARDING = Pipeline(passes.PropagateSharding(), passes.LowerReshards())
+
 #: The passes on the joint graph. The last one tags it for the partitioner.
 JOINT_PIPELINE = Pipeline(
     passes.MergeWaits(), passes.MergeUnshards(), passes.SpreadParameters(), passes.TagRecompute()

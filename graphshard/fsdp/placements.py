@@ -25,7 +25,7 @@ from .._compat import (
     strided_shard,
 )
 from ..errors import ShardDimError, ShardingError, UnnamedMeshError, UnsupportedShardingError
-from ..ir import NO_AXIS, MeshAxis, axis_of
+from ..ir import NO_AXIS, READ_WHOLE, REPLICATE, RESHARD, MeshAxis, axis_of, placement_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +142,8 @@ class OuterLayout:
         mesh, placements: those of the parameter.
         grad_placements: those that its gradient must have before data parallelism reduces it.
         shape, stride: those of the whole parameter over all ranks.
+        whole: arguments of the reshard after the value, if the forward sees the whole tensor in place of the DTensor
+            (``graphshard.parallelize``); None if it sees the DTensor.
     """
 
     mesh: DeviceMesh
@@ -149,6 +151,7 @@ class OuterLayout:
     grad_placements: tuple[Placement, ...]
     shape: torch.Size
     stride: tuple[int, ...]
+    whole: tuple[Any, ...] | None = None
 
     @staticmethod
     def of(param: DTensor, partial_dims: tuple[int, ...] = ()) -> OuterLayout:
@@ -162,10 +165,16 @@ class OuterLayout:
             ),
             shape=param.shape,
             stride=tuple(param.stride()),
+            whole=_to_whole(param) if hasattr(param, READ_WHOLE) else None,
         )
 
     def wrap(self, piece: Tensor) -> Tensor:
-        """The DTensor with the local tensor ``piece``; gradients flow back to ``piece``."""
+        """What a forward reads: the DTensor with the local tensor ``piece``, or the whole tensor.
+
+        Gradients flow back to ``piece``.
+        """
+        if self.whole is not None:
+            return RESHARD(piece, *self.whole) if self.whole[0] != REPLICATE else piece
         of_gradient = {"grad_placements": self.grad_placements} if from_local_takes_grad_placements else {}
         return DTensor.from_local(
             piece,
@@ -176,6 +185,12 @@ class OuterLayout:
             stride=self.stride,
             **of_gradient,
         )
+
+
+def _to_whole(param: DTensor) -> tuple[Any, ...]:
+    axis = axis_of(param.device_mesh)
+    src, rank = placement_text(param.placements[0]), param.device_mesh.get_local_rank()
+    return (src, REPLICATE, list(param.shape), axis.label, axis.size, axis.group_name, rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,7 +47,7 @@ from .graph_text import (
     text_fingerprint,
     value_text,
 )
-from .handles import GATHERED_INPUT, TANGENT_INPUT, UNIT, WAITING_INPUTS, UnitState, unit_state_of
+from .handles import GATHERED_INPUT, READ_WHOLE, TANGENT_INPUT, UNIT, WAITING_INPUTS, UnitState, unit_state_of
 from .lowering import (
     EagerEmitter,
     emit_all_gather,
@@ -136,6 +136,7 @@ __all__ = [
     "KEEP_PIECE",
     "NO_AXIS",
     "PACK",
+    "READ_WHOLE",
     "REDUCE_GRAD",
     "REDUCE_SCATTER",
     "REDUCE_SCATTERS",

@@ -201,6 +201,7 @@ class _GraphPrinter:
             f"shape={self._value(list(call.shape))}",
             f"axis={call.axis}={call.group_size}",
             *([f"sends={sent} bytes"] if sent is not None else []),
+            *(["placed"] if call.placed else []),
         ]
 
     def _shard_op_arguments(self, call: UnshardCall | ReduceGradCall) -> list[str]:

@@ -54,6 +54,7 @@ class ReshardCall(NamedTuple):
         group_size: ranks on it.
         group_name: its process group.
         rank: this rank's place on it. Like group names, it is not printed: graph text is equal on all ranks.
+        placed: the pass ``propagate_sharding`` has written it. Others say what the model's code has in pieces.
     """
 
     value: Any
@@ -64,6 +65,7 @@ class ReshardCall(NamedTuple):
     group_size: int
     group_name: str
     rank: int
+    placed: bool = False
 
 
 def placement_text(placement: Placement) -> str:
@@ -263,6 +265,7 @@ def reshard(
     group_size: int,
     group_name: str,
     rank: int,
+    placed: bool = False,
 ) -> Tensor:
     """Moves a tensor from one placement to another; :class:`ReshardCall` names the arguments.
 
@@ -270,7 +273,7 @@ def reshard(
         What this rank holds afterwards, contiguous.
     """
     result: Tensor = emit_reshard(
-        EagerEmitter(), ReshardCall(value, src, dst, shape, axis, group_size, group_name, rank)
+        EagerEmitter(), ReshardCall(value, src, dst, shape, axis, group_size, group_name, rank, placed)
     )
     is_input = result.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
     return result.clone() if is_input else result
@@ -286,6 +289,7 @@ def _(
     group_size: int,
     group_name: str,
     rank: int,
+    placed: bool = False,
 ) -> Tensor:
     return value.new_empty(local_shape(shape, dst, group_size, rank))
 

@@ -1,0 +1,156 @@
+"""``parallelize``: placements of a plain model's parameters on one axis of a mesh.
+
+The model's code stays as it is. Each parameter becomes a DTensor on the axis; ``fully_shard`` cuts it over its axes
+too. In a forward the parameter's attribute is the whole tensor: ``reshard`` of this rank's piece. Compiled, the pass
+``propagate_sharding`` computes on pieces instead. Uncompiled, every rank of the axis gathers the parameter and computes
+the whole, with the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from ..errors import ShardingError
+from ..ir import READ_WHOLE, axis_of
+from .held_values import Axis, Held, argument_names, hold_inputs, hold_outputs
+from .names import resolve
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def parallelize(
+    module: ModuleT,
+    mesh: DeviceMesh,
+    placements: Mapping[str, Placement],
+    *,
+    inputs: Mapping[str, Held] | None = None,
+    outputs: Mapping[str, Placement] | None = None,
+    src_data_rank: int | None = 0,
+) -> ModuleT:
+    """States how a model lies on one mesh axis, in place; call ``fully_shard`` on the other axes afterwards.
+
+    In a pattern "*" stands for one part of a name, and "[qkv]" for one of these letters. Parameters that no pattern
+    matches are ``Replicate()``.
+
+    Args:
+        module: a plain model, with the code for one device. All ranks of the axis call it with the same batch.
+        mesh: the axis, a 1-D mesh with a name: ``mesh["tp"]``.
+        placements: ``Shard(dim)`` or ``Replicate()`` by pattern of parameter names.
+        inputs: by pattern of module names ("" for ``module``), how compiled code holds the first argument, or
+            placements by argument name. ``Shard(1)`` cuts it along the sequence; ``Replicate()`` gathers it.
+        outputs: by pattern of module names, how compiled code holds what the module returns.
+        src_data_rank: the rank of the axis whose weights all take; None if they hold the same weights already.
+
+    Returns:
+        ``module`` itself.
+
+    Raises:
+        ShardingError: (a ValueError) lists all: patterns that match nothing or match what another matches, dims that a
+            parameter lacks, arguments that a module lacks, parameters that are sharded already, a mesh without a name.
+    """
+    problems: list[str] = []
+    if mesh.ndim != 1 or mesh.mesh_dim_names is None:
+        raise ShardingError(
+            f"parallelize: the mesh must be one named axis, such as mesh['tp'], not {mesh.ndim} dimensions named "
+            f"{mesh.mesh_dim_names}"
+        )
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    modules = dict(module.named_modules())
+    chosen = resolve(placements, names, "parameter", problems)
+    taken = resolve(inputs or {}, modules, "module", problems)
+    returned = resolve(outputs or {}, modules, "module", problems)
+    by_param = _placements_of_tied(module, chosen, problems)
+    _check_parameters(module, chosen, problems)
+    _check_arguments(modules, taken, returned, problems)
+    if problems:
+        raise ShardingError("parallelize: " + "; ".join(problems))
+    _distribute(module, mesh, by_param, src_data_rank)
+    label = axis_of(mesh)
+    axis: Axis = (label.label, label.size, label.group_name, mesh.get_local_rank())
+    for name, held in taken.items():
+        hold_inputs(modules[name], held, axis)
+    for name, placement in returned.items():
+        hold_outputs(modules[name], placement, axis)
+    return module
+
+
+def _placements_of_tied(
+    module: nn.Module, chosen: Mapping[str, Placement], problems: list[str]
+) -> dict[int, Placement]:
+    """Placements by the id of the parameter; a tied one has one placement, whichever of its names has it."""
+    found: dict[int, tuple[str, Placement]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if name not in chosen:
+            continue
+        other, placement = found.setdefault(id(param), (name, chosen[name]))
+        if placement != chosen[name]:
+            problems.append(
+                f"{other!r} and {name!r} are one tied parameter, with {placement} and {chosen[name]}: give it one "
+                "placement"
+            )
+    return {key: placement for key, (_, placement) in found.items()}
+
+
+def _check_parameters(module: nn.Module, chosen: Mapping[str, Placement], problems: list[str]) -> None:
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if isinstance(param, DTensor):
+            problems.append(
+                f"parameter {name!r} is a DTensor on {param.device_mesh} already: call parallelize on a plain model, "
+                "before fully_shard"
+            )
+            continue
+        placement = chosen.get(name, Replicate())
+        if type(placement) not in (Shard, Replicate):
+            problems.append(f"parameter {name!r}: {placement!r} must be Shard(dim) or Replicate()")
+        elif isinstance(placement, Shard) and not -param.ndim <= placement.dim < param.ndim:
+            problems.append(f"parameter {name!r} of shape {list(param.shape)} has no dim {placement.dim}")
+
+
+def _check_arguments(
+    modules: Mapping[str, nn.Module],
+    taken: Mapping[str, Held],
+    returned: Mapping[str, Placement],
+    problems: list[str],
+) -> None:
+    for name, held in taken.items():
+        known = argument_names(modules[name])
+        by_name = held if isinstance(held, Mapping) else {known[0] if known else "": held}
+        if missing := [each for each in by_name if each not in known]:
+            problems.append(
+                f"inputs: module {name!r} has no argument {', '.join(map(repr, missing))}; it takes {', '.join(known)}"
+            )
+        problems += _odd_placements("inputs", name, by_name.values())
+    for name, placement in returned.items():
+        problems += _odd_placements("outputs", name, [placement])
+
+
+def _odd_placements(what: str, name: str, placements: object) -> list[str]:
+    assert hasattr(placements, "__iter__")
+    return [
+        f"{what}: module {name!r}: {each!r} must be Shard(dim) or Replicate()"
+        for each in placements
+        if type(each) not in (Shard, Replicate)
+    ]
+
+
+def _distribute(
+    module: nn.Module, mesh: DeviceMesh, by_param: Mapping[int, Placement], src_data_rank: int | None
+) -> None:
+    replaced: dict[int, nn.Parameter] = {}
+    for owner in module.modules():
+        for name, param in owner._parameters.items():
+            if param is None:
+                continue
+            if id(param) not in replaced:
+                placement = by_param.get(id(param), Replicate())
+                if isinstance(placement, Shard):
+                    placement = Shard(placement.dim % param.ndim)
+                placed = distribute_tensor(param.detach(), mesh, [placement], src_data_rank=src_data_rank)
+                replaced[id(param)] = nn.Parameter(placed, requires_grad=param.requires_grad)
+                setattr(replaced[id(param)], READ_WHOLE, True)
+            owner._parameters[name] = replaced[id(param)]

@@ -1,0 +1,95 @@
+"""parallelize: what it states, and one error for all that is wrong. Training is tested on real ranks."""
+
+import pytest
+import torch
+from support.parallel_models import PARALLEL_MODELS, TiedGpt
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import graphshard
+from graphshard.errors import ShardingError
+
+
+@pytest.fixture
+def tp(fake_group):
+    fake_group(4)
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+
+
+def test_every_parameter_is_on_the_axis(tp):
+    given = PARALLEL_MODELS["llama"]
+    model = given.build()
+    assert graphshard.parallelize(model, tp, given.placements, src_data_rank=None) is model
+    layer = model.layers[1]
+    assert layer.attention.wo.weight.placements == (Shard(1),)
+    assert layer.attention_norm.weight.placements == (Replicate(),)
+    assert layer.attention.wq.weight.to_local().shape == (8, 16)
+    assert all(isinstance(param, DTensor) and param.device_mesh == tp for param in model.parameters())
+
+
+def test_negative_dims_frozen_and_tied_parameters(tp):
+    model = TiedGpt()
+    model.body.norm.weight.requires_grad_(False)
+    graphshard.parallelize(model, tp, {"body.output.weight": Shard(-2)}, src_data_rank=None)
+    assert model.body.output.weight is model.body.tokens.weight
+    assert model.body.tokens.weight.placements == (Shard(0),)
+    assert not model.body.norm.weight.requires_grad
+
+
+def test_on_the_meta_device(tp):
+    with torch.device("meta"):
+        model = nn.Linear(4, 6)
+    graphshard.parallelize(model, tp, {"weight": Shard(0)}, src_data_rank=None)
+    assert model.weight.is_meta and model.weight.to_local().shape == (3, 4)
+
+
+def test_one_error_lists_all_that_is_wrong(tp):
+    given = PARALLEL_MODELS["llama"]
+    model = given.build()
+    with pytest.raises(ShardingError) as error:
+        graphshard.parallelize(
+            model,
+            tp,
+            {
+                "layers.*.attention.wx.weight": Shard(0),
+                "layers.*.attention.wq.weight": Shard(0),
+                "layers.0.*.wq.weight": Shard(1),
+                "norm.weight": Shard(1),
+                "output.weight": Partial(),
+            },
+            inputs={"layers.*.attention": {"mask": Replicate()}, "blocks.*": Shard(1)},
+            outputs={"norm": Partial()},
+        )
+    text = str(error.value)
+    for part in (
+        "'layers.*.attention.wx.weight' matches no parameter; there are tok_embeddings.weight, ",
+        "'layers.*.attention.wq.weight' and 'layers.0.*.wq.weight' both match parameter 'layers.0.attention.wq.weight'",
+        "parameter 'norm.weight' of shape [16] has no dim 1",
+        "parameter 'output.weight': Partial(sum) must be Shard(dim) or Replicate()",
+        "module 'layers.1.attention' has no argument 'mask'; it takes x, angles",
+        "'blocks.*' matches no module",
+        "outputs: module 'norm': Partial(sum) must be",
+    ):
+        assert part in text.replace("Partial(reduce_op='sum')", "Partial(sum)").replace("P(sum)", "Partial(sum)"), part
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
+
+
+def test_refuses_two_placements_of_a_tied_parameter(tp):
+    with pytest.raises(ShardingError, match="are one tied parameter"):
+        graphshard.parallelize(
+            TiedGpt(), tp, {"body.output.weight": Shard(0), "body.tokens.weight": Shard(1)}
+        )
+
+
+def test_refuses_a_model_that_is_placed(tp):
+    model = graphshard.parallelize(nn.Linear(4, 4), tp, {"weight": Shard(0)}, src_data_rank=None)
+    with pytest.raises(ShardingError, match="call parallelize on a plain model, before fully_shard"):
+        graphshard.parallelize(model, tp, {"weight": Shard(0)})
+
+
+def test_refuses_a_mesh_that_is_no_named_axis(fake_group):
+    fake_group(4)
+    for mesh in (init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), init_device_mesh("cpu", (4,))):
+        with pytest.raises(ShardingError, match="the mesh must be one named axis"):
+            graphshard.parallelize(nn.Linear(4, 4), mesh, {"weight": Shard(0)})

@@ -1,0 +1,279 @@
+"""propagate_sharding: the graph of whole tensors becomes the graph of one rank."""
+
+import copy
+
+import pytest
+import torch
+from support.parallel_models import PARALLEL_MODELS, Llama
+from support.small_graphs import GraphBuilder, aten, reshard, run_pass, run_twice, tensor_axis, text_of
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import graphshard
+from graphshard.backend import JOINT_PIPELINE
+from graphshard.errors import UnsupportedShardingError
+from graphshard.ir import (
+    RESHARD,
+    ReshardCall,
+    bytes_sent,
+    copy_graph,
+    group_name,
+    is_collective,
+    local_shape,
+    operands,
+    tensor_bytes,
+)
+from graphshard.ir.collectives import ALL_REDUCE, short_name
+from graphshard.passes import LowerReshards, PropagateSharding
+from graphshard.pipeline import PassContext, Pipeline
+from graphshard.testing import capture_graphs, run_on_all_ranks
+
+CONTEXT = PassContext(mesh=tensor_axis(2))
+
+
+class Program:
+    """A graph of whole tensors; ``parameter`` adds an input that is cut."""
+
+    def __init__(self, num_ranks=2, rank=0):
+        self.build, self.num_ranks, self.rank, self.shapes = GraphBuilder(), num_ranks, rank, []
+
+    def parameter(self, placement, *shape):
+        self.shapes.append((placement, shape))
+        piece = local_shape(shape, placement, self.num_ranks, self.rank)
+        node = self.build.input(f"primals_{len(self.shapes)}", *piece)
+        return self.move(node, placement, "Replicate", shape)
+
+    def input(self, *shape, dtype=torch.float64):
+        self.shapes.append(("Replicate", shape))
+        return self.build.input(f"primals_{len(self.shapes)}", *shape, dtype=dtype)
+
+    def move(self, node, src, dst, shape=None):
+        shape = shape or list(node.meta["val"].shape)
+        return reshard(self.build, node, src, dst, shape, self.num_ranks, self.rank)
+
+    def held(self, node, placement):
+        """Marks a value as cut, as hooks of modules do."""
+        return self.move(self.move(node, "Replicate", placement), placement, "Replicate", list(node.meta["val"].shape))
+
+    def __call__(self, target, *args, **kwargs):
+        return self.build(target, *args, **kwargs)
+
+
+def _feed_forward(num_ranks=2, rank=0, inner=6):
+    """Columns, then rows: one sum over the ranks, and that of the gradient."""
+    program = Program(num_ranks, rank)
+    x = program.input(4, 5)
+    first = program(aten.t.default, program.parameter("Shard(0)", inner, 5))
+    second = program(aten.t.default, program.parameter("Shard(1)", 5, inner))
+    hidden = program(aten.relu.default, program(aten.mm.default, x, first))
+    out = program(aten.add.Tensor, x, program(aten.mm.default, hidden, second))
+    grad = program(aten.mm.default, program(aten.t.default, hidden), out)
+    return program.build.finish(out, program.move(program(aten.t.default, grad), "Replicate", "Shard(1)")), program
+
+
+def _along_the_sequence(num_ranks=2, rank=0):
+    program = Program(num_ranks, rank)
+    x = program.held(program.input(2, 4, 6), "Shard(1)")
+    weight = program(aten.t.default, program.parameter("Shard(1)", 6, 6))
+    normed = program(aten.mul.Tensor, x, program(aten.rsqrt.default, program(aten.mean.dim, x, [2], True)))
+    flat = program(aten.view.default, program(aten.sin.default, normed), [8, 6])
+    product = program(aten.view.default, program(aten.mm.default, flat, weight), [2, 4, 6])
+    return program.build.finish(program(aten.add.Tensor, x, program.held(product, "Shard(1)"))), program
+
+
+def _vocabulary(num_ranks=2, rank=0):
+    """Rows selected from a cut table, and the logarithm of a softmax over a cut dim."""
+    program = Program(num_ranks, rank)
+    tokens = program.input(3, 2, dtype=torch.int64)
+    table = program.parameter("Shard(0)", 5, 4)
+    x = program(aten.view.default, program(aten.embedding.default, table, tokens), [6, 4])
+    logits = program(aten.mm.default, x, program(aten.t.default, table))
+    shifted = program(aten.sub.Tensor, logits, program(aten.amax.default, logits, [1], True))
+    total = program(aten.log.default, program(aten.sum.dim_IntList, program(aten.exp.default, shifted), [1], True))
+    chosen = program(aten.view.default, tokens, [6, 1])
+    picked = program(aten.gather.default, program(aten.sub.Tensor, shifted, total), 1, chosen)
+    return program.build.finish(program(aten.sum.default, picked)), program
+
+
+def _odd_ops(num_ranks=2, rank=0):
+    """Ops without a rule, a list of tensors, heads that do not divide, a fused projection cut in the wrong places."""
+    program = Program(num_ranks, rank)
+    x = program.input(4, 6)
+    weight = program(aten.t.default, program.parameter("Shard(0)", 9, 6))
+    product = program(aten.mm.default, x, weight)
+    parts = program(aten.split.Tensor, product, 3, 1)
+    first, second, third = (program(torch.ops.aten.select.int, product, 1, each) for each in range(3))
+    del parts
+    heads = program(aten.view.default, product, [4, 3, 3])
+    joined = program(aten.cat.default, [product, product], 1)
+    ranked = program(aten._cdist_forward.default, product, product, 2.0, None)
+    return program.build.finish(
+        program(aten.add.Tensor, first, program(aten.mul.Tensor, second, third)), heads, joined, ranked
+    ), program
+
+
+PROGRAMS = {
+    "feed forward": _feed_forward,
+    "along the sequence": _along_the_sequence,
+    "vocabulary": _vocabulary,
+    "odd ops": _odd_ops,
+}
+
+
+def test_golden(golden):
+    gm, _ = _feed_forward()
+    golden(text_of(gm, CONTEXT), "propagate_sharding.before")
+    record = run_pass(PropagateSharding(), gm, CONTEXT)
+    golden(text_of(gm, CONTEXT), "propagate_sharding.after")
+    assert record.report.counts == {"reshards": 1, "bytes": 4 * 5 * 8, "calls gathered": 0}
+
+
+def test_golden_along_the_sequence(golden):
+    gm, _ = _along_the_sequence()
+    run_pass(PropagateSharding(), gm, CONTEXT)
+    golden(text_of(gm, CONTEXT), "propagate_sharding.sequence")
+
+
+def test_nothing_to_place():
+    build = GraphBuilder()
+    gm = build.finish(build(aten.relu.default, build.input("primals_1", 2, 2)))
+    record = run_pass(PropagateSharding(), gm, CONTEXT)
+    assert not record.report.changed and record.report.counts["reshards"] == 0
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_second_run_changes_nothing(name):
+    first, second = run_twice(PropagateSharding(), PROGRAMS[name]()[0], CONTEXT)
+    assert first.report.changed and not second.report.changed
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_computes_what_the_program_computes(name, num_ranks):
+    """All ranks in one process; sizes that divide and others; ranks that hold nothing."""
+    mesh = tensor_axis(num_ranks)
+    context = PassContext(mesh=mesh, full_checks=True)
+    pairs = [PROGRAMS[name](num_ranks, rank) for rank in range(num_ranks)]
+    whole = [_draw(shape, node) for (_, shape), node in _inputs(*pairs[0])]
+    rows = [
+        [
+            _cut(value, placement, num_ranks, rank)
+            for value, ((placement, _), _) in zip(whole, _inputs(*pair), strict=True)
+        ]
+        for rank, pair in enumerate(pairs)
+    ]
+    programs = [gm for gm, _ in pairs]
+    placed = [copy_graph(gm) for gm in programs]
+    for gm in placed:
+        run_pass(PropagateSharding(), gm, context)
+    lowered = [copy_graph(gm) for gm in placed]
+    for gm in lowered:
+        run_pass(LowerReshards(), gm, context)
+    expected = run_on_all_ranks(programs, rows, mesh)
+    for graphs in (placed, lowered):
+        torch.testing.assert_close(run_on_all_ranks(graphs, rows, mesh), expected, rtol=1e-12, atol=1e-12)
+
+
+def _inputs(gm, program):
+    return zip(program.shapes, gm.graph.find_nodes(op="placeholder"), strict=True)
+
+
+def _draw(shape, node):
+    generator = torch.Generator().manual_seed(sum(shape))
+    if node.meta["val"].dtype is torch.int64:
+        return torch.randint(5, shape, generator=generator)
+    return torch.rand(shape, generator=generator, dtype=torch.float64) + 0.1
+
+
+def _cut(value, placement, num_ranks, rank):
+    if placement == "Replicate":
+        return value
+    dim = int(placement[6])
+    pieces = value.chunk(num_ranks, dim)
+    return (pieces[rank] if rank < len(pieces) else value.narrow(dim, 0, 0)).contiguous()
+
+
+def test_report_names_ops_without_a_rule_and_what_they_cost():
+    report = run_pass(PropagateSharding(), _odd_ops()[0], CONTEXT).report
+    (text,) = [text for text in report.skipped if "cdist" in text]
+    # Four rows of five columns of float64 for the other rank, padding included.
+    assert text == "aten._cdist_forward.default has no sharding rule: its inputs are gathered (160 bytes)"
+
+
+def test_refuses_two_axes():
+    program = Program()
+    call = ReshardCall(program.input(2, 4), "Shard(0)", "Replicate", [4, 4], "cp", 2, "other_group", 0)
+    gm = program.build.finish(program(RESHARD, *call), program.parameter("Shard(0)", 4, 4))
+    with pytest.raises(UnsupportedShardingError, match=r"reshards of several axes \(cp, tp\)"):
+        run_pass(PropagateSharding(), gm, CONTEXT)
+
+
+def test_refuses_a_cut_along_a_symbolic_size():
+    shape_env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shape_env, static_shapes=False)
+    program = Program()
+    node = program.build.graph.placeholder("primals_1")
+    node.meta["val"] = mode.from_tensor(torch.empty(6, 4), static_shapes=False)
+    piece = program.build.graph.call_function(
+        RESHARD, (node, "Replicate", "Shard(0)", [6, 4], "tp", 2, "tensor_group", 0)
+    )
+    piece.meta["val"] = node.meta["val"].new_empty(3, 4)
+    gm = program.build.finish(piece)
+    with pytest.raises(UnsupportedShardingError, match="its size is symbolic"):
+        PropagateSharding().run(gm, CONTEXT)
+
+
+HAND_WRITTEN = {
+    "layers.*.attention.w[qkv]": ColwiseParallel,
+    "layers.*.attention.wo": RowwiseParallel,
+    "layers.*.feed_forward.w[13]": ColwiseParallel,
+    "layers.*.feed_forward.w2": RowwiseParallel,
+}
+
+
+def _traffic(gm: fx.GraphModule, axis: str) -> tuple[int, int]:
+    """Number and bytes of the collectives outside of an axis; an all-reduce counts twice."""
+    found = [node for node in gm.graph.nodes if is_collective(node) and group_name(node) != axis]
+    wide = [node if "gather" in short_name(node) else operands(node)[0] for node in found]
+    sizes = [
+        tensor_bytes(value.meta["val"]) * (2 if node.target is ALL_REDUCE else 1)
+        for node, value in zip(found, wide, strict=True)
+    ]
+    return len(found), sum(sizes)
+
+
+def test_sends_no_more_than_a_plan_written_by_hand(fake_group):
+    """The same model under torch's parallelize_module: number and bytes of the collectives of a step."""
+    fake_group(4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    given = PARALLEL_MODELS["llama"]
+    by_hand = Llama(num_layers=1)
+    placed = copy.deepcopy(by_hand)
+    parallelize_module(by_hand, mesh["tp"], {name: style() for name, style in HAND_WRITTEN.items()})
+    inner = {name: cut for name, cut in given.placements.items() if name.startswith("layers")}
+    graphshard.parallelize(placed, mesh["tp"], inner, src_data_rank=None)
+    found = []
+    before = (PropagateSharding(), LowerReshards())
+    for model, passes in ((by_hand, ()), (placed, before)):
+        for unit in [*model.layers, model]:
+            graphshard.fully_shard(unit, mesh=mesh["dp"])
+        graphs = capture_graphs(
+            model, *given.draw(torch.Generator()), pipeline=Pipeline(*passes, *JOINT_PIPELINE.passes)
+        )
+        dp = mesh["dp"].get_group().group_name
+        found.append([_traffic(half, dp) for half in (graphs.forward, graphs.backward)])
+    hand, ours = found
+    assert ours[0] == hand[0] == (2, hand[0][1])  # two sums a block
+    assert ours[1][0] <= hand[1][0] and ours[1][1] <= hand[1][1]
+    # torch sums the gradient behind each column-wise layer: three of attention, two of the feed-forward. We sum once.
+    assert (ours[1][0], hand[1][0]) == (2, 5)
+
+
+def test_report_counts_bytes():
+    gm, _ = _feed_forward()
+    record = run_pass(PropagateSharding(), gm, CONTEXT)
+    calls = [ReshardCall(*node.args) for node in gm.graph.find_nodes(op="call_function", target=RESHARD)]
+    assert record.report.counts["bytes"] == sum(bytes_sent(call, torch.float64) for call in calls)

@@ -1,0 +1,180 @@
+"""`parallelize` and `fully_shard` of plain models: training like the unsharded model, on 2 and 4 ranks."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from support.implementations import compile_if_asked
+from support.meshes_parity import named_mesh
+from support.parallel_models import PARALLEL_MODELS
+from torch import nn
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing import assert_close
+
+import graphshard
+
+HAND_WRITTEN = {
+    "layers.*.attention.w[qkv]": ColwiseParallel(),
+    "layers.*.attention.wo": RowwiseParallel(),
+    "layers.*.feed_forward.w[13]": ColwiseParallel(),
+    "layers.*.feed_forward.w2": RowwiseParallel(),
+}
+INSIDE_LAYERS = {
+    name: cut for name, cut in PARALLEL_MODELS["llama"].placements.items() if name.startswith("layers")
+}
+
+
+def make_pair(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[nn.Module, nn.Module]:
+    """The unsharded model, and its copy on a mesh whose last axis is that of tensor parallelism."""
+    given = PARALLEL_MODELS[name]
+    mesh = named_mesh(shape, axes)
+    torch.manual_seed(42)
+    reference = given.build()
+    model = graphshard.parallelize(copy.deepcopy(reference), mesh["tp"], given.placements, **given.held)
+    for unit in [*given.units(model), model]:
+        graphshard.fully_shard(unit, mesh=mesh[axes[:-1]])
+    return reference, model
+
+
+def train(
+    name: str, implementation: str, shape: tuple[int, ...], axes: tuple[str, ...], num_steps: int
+) -> None:
+    """AdamW steps; losses, gradients and parameters are those of the unsharded model on all batches."""
+    given = PARALLEL_MODELS[name]
+    reference, model = make_pair(name, shape, axes)
+    forward = compile_if_asked(implementation, model)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=False) for each in (reference, model)]
+    num_batches, index = dist.get_world_size() // shape[-1], dist.get_rank() // shape[-1]
+    for step in range(num_steps):
+        batches = [given.draw(torch.Generator().manual_seed(100 * step + each)) for each in range(num_batches)]
+        losses = []
+        for each in batches:
+            torch.manual_seed(step)  # dropout draws the same on all ranks
+            losses.append(reference(*each))
+        torch.stack(losses).mean().backward()
+        torch.manual_seed(step)
+        loss = forward(*batches[index])
+        assert_close(loss.detach(), losses[index].detach(), msg=lambda text, step=step: f"loss of step {step}: {text}")
+        loss.backward()
+        check_like(reference, model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    check_like(reference, model)
+
+
+def check_like(reference: nn.Module, model: nn.Module) -> None:
+    """Full values and gradients; parameters on all axes of the mesh."""
+    for (name, expected), (_, found) in zip(reference.named_parameters(), model.named_parameters(), strict=True):
+        assert isinstance(found, DTensor) and found.device_mesh.mesh_dim_names[-1] == "tp", name
+        pairs = [(found, expected), (found.grad, expected.grad)]
+        for ours, theirs in pairs:
+            assert (ours is None) == (theirs is None), name
+            if ours is not None:
+                assert_close(
+                    ours.full_tensor().detach(), theirs.detach(), rtol=1e-4, atol=1e-5,
+                    msg=lambda text, name=name: f"{name}: {text}",
+                )  # fmt: skip
+
+
+def train_several(names: list[str], implementation: str, shape: tuple[int, ...], num_steps: int) -> None:
+    axes = ("replicate", "dp", "tp")[-len(shape) :]
+    for name in names:
+        torch._dynamo.reset()
+        train(name, implementation, shape, axes, num_steps)
+
+
+def test_trains_like_the_unsharded_model(run_on_gloo_ranks):
+    run_on_gloo_ranks(4, train_several, ["llama along the sequence"], "compiled", (2, 2), 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in PARALLEL_MODELS if "dropout" not in name])
+def test_ten_steps_of_every_model(run_on_gloo_ranks, name):
+    run_on_gloo_ranks(4, train_several, [name], "compiled", (2, 2), 10)
+
+
+def test_four_ranks_of_tensor_parallelism(run_on_gloo_ranks):
+    """Widths that four ranks do not divide; one key head for all of them."""
+    run_on_gloo_ranks(4, train_several, ["mlp", "llama with one key head"], "compiled", (1, 4), 2)
+
+
+def test_copies_beside_tensor_parallelism(run_on_gloo_ranks):
+    run_on_gloo_ranks(4, train_several, ["mlp"], "compiled", (2, 1, 2), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.inductor
+def test_through_inductor(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, train_several, ["llama"], "compiled", (1, 2), 2)
+
+
+def test_uncompiled(run_on_gloo_ranks):
+    """Each rank gathers the parameters and computes the whole."""
+    run_on_gloo_ranks(2, train_several, ["gpt", "vit", "mlp"], "sharded", (1, 2), 2)
+
+
+def train_with_dropout() -> None:
+    """Numbers are drawn for whole values: two ranks that share a batch draw what one rank draws."""
+    given, losses = PARALLEL_MODELS["gpt with dropout"], {}
+    placed, reference = make_pair("gpt with dropout", (1, 2), ("dp", "tp"))[::-1]
+    mesh = named_mesh((1, 2), ("dp", "tp"))
+    for unit in [*given.units(reference), reference]:
+        graphshard.fully_shard(unit, mesh=mesh["tp"])
+    for kind, model in (("placed", placed), ("sharded", reference)):
+        torch._dynamo.reset()
+        forward = compile_if_asked("compiled", model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+        losses[kind] = []
+        for step in range(3):
+            torch.manual_seed(step)
+            loss = forward(*given.draw(torch.Generator().manual_seed(step)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[kind].append(loss.item())
+    assert_close(losses["placed"], losses["sharded"])
+
+
+def test_dropout_draws_what_one_rank_draws(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, train_with_dropout)
+
+
+def exchange_checkpoints(folder: str) -> None:
+    """A checkpoint of `parallelize_module` and FSDP2 loads here, and the other way round; equal shards."""
+    mesh = named_mesh((2, 2), ("dp", "tp"))
+    given = PARALLEL_MODELS["llama"]
+
+    def make(seed: int, by_hand: bool) -> nn.Module:
+        torch.manual_seed(seed)
+        model = given.build()
+        if by_hand:
+            parallelize_module(model, mesh["tp"], HAND_WRITTEN)
+        else:
+            graphshard.parallelize(model, mesh["tp"], INSIDE_LAYERS)
+        shard = fsdp2 if by_hand else graphshard.fully_shard
+        for unit in [*given.units(model), model]:
+            shard(unit, mesh=mesh["dp"])
+        return model
+
+    theirs, ours = make(1, True), make(1, False)
+    for (name, one), (_, other) in zip(theirs.named_parameters(), ours.named_parameters(), strict=True):
+        assert_close(other.to_local(), one.to_local(), msg=name)
+        if one.device_mesh.ndim == 2:  # torch leaves what its plan does not name on `dp` alone
+            assert other.placements == one.placements and other.device_mesh == one.device_mesh, name
+    for source, target in ((theirs, make(2, False)), (ours, make(2, True))):
+        path = f"{folder}/{id(source) == id(ours)}"
+        checkpoint.save({"model": source.state_dict()}, checkpoint_id=path)
+        state = {"model": target.state_dict()}
+        checkpoint.load(state, checkpoint_id=path)
+        target.load_state_dict(state["model"])
+        for (name, one), (_, other) in zip(source.named_parameters(), target.named_parameters(), strict=True):
+            assert_close(other.full_tensor(), one.full_tensor(), msg=name)
+
+
+def test_checkpoints_interchange_with_torch(run_on_gloo_ranks, tmp_path):
+    run_on_gloo_ranks(4, exchange_checkpoints, str(tmp_path))
