@@ -78,11 +78,13 @@ def _fsdp2(model: nn.Module, mesh: DeviceMesh, *, compiled: bool) -> Stepper:
     return Stepper(forward=model, module=model)
 
 
-def _graphshard(model: nn.Module, mesh: DeviceMesh) -> Stepper:
+def _graphshard(model: nn.Module, mesh: DeviceMesh, *, compiled: bool = True) -> Stepper:
     for block in model.blocks:
         graphshard.fully_shard(block, mesh=mesh)
     graphshard.fully_shard(model, mesh=mesh)
-    return Stepper(forward=torch.compile(model, backend="graphshard"), module=model)
+    return Stepper(
+        forward=torch.compile(model, backend="graphshard") if compiled else model, module=model
+    )
 
 
 def _stay_outside(gm: Any, inputs: Any) -> Boundary:
@@ -96,6 +98,7 @@ CONTENDERS: dict[str, Callable[[nn.Module, DeviceMesh], Stepper]] = {
     "fsdp2-compile": partial(_fsdp2, compiled=True),
     "graphshard-naive": _graphshard,
     "graphshard": _graphshard,
+    "graphshard-uncompiled": partial(_graphshard, compiled=False),
 }
 
 

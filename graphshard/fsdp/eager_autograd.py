@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from .._compat import in_backward, in_recomputation
 from ..ir import COMMS, UnshardCall, gradient_call
 from .eager_collectives import reduce_together
-from .parameter_slot import ParameterSlot, even_offset, local_shard
+from .parameter_slot import ParameterSlot, as_complex, local_shard, shard_data
 from .saved_parameters import ForwardReads, GatheredOnce, can_hook
 from .shard_versions import FullRead, version_of
 from .tensor_trees import tensors_in
@@ -37,7 +38,7 @@ class _GatherUnit(torch.autograd.Function):
         slots: list[ParameterSlot],
         is_shown: bool,
         reads: ForwardReads | None,
-        *shards: Tensor,
+        *shards: nn.Parameter,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         # What a gather returns are views, to which autograd lets nobody write in place.
@@ -48,12 +49,13 @@ class _GatherUnit(torch.autograd.Function):
         # A module that shows the result would keep itself alive through the unit: no garbage collector sees that.
         ctx.unit = weakref.ref(unit) if is_shown else lambda: unit
         handle = _handle_of_comms(unit) if is_shown else unit.handle
-        ctx.calls = [
-            gradient_call(
-                UnshardCall(None, handle, *slot.arguments), None, shard.shape, shard.dtype, shard.device
-            )
-            for slot, shard in zip(slots, shards, strict=True)
-        ]
+        # A DTensor goes in, and a DTensor comes out of the backward: to_local() would be a node for each parameter.
+        ctx.specs = [shard._spec for shard in shards]
+        ctx.calls = []
+        for slot in slots:
+            sent = slot.as_sent(shard_data(slot))
+            call = UnshardCall(None, handle, *slot.arguments)
+            ctx.calls.append(gradient_call(call, None, sent.shape, sent.dtype, sent.device))
         frozen = [full for slot, full in zip(slots, fulls, strict=True) if not slot.param.requires_grad]
         ctx.mark_non_differentiable(*frozen)
         return fulls
@@ -73,8 +75,9 @@ class _GatherUnit(torch.autograd.Function):
         reduced = unit.reduce(calls) if unit is not None else reduce_together(calls)
         result: list[Tensor | None] = [None] * len(grads)
         for index, grad in zip(given, reduced, strict=True):
-            # The backward of view_as_real makes complex numbers of it.
-            result[index] = even_offset(grad) if ctx.is_complex[index] and grad is not None else grad
+            if grad is not None:
+                local = as_complex(grad) if ctx.is_complex[index] else grad
+                result[index] = DTensor(local, ctx.specs[index], requires_grad=False)
         return (None, None, None, None, *result)
 
 
@@ -200,7 +203,19 @@ def show_gathered(unit: Unit) -> None:
 def _gather_all(unit: Unit, in_use: ForwardReads) -> None:
     slots = [slot for slot in unit.slots if slot.needs_op and slot.name not in in_use]
     _gather(unit, [slot for slot in slots if not slot.is_substituted], in_use)
-    for other in unit.forward_prefetch:
+    if not in_backward():
+        _prefetch(unit)
+
+
+def _prefetch(unit: Unit) -> None:
+    """Starts the gathers that come next in the forward: those that the user lists, or what came next so far.
+
+    All ranks have gathered the same units so far, so they start the same one.
+    """
+    before, unit.tree.last_gathered = unit.tree.last_gathered, unit
+    if before is not None and unit not in before.successors:
+        before.successors.append(unit)
+    for other in unit.forward_prefetch or (unit.successors if len(unit.successors) == 1 else ()):
         other.prefetch()
 
 
@@ -227,16 +242,13 @@ def _gather(unit: Unit, slots: list[ParameterSlot], in_use: ForwardReads) -> Non
             once = GatheredOnce(
                 unit,
                 {name: fulls[name] for name in gathered},
-                {name: slot.param for name, slot in gathered.items()},
+                gathered,
             )
             unit.remember(once, in_use if in_use is unit.in_use else None)
-        for slot in slots:
-            _enter(slot, fulls[slot.name], in_use)
-
-
-def _enter(slot: ParameterSlot, full: Tensor, in_use: ForwardReads) -> None:
-    with torch.enable_grad():
-        in_use[slot.name] = FullRead.of(full, slot.as_read(full), version_of(slot.param))
+        with torch.enable_grad():
+            for slot in slots:
+                full = fulls[slot.name]
+                in_use[slot.name] = FullRead.of(full, slot.as_read(full), version_of(slot.param))
 
 
 def _gathered(
@@ -244,5 +256,4 @@ def _gathered(
 ) -> tuple[Tensor, ...]:
     # Also under no_grad: a parameter first read there may be read again where gradients are needed.
     with torch.enable_grad():
-        shards = [slot.as_sent(local_shard(slot)) for slot in slots]
-        return _GatherUnit.apply(unit, slots, is_shown, reads, *shards)
+        return _GatherUnit.apply(unit, slots, is_shown, reads, *(slot.param for slot in slots))

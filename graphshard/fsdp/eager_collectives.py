@@ -40,7 +40,7 @@ from ..ir import (
     padded_rows,
 )
 from .gather_extensions import calls_before, full_after
-from .parameter_slot import ParameterSlot, local_shard
+from .parameter_slot import ParameterSlot, shard_data
 from .shard_versions import FullRead, version_of
 from .tree import TreeUnit
 
@@ -316,7 +316,7 @@ def _write_back(slot: ParameterSlot, full: Tensor, line: str) -> None:
             f"parameter {slot.name} of shape {tuple(slot.shape)} is replaced in a forward{at} by values of shape "
             f"{tuple(full.shape)}: keep the shape"
         )
-    local = local_shard(slot).detach()
+    local = shard_data(slot).detach()
     call = UnshardCall(slot.as_sent(local), slot.unit.handle, *slot.arguments)
     old = slot.as_held(StartedGather([call]).wait()[0])
     full = full.to(old)

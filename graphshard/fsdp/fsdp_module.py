@@ -215,8 +215,8 @@ class FSDPModule(TorchFSDPModule):
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Sets the units whose gathers start in a forward once this unit's parameters are copied out.
 
-        They replace the next unit of the compiled schedule; compiled graphs are traced again. Uncompiled, only gathers
-        of units named here start early.
+        They replace the next unit of the compiled schedule; compiled graphs are traced again. Uncompiled, they replace
+        the unit that has come next in all forwards so far.
 
         Raises:
             OptionError: (a ValueError) an entry is not an :class:`FSDPModule`.

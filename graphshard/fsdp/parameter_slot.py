@@ -201,7 +201,18 @@ def local_shard(slot: ParameterSlot) -> Tensor:
     param = slot.param
     if not isinstance(param, DTensor):
         raise replaced(slot, param)
-    local = param.to_local()
+    return _checked(slot, param.to_local())
+
+
+def shard_data(slot: ParameterSlot) -> Tensor:
+    """:func:`local_shard` without autograd, for code that is not traced."""
+    param = slot.param
+    if not isinstance(param, DTensor):
+        raise replaced(slot, param)
+    return _checked(slot, param._local_tensor)
+
+
+def _checked(slot: ParameterSlot, local: Tensor) -> Tensor:
     if slot.unit.settings.compute_device is not None and local.device.type not in ("cpu", "meta"):
         found = [
             f"({each.name}, {each.param.to_local().device})"

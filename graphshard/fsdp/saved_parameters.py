@@ -27,15 +27,20 @@ from ..errors import ParameterStateError, UnsupportedShardingError
 from .shard_versions import FullRead, Version, version_of
 
 
+class HoldsShard(Protocol):
+    """The part of a ``ParameterSlot`` that saved tensors need."""
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The sharded parameter."""
+
+
 class GathersAgain(Protocol):
     """The part of a ``Unit`` that saved tensors need."""
 
     @property
     def label(self) -> str:
         """Path of the unit's module."""
-
-    def shard_of(self, name: str) -> Any:
-        """The sharded parameter of this name."""
 
     def gathered_value(self, name: str) -> Tensor | None:
         """The full parameter if it is gathered and its shard has not changed since; else None."""
@@ -76,13 +81,16 @@ class GatheredOnce:
         written: names of those that the forward has written to; they are not freed.
     """
 
-    def __init__(self, unit: GathersAgain, fulls: Mapping[str, Tensor], shards: Mapping[str, Any]) -> None:
+    def __init__(
+        self, unit: GathersAgain, fulls: Mapping[str, Tensor], slots: Mapping[str, HoldsShard]
+    ) -> None:
         self.unit = unit
         self.fulls = {name: full.detach() for name, full in fulls.items()}
         self.written: set[str] = set()
-        self._shards: dict[str, tuple[weakref.ref[Any], Version]] = {
-            name: (weakref.ref(shard), version_of(shard)) for name, shard in shards.items()
-        }
+        self._shards: dict[str, tuple[HoldsShard, weakref.ref[Any], Version]] = {}
+        for name, slot in slots.items():
+            shard = slot.param
+            self._shards[name] = (slot, weakref.ref(shard), version_of(shard))
 
     @property
     def is_freed(self) -> bool:
@@ -99,8 +107,8 @@ class GatheredOnce:
         return full if full is not None and name not in self.written and self._is_current(name) else None
 
     def _is_current(self, name: str) -> bool:
-        shard, version = self._shards[name]
-        param = self.unit.shard_of(name)
+        slot, shard, version = self._shards[name]
+        param = slot.param
         return shard() is param and version_of(param) == version
 
     def gathered_again(self, name: str) -> Tensor:

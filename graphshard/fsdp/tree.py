@@ -99,6 +99,7 @@ class TreeUnit(UnitState, Protocol):
     reduces_unused: bool
     in_backward: bool
     is_entered: bool
+    successors: list[TreeUnit]
     handle: Tensor
 
     @property
@@ -142,6 +143,9 @@ class TreeUnit(UnitState, Protocol):
     def leave_backward(self) -> None:
         """Frees what was gathered for the backward."""
 
+    def prefetch(self) -> None:
+        """Starts to gather for the next forward, unless that has started."""
+
     def prefetch_for_backward(self) -> None:
         """Starts to gather for the backward, if the unit will have to."""
 
@@ -166,6 +170,7 @@ class Tree:
         saved: the hooks by which an uncompiled backward gathers again.
         gathered_again: the units that the running backward has gathered, and not left.
         last_forward: the unit whose forward has ended last, if a backward gathers it again.
+        last_gathered: the unit that the running forward has gathered last.
         roots: the outermost modules.
         is_last_backward: gradients that wait are reduced at the end of a backward.
         waiting: gradients of a unit wait for a reduction.
@@ -183,6 +188,7 @@ class Tree:
     saved: SavedParameters = field(default_factory=SavedParameters)
     gathered_again: list[TreeUnit] = field(default_factory=list)
     last_forward: TreeUnit | None = None
+    last_gathered: TreeUnit | None = None
     roots: list[nn.Module] = field(default_factory=list)
     is_last_backward: bool = True
     waiting: bool = False
@@ -268,7 +274,7 @@ class Tree:
 
     def begin_iteration(self) -> None:
         """Called where a forward of the model begins that is no part of a backward."""
-        self.last_forward = None
+        self.last_forward = self.last_gathered = None
         self._end_is_queued = False  # a backward that raised an exception has not come to its end
         for unit in list(self.gathered_again):
             unit.leave_backward()

@@ -18,10 +18,10 @@ from .._compat import in_backward
 from ..coordination import meet
 from ..ir import COMMS, UNIT, UnshardCall, unit_state_of
 from .eager_collectives import PendingGather, write_back, write_back_reads
-from .parameter_slot import ParameterSlot, local_shard
+from .parameter_slot import ParameterSlot, shard_data
 from .saved_parameters import ForwardReads, GatheredOnce, KeptForBackward, refuse_transform
 from .shard_versions import Version, version_of
-from .tree import Tree, UnitSettings
+from .tree import Tree, TreeUnit, UnitSettings
 from .waiting_gradients import UnitGradients, shortened
 
 _GATHER_REMEDY = (
@@ -32,9 +32,10 @@ _GATHER_REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
-    """A full parameter, and the version its shard had when it was gathered."""
+    """A full parameter, its slot, and the version its shard had when it was gathered."""
 
     full: Tensor
+    slot: ParameterSlot
     version: Version
 
 
@@ -84,6 +85,7 @@ class Unit(UnitGradients):
         reshard_after_backward: whether the backward frees parameters that the forward kept.
         reduces_unused: whether parameters without a gradient take part in the reductions, with zeros.
         unshards_in_backward: whether an uncompiled backward gathers again; if not, autograd keeps full parameters.
+        successors: the units that uncompiled forwards have gathered right after this one.
         in_backward: a backward has gathered the unit, and has not left it.
         is_entered: that backward computes gradients of the unit.
         keeps_between: a planner keeps its parameters gathered for the next micro-batch while gradients wait.
@@ -101,6 +103,7 @@ class Unit(UnitGradients):
     reshard_after_backward: bool = True
     unshards_in_backward: bool = True
     keeps_between: bool = False
+    successors: list[TreeUnit] = field(default_factory=list)
     in_backward: bool = False
     is_entered: bool = False
     handle: Tensor = field(init=False)
@@ -164,16 +167,14 @@ class Unit(UnitGradients):
     def gathered_value(self, name: str) -> Tensor | None:
         """The full parameter if it is gathered and its shard has not changed since; else None."""
         kept = self._gathered.get(name)
-        return kept.full if kept is not None and kept.version == self._version_of(name) else None
+        return kept.full if kept is not None and kept.version == version_of(kept.slot.param) else None
 
     def keep(self, name: str, full: Tensor) -> None:
         """Keeps a gathered parameter until the unit is resharded or its shard changes."""
         if full.is_inference():  # not kept: a later forward could not save it for its backward
             return
-        self._gathered[name] = _Gathered(full.detach(), self._version_of(name))
-
-    def _version_of(self, name: str) -> Version:
-        return version_of(self.slot_of(name).param)
+        slot = self.slot_of(name)
+        self._gathered[name] = _Gathered(full.detach(), slot, version_of(slot.param))
 
     def held(self) -> Iterator[Tensor]:
         """The tensors that the unit holds besides shards: gathered parameters, and gradients that wait."""
@@ -190,7 +191,7 @@ class Unit(UnitGradients):
         wanted = self.slots if slots is None else slots
         wanted = [slot for slot in wanted if slot.hidden is not None or not slot.is_substituted]
         missing = [
-            (slot, slot.as_sent(local_shard(slot))) for slot in wanted if self._held_value(slot.name) is None
+            (slot, slot.as_sent(shard_data(slot))) for slot in wanted if self._held_value(slot.name) is None
         ]
         return PendingGather(self, missing)
 
@@ -332,10 +333,6 @@ class Unit(UnitGradients):
                 write_back_reads(self.label, changed, reads)
                 running = [*(self.in_use.gathers if self.in_use else ()), *self.tree.saved.alone]
                 self.for_backward.note_written([slot.name for slot in changed], running)
-
-    def shard_of(self, name: str) -> nn.Parameter:
-        """The sharded parameter of this name."""
-        return self.slot_of(name).param
 
     def store(self, name: str, full: Tensor, line: str) -> None:
         """Writes a full parameter that a graph has changed back to the shard; later reads gather it again."""

@@ -13,7 +13,7 @@ from ..coordination import meet
 from ..errors import UnsupportedShardingError
 from ..ir import ReduceGradCall, UnshardCall, gradient_call
 from .eager_collectives import reduce_together
-from .parameter_slot import ParameterSlot, local_shard
+from .parameter_slot import ParameterSlot, shard_data
 from .tree import ROOT, Tree
 
 _REDUCE_REMEDY = (
@@ -51,7 +51,7 @@ class WaitingGradients:
 
     def call_of(self, slot: ParameterSlot) -> ReduceGradCall:
         """The reduction of a full gradient that waits, which waits no longer; of zeros, if none does."""
-        local = slot.as_sent(local_shard(slot))
+        local = slot.as_sent(shard_data(slot))
         call = UnshardCall(local, slot.unit.handle, *slot.arguments)
         grad = self.unreduced.pop(slot.name, None)
         if grad is None:

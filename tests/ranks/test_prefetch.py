@@ -135,11 +135,15 @@ def test_prefetching_changes_no_number(
     run_on_gloo_ranks(2, train_with_prefetch, implementation, 2)
 
 
-def gathers_started_early() -> list[str]:
-    """Uncompiled: the units whose gather is under way when each layer computes."""
+def gathers_under_way(distance: int | None) -> tuple[list[str], list[str], list[str]]:
+    """Uncompiled: the units whose gather is under way when each layer computes, in two forwards and the last backward.
+
+    Each layer computes a gradient when it is noted for the backward.
+    """
     model = build_mlp(*SIZES)
     layers = _shard_layers(pick_fully_shard("sharded"), model, world_mesh())
-    _set_prefetch(layers, 2)
+    if distance is not None:
+        _set_prefetch(layers, distance)
     seen: list[str] = []
 
     def note(*_: Any) -> None:
@@ -148,13 +152,30 @@ def gathers_started_early() -> list[str]:
 
     for layer in layers:
         layer.register_forward_hook(note)
-    model(torch.ones(2, 5))
+        layer.register_full_backward_hook(note)
+    rounds = []
+    for _ in range(2):
+        loss = model(torch.ones(2, 5, requires_grad=True)).sum()
+        assert all(layer._graphshard_unit._prefetched is None for layer in layers)
+        rounds.append(list(seen))
+        seen.clear()
+        loss.backward()
     assert all(layer._graphshard_unit._prefetched is None for layer in layers)
-    return seen
+    return rounds[0], rounds[1][len(layers) :], list(seen)
 
 
-def test_uncompiled_gathers_start_early(run_on_gloo_ranks: Callable[..., list[Any]]) -> None:
-    assert run_on_gloo_ranks(2, gathers_started_early) == [["2 4", "4 6", "6", ""]] * 2
+@pytest.mark.parametrize(
+    ("distance", "first", "second", "backward"),
+    [
+        (2, ["2 4", "4 6", "6", ""], ["2 4", "4 6", "6", ""], ["2 4", "0 2", "0", ""]),
+        (None, ["", "", "", ""], ["2", "4", "6", ""], ["4", "2", "0", ""]),
+    ],
+)
+def test_uncompiled_gathers_start_early(
+    run_on_gloo_ranks: Callable[..., list[Any]], distance: int | None, first: Any, second: Any, backward: Any
+) -> None:
+    """By default the next unit's, in a forward as soon as one has shown which that is."""
+    assert run_on_gloo_ranks(2, gathers_under_way, distance) == [(first, second, backward)] * 2
 
 
 @pytest.mark.parametrize("method", ["set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"])
