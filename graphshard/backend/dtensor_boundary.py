@@ -21,9 +21,16 @@ from torch.distributed.tensor import DTensor
 
 from .._compat import detect_fake_mode, is_to_local
 from ..errors import ParameterStateError
-from ..fsdp import Version, as_complex, unit_of, version_of
+from ..fsdp import Version, as_complex, refuse_lost_data, unit_of, version_of
 from ..ir import UNSHARD, UnshardCall, padded_shape, unshard_outside_transforms
-from .parameter_writes import ParameterWrite, return_written, store_written, views_for_gather
+from .parameter_writes import (
+    HandedOn,
+    ParameterWrite,
+    handed_on,
+    return_written,
+    store_written,
+    views_for_gather,
+)
 
 #: How Dynamo writes ``torch.utils.checkpoint``: (body, *operands), the body a graph of its own.
 CHECKPOINTED_REGION = torch.ops.higher_order.tag_activation_checkpoint
@@ -58,12 +65,14 @@ class Boundary:
         inputs: fake inputs of the edited graph.
         crossings: the parameters that enter as padded shards.
         writes: the parameters that the graph writes to, in the order of its last results.
+        results: full parameters among the results of the graph.
         models: positions of handles, one for each model.
     """
 
     inputs: list[Any]
     crossings: tuple[Crossing, ...] = ()
     writes: tuple[ParameterWrite, ...] = ()
+    results: tuple[HandedOn, ...] = ()
     models: tuple[int, ...] = ()
 
     def wrap(self, compiled: Callable[..., Any], regathered: Collection[str] = ()) -> Callable[..., Any]:
@@ -76,7 +85,8 @@ class Boundary:
         if not self.crossings and not self.writes:
             return compiled
         run = _at_runtime(compiled, self.crossings, frozenset(regathered))
-        return store_written(run, self.writes, self.models)
+        gathered = {name for crossing in self.crossings for name in crossing.names}
+        return store_written(run, self.writes, self.models, self.results, gathered)
 
 
 def enter_boundary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boundary:
@@ -91,6 +101,7 @@ def enter_boundary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boundar
     """
     _move_gathers_out_of_transforms(gm)
     inputs = list(example_inputs)
+    results = handed_on(gm)
     writes = return_written(gm, example_inputs)
     crossings = []
     touched = {gm}
@@ -130,7 +141,13 @@ def enter_boundary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boundar
         module.recompile()
     units = {position: unit_of(value) for position, value in enumerate(example_inputs)}
     models = {id(unit.tree): position for position, unit in units.items() if unit is not None}
-    return Boundary(inputs=inputs, crossings=tuple(crossings), writes=writes, models=tuple(models.values()))
+    return Boundary(
+        inputs=inputs,
+        crossings=tuple(crossings),
+        writes=writes,
+        results=results,
+        models=tuple(models.values()),
+    )
 
 
 def cross_boundary(
@@ -346,6 +363,7 @@ def padded_local(param: DTensor, crossing: Crossing) -> Tensor:
 
     The gather drops the padding, whatever its values are.
     """
+    refuse_lost_data(param, crossing.names[0] if crossing.names else f"of shape {tuple(param.shape)}")
     local = param._local_tensor.detach()
     if crossing.as_reals:
         local = torch.view_as_real(local)

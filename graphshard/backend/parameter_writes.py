@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,42 @@ class ParameterWrite:
     line: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandedOn:
+    """A full parameter among a graph's results: code behind a graph break may write to it.
+
+    Attributes:
+        name: of the parameter.
+        position: of the argument that is the handle of its unit.
+        index: of the result.
+    """
+
+    name: str
+    position: int
+    index: int
+
+
+def handed_on(gm: fx.GraphModule) -> tuple[HandedOn, ...]:
+    """The full parameters among a graph's results."""
+    positions = {node: index for index, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    (output,) = gm.graph.find_nodes(op="output")
+    found = []
+    for index, value in enumerate(output.args[0]):
+        while isinstance(value, fx.Node) and _shows_a_read(value):
+            value = value.args[0]
+        if isinstance(value, fx.Node) and value.target is UNSHARD:
+            call = UnshardCall(*value.args)
+            if call.handle in positions:
+                found.append(HandedOn(name=call.name, position=positions[call.handle], index=index))
+    return tuple(found)
+
+
+def _shows_a_read(node: fx.Node) -> bool:
+    """Whether a node makes of a gathered tensor what the model reads: complex numbers, or a DTensor."""
+    name = getattr(node.target, "__name__", str(node.target))
+    return node.target is torch.view_as_complex or name in ("from_local", "prim_from_local")
+
+
 def return_written(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[ParameterWrite, ...]:
     """Edits a graph in place to gather each parameter that it writes to once, and to return its last value.
 
@@ -92,7 +128,11 @@ def return_written(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[P
 
 
 def store_written(
-    run: Callable[..., Any], writes: Sequence[ParameterWrite], models: Sequence[int]
+    run: Callable[..., Any],
+    writes: Sequence[ParameterWrite],
+    models: Sequence[int],
+    results: Sequence[HandedOn] = (),
+    gathered: Collection[str] = (),
 ) -> Callable[..., Any]:
     """A function that runs a graph and writes what it has changed back to the shards.
 
@@ -102,21 +142,64 @@ def store_written(
         run: the graph; its last results are the changed values.
         writes: the parameters.
         models: positions of handles, one for each model.
+        results: full parameters among the results of the graph, without those of ``writes``.
+        gathered: names of the parameters that the graph gathers.
+
+    Raises:
+        ParameterStateError: the graph has written to a full parameter that an earlier part of the forward has read, and
+            has itself gathered the old values.
     """
 
     def run_and_store(*args: Any) -> Any:
-        for position in models:
-            unit = unit_of(args[position])
-            if unit is not None:
-                unit.tree.write_back()
+        units = [unit_of(args[position]) for position in models]
+        trees = [unit.tree for unit in units if unit is not None]
+        for tree in trees:
+            tree.write_back()
         outputs = run(*args)
-        if not writes:
-            return outputs
-        for write, value in zip(writes, outputs[-len(writes) :], strict=True):
-            _store(write, args[write.position], value)
-        return outputs[: -len(writes)]
+        for tree in trees:
+            reads = [entry for _, each in tree.handed_on for entry in each.items()]
+            changed = [name for name, read in reads if name in gathered and read.is_changed]
+            if changed:
+                raise ParameterStateError(
+                    f"parameter(s) {', '.join(changed)}, read before a graph break, are written in place behind it, "
+                    "where the forward reads them again: that read got the old values. Write to the parameter before "
+                    "the graph break, or read it anew behind it"
+                )
+        if writes:
+            for write, value in zip(writes, outputs[-len(writes) :], strict=True):
+                _store(write, args[write.position], value)
+            outputs = outputs[: -len(writes)]
+        return _hand_on(outputs, results, args) if results else outputs
 
     return run_and_store
+
+
+def _hand_on(outputs: Sequence[Any], results: Sequence[HandedOn], args: Sequence[Any]) -> Sequence[Any]:
+    """The results of a graph, with full parameters that the rest of the forward may write to."""
+    handed = list(outputs)
+    for result in results:
+        unit = unit_of(args[result.position])
+        if unit is None or not unit.tree.in_forward:
+            continue
+        shown = handed[result.index]
+        if isinstance(shown, DTensor):
+            unit.note_read(result.name, shown._local_tensor, shown)
+        else:
+            handed[result.index] = shown = _Writable.apply(shown)
+            unit.note_read(result.name, shown, shown)
+    return handed
+
+
+class _Writable(torch.autograd.Function):
+    """The result of a graph as a tensor that is no view, to which autograd lets nobody write in place."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor) -> Tensor:
+        return result.data
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
 
 
 def _store(write: ParameterWrite, holder: Any, value: Tensor) -> None:
@@ -140,7 +223,21 @@ def _written_reads(gm: fx.GraphModule) -> list[tuple[fx.Node, str]]:
         read = memory.get(storage_id(value)) if value is not None else None
         if read is not None and read not in written and _version(node.meta["example_value"]) > 0:
             written[read] = _line_of_write(gm, read)
+    for node in gm.graph.nodes if memory else ():
+        for value in _written_lists(node):
+            local = _local(value.meta.get("example_value"))
+            read = memory.get(storage_id(local)) if local is not None else None
+            if read is not None and read not in written:
+                written[read] = _line_of(node)
     return list(written.items())
+
+
+def _written_lists(node: fx.Node) -> list[fx.Node]:
+    """The tensors that an op on lists writes to; on fake tensors it does not move their version counters."""
+    name = getattr(node.target, "__name__", "")
+    if not (name.startswith(("_foreach_", "_fused_")) and name.endswith("_")):
+        return []
+    return [value for value in node.args[0] if isinstance(value, fx.Node)]
 
 
 def _is_read(node: fx.Node) -> bool:

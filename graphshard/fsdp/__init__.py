@@ -14,7 +14,7 @@ from .fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from .fully_shard import fully_shard
 from .parameter_slot import SUMMONED, ParameterSlot, as_complex, slots_of
 from .shard_parameter import mesh_device
-from .shard_versions import Version, version_of
+from .shard_versions import Version, refuse_lost_data, version_of
 from .sharded_class import register_fsdp_forward_method
 from .tensor_trees import cast_tensors, tensors_in
 from .tree import ROOT, SLOTS, Tree, TreeUnit
@@ -35,6 +35,7 @@ __all__ = [
     "cast_tensors",
     "fully_shard",
     "mesh_device",
+    "refuse_lost_data",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "slots_of",

@@ -268,6 +268,11 @@ def write_back_reads(label: str, slots: Sequence[ParameterSlot], reads: dict[str
     written = [slot for slot, is_written in zip(slots, found, strict=True) if is_written]
     for slot in written:
         read = reads[slot.name]
+        if read.is_lost:
+            raise ParameterStateError(
+                f"parameter {slot.name} is a DTensor whose .data is assigned to in a forward of {label}, which "
+                "changes no DTensor: write to it with copy_() under torch.no_grad()"
+            )
         if read.shown.grad_fn is not read.source:
             raise ParameterStateError(
                 f"parameter {slot.name} is written in place in the forward of unit {label} where gradients "

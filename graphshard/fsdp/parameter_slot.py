@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import ParameterStateError
 from ..ir import NO_AXIS, MeshAxis, UnshardCall
 from .placements import OuterLayout
-from .shard_versions import Version
+from .shard_versions import Version, refuse_lost_data
 from .tree import SLOTS, STORED, TreeUnit
 
 #: Attribute of a whole parameter that ``FullyShardedDataParallel.summon_full_params`` shows; a forward reads it as is.
@@ -195,12 +195,14 @@ def local_shard(slot: ParameterSlot) -> Tensor:
     """This rank's piece of a parameter.
 
     Raises:
-        ParameterStateError: the parameter was replaced by a plain tensor, is on the meta device, or is offloaded and
-            not on the CPU.
+        ParameterStateError: the parameter was replaced by a plain tensor, ``.data`` was assigned to, it is on the meta
+            device, or it is offloaded and not on the CPU.
     """
     param = slot.param
     if not isinstance(param, DTensor):
         raise replaced(slot, param)
+    if not torch.compiler.is_compiling():
+        refuse_lost_data(param, slot.name)
     return _checked(slot, param.to_local())
 
 
@@ -209,6 +211,7 @@ def shard_data(slot: ParameterSlot) -> Tensor:
     param = slot.param
     if not isinstance(param, DTensor):
         raise replaced(slot, param)
+    refuse_lost_data(param, slot.name)
     return _checked(slot, param._local_tensor)
 
 

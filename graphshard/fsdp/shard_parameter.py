@@ -31,7 +31,7 @@ from ..ir import (
 from .gather_extensions import check_gather, copy_extended, cut_extended, is_quantised
 from .parameter_slot import stored_parameters
 from .placements import Layout
-from .shard_versions import SUCCESSOR
+from .shard_versions import SUCCESSOR, note_storage
 from .unit import Unit
 
 
@@ -139,6 +139,9 @@ def lay_out(unit: Unit) -> None:
         if not lie_in_a_row(pieces):
             for param, moved in zip(members, moved_to_row(pieces), strict=True):
                 _replace_shard(param, moved)
+    for slot in unit.slots:
+        if slot.owners and isinstance(slot.param, DTensor):
+            note_storage(slot.param, anew=False)
 
 
 def _replace_shard(param: DTensor, local: Tensor) -> None:
@@ -153,6 +156,7 @@ def _replace_shard(param: DTensor, local: Tensor) -> None:
     with suppress(RuntimeError):  # a compiled graph, for instance, holds the old one: it stays where it is
         torch.utils.swap_tensors(param, fresh)
         _set_hooks(param, hooks)
+        note_storage(param)
 
 
 def hand_over(replaced: Mapping[str, nn.Parameter]) -> None:
@@ -181,6 +185,7 @@ def hand_over(replaced: Mapping[str, nn.Parameter]) -> None:
         for number, hook in (param._backward_hooks or {}).items():
             param._backward_hooks[number] = partial(_call_with_gradient, hook)
         _set_hooks(shard, _hooks(param))
+        note_storage(shard)
         param._post_accumulate_grad_hooks = None
         if param.requires_grad and param.is_leaf:
             param.register_post_accumulate_grad_hook(watch.hook_for(name))

@@ -22,10 +22,13 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .._compat import no_torch_function
-from ..errors import StaleOptimizerError, UnsupportedShardingError
+from .._compat import no_torch_function, storage_id
+from ..errors import ParameterStateError, StaleOptimizerError, UnsupportedShardingError
 
 Version = tuple[int, int]
+
+#: Attribute of a shard: its id and that of its storage.
+_STORAGE = "_graphshard_storage"
 
 #: Attribute of a parameter that ``fully_shard`` has replaced: its sharded successor and slot. A module outside of the
 #: unit that is tied to the parameter finds them here.
@@ -35,6 +38,24 @@ SUCCESSOR = "_graphshard_successor"
 def version_of(param: DTensor) -> Version:
     """A value that differs from an earlier one if the parameter was changed in place in between."""
     return param._version, param._local_tensor._version
+
+
+def note_storage(param: DTensor, *, anew: bool = True) -> None:
+    """Notes the storage of a shard, for :func:`refuse_lost_data`; unless ``anew``, only if it has no note."""
+    # A copy of the shard gets the attribute, too: so the id.
+    if anew or vars(param).get(_STORAGE, (None,))[0] != id(param):
+        vars(param)[_STORAGE] = id(param), storage_id(param)
+
+
+def refuse_lost_data(param: DTensor, name: str) -> None:
+    """Refuses a shard to whose ``.data`` something was assigned, which leaves its local tensor as it was."""
+    noted = vars(param).get(_STORAGE)
+    if noted is not None and noted[0] == id(param) and noted[1] != storage_id(param):
+        raise ParameterStateError(
+            f"parameter {name}: its .data was assigned to outside of a forward, which changes no DTensor; write to the "
+            "parameter with copy_() under torch.no_grad(), or assign a new one to the module's attribute "
+            "(torch.nn.utils.vector_to_parameters assigns .data)"
+        )
 
 
 @functools.cache
@@ -121,6 +142,7 @@ class FullRead:
         full: the full parameter, or this rank's piece of a DTensor.
         shown: what the forward reads: ``full``, or the DTensor around it.
         versions: version counters of both.
+        storages: the storages of both; an assignment to ``.data`` gives a tensor another one.
         source: the autograd node that made ``shown``.
         shard: the version of the shard that was gathered.
     """
@@ -128,18 +150,20 @@ class FullRead:
     full: Tensor
     shown: Tensor
     versions: Version
+    storages: tuple[int, int]
     source: Any
     shard: Version
 
     @staticmethod
-    def of(full: Tensor, shown: Tensor, shard: Version) -> FullRead:
-        """The record of a full parameter that was just gathered."""
-        if type(full) is Tensor and full is shown:
+    def of(full: Tensor, shown: Tensor, shard: Version, *, in_graph: bool = False) -> FullRead:
+        """The record of a full parameter that was just gathered; one gathered in a graph stays a plain tensor."""
+        if not in_graph and type(full) is Tensor and full is shown:
             full.__class__ = FullParameter
         return FullRead(
             full=full,
             shown=shown,
             versions=(full._version, shown._version),
+            storages=(storage_id(full), storage_id(shown)),
             source=shown.grad_fn,
             shard=shard,
         )
@@ -148,12 +172,27 @@ class FullRead:
         """The record once the changes are written back, of which ``shard`` is the version."""
         if isinstance(self.full, FullParameter):
             self.full.before = None
-        return replace(self, versions=(self.full._version, self.shown._version), shard=shard)
+        return replace(
+            self,
+            versions=(self.full._version, self.shown._version),
+            storages=(storage_id(self.full), storage_id(self.shown)),
+            shard=shard,
+        )
 
     @property
     def is_changed(self) -> bool:
         """Whether the forward has written to it, or has asked for ``.data``, by which it may have."""
-        return (self.full._version, self.shown._version) != self.versions or self.before is not None
+        return self._has_moved or self.before is not None
+
+    @property
+    def _has_moved(self) -> bool:
+        versions = (self.full._version, self.shown._version)
+        return versions != self.versions or (storage_id(self.full), storage_id(self.shown)) != self.storages
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether ``.data`` of a DTensor was assigned to: its local tensor has not changed."""
+        return self.shown is not self.full and storage_id(self.shown) != self.storages[1]
 
     @property
     def before(self) -> Tensor | None:
@@ -163,9 +202,9 @@ class FullRead:
     @property
     def is_written(self) -> bool:
         """Whether the forward has written to it; compares the values if only ``.data`` was asked for."""
-        if (self.full._version, self.shown._version) != self.versions:
-            return True
         before = self.before
+        if (self.full._version, self.shown._version) != self.versions or (before is None and self._has_moved):
+            return True
         return before is not None and not (
             before.shape == self.full.shape and torch.equal(before, self.full.detach())
         )

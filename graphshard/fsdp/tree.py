@@ -165,6 +165,7 @@ class Tree:
             is assigned to an attribute a second time if a ``torch.cond`` lies between; it keeps changes of a list.
         running: the units whose uncompiled forwards are running, the outermost first.
         read_alone: full parameters that the forward has read outside of the forwards of their units, by name.
+        handed_on: full parameters that compiled parts of the forward have handed to the code behind them.
         reads_ahead: parameters that a forward reads at its begin, for functions given to ``torch.cond`` and the like.
         ahead: these parameters, full, by name while a forward runs.
         saved: the hooks by which an uncompiled backward gathers again.
@@ -183,6 +184,7 @@ class Tree:
     forwards: list[bool] = field(default_factory=list)
     running: list[TreeUnit] = field(default_factory=list)
     read_alone: dict[str, tuple[TreeUnit, FullRead]] = field(default_factory=dict)
+    handed_on: list[tuple[TreeUnit, dict[str, FullRead]]] = field(default_factory=list)
     reads_ahead: list[tuple[nn.Module, str]] = field(default_factory=list)
     ahead: dict[str, Tensor] = field(default_factory=dict)
     saved: SavedParameters = field(default_factory=SavedParameters)
@@ -229,10 +231,14 @@ class Tree:
 
     def write_back(self) -> None:
         """Writes what an uncompiled forward has changed in place back to the shards, before anything gathers them."""
-        if not (self.running or self.read_alone):
-            return
-        for unit in dict.fromkeys([*self.running, *(unit for unit, _ in self.read_alone.values())]):
+        reads = [*self.read_alone.values(), *self.handed_on]
+        for unit in dict.fromkeys([*self.running, *(unit for unit, _ in reads)]):
             unit.write_back()
+
+    def forget_reads(self) -> None:
+        """Forgets the full parameters that a forward has read outside of the forwards of their units."""
+        self.read_alone.clear()
+        self.handed_on.clear()
 
     def warn_unplanned(self) -> None:
         """Warns, once, that a graph runs gathers and reductions of the model one by one."""
@@ -248,7 +254,7 @@ class Tree:
     def reset(self) -> None:
         """Drops the state that an interrupted forward or backward has left."""
         self.running.clear()
-        self.read_alone.clear()
+        self.forget_reads()
         self.ahead.clear()
         self.saved.clear()
         self.forwards.clear()

@@ -20,7 +20,7 @@ from ..ir import COMMS, UNIT, UnshardCall, unit_state_of
 from .eager_collectives import PendingGather, write_back, write_back_reads
 from .parameter_slot import ParameterSlot, shard_data
 from .saved_parameters import ForwardReads, GatheredOnce, KeptForBackward, refuse_transform
-from .shard_versions import Version, version_of
+from .shard_versions import FullRead, Version, version_of
 from .tree import Tree, TreeUnit, UnitSettings
 from .waiting_gradients import UnitGradients, shortened
 
@@ -309,7 +309,7 @@ class Unit(UnitGradients):
         if not self.tree.running:
             for gathered in self.tree.saved.alone:
                 gathered.unit.forget([gathered])
-            self.tree.read_alone.clear()
+            self.tree.forget_reads()
             self.tree.saved.clear()
         if self.reshards and self.is_gathered and not self.in_backward:
             self.reshard()
@@ -318,16 +318,14 @@ class Unit(UnitGradients):
     def write_back(self) -> None:
         """Writes full parameters that an uncompiled forward has changed in place back to the shards.
 
-        Later reads gather them again, except in the forward of the unit that is running.
-
-        Raises:
-            ParameterStateError: the write was recorded by autograd, or the shard has changed as well.
+        Later reads gather them again, except in the forward of the unit that is running. A write that autograd has
+        recorded, or to a parameter whose shard has changed as well, is a ParameterStateError.
         """
-        alone = self.tree.read_alone
-        mine = {name: read for name, (unit, read) in alone.items() if unit is self}
+        mine = {name: read for name, (unit, read) in self.tree.read_alone.items() if unit is self}
         for name in mine:
-            del alone[name]
-        for reads in (mine, self.in_use or {}):
+            del self.tree.read_alone[name]
+        handed_on = [reads for unit, reads in self.tree.handed_on if unit is self]
+        for reads in (*handed_on, mine, self.in_use or {}):
             changed = [self.slot_of(name) for name, read in reads.items() if read.is_changed]
             if changed:
                 write_back_reads(self.label, changed, reads)
@@ -340,6 +338,11 @@ class Unit(UnitGradients):
         self.tree.read_alone.pop(name, None)
         if self.in_use is not None:
             self.in_use.pop(name, None)
+
+    def note_read(self, name: str, full: Tensor, shown: Tensor) -> None:
+        """Notes a full parameter that a compiled part of a forward hands to the code behind it."""
+        read = FullRead.of(full, shown, version_of(self.slot_of(name).param), in_graph=True)
+        self.tree.handed_on.append((self, {name: read}))
 
     def finish_unshard(self, pending: PendingGather) -> None:
         """Waits for a gather of this unit, and keeps the full parameters."""

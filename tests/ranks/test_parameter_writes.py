@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -102,20 +103,94 @@ def test_write_is_kept(run_on_gloo_ranks, implementation, write):
 
 
 class Replacing(Writing):
+    """Assigns to ``.data``, at which a graph of Dynamo breaks."""
+
     def forward(self, x: Tensor) -> Tensor:
         self.weight.data = F.normalize(self.weight, dim=1).detach()
         return self.last(torch.tanh(F.linear(x, self.weight)))
 
 
-def train_replacing() -> None:
+class WritingLater(Writing):
+    """Reads its weight before a graph break, and writes to it behind it, two graphs before the next read."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        torch._dynamo.graph_break()
+        with torch.no_grad():
+            weight.mul_(0.5)
+        torch._dynamo.graph_break()
+        return self.last(torch.tanh(F.linear(x, self.weight)))
+
+
+class WritingLists(Writing):
+    """Ops on lists of tensors write to its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch._foreach_lerp_([self.weight, self.last.weight], [self.weight * 2, self.last.weight + 1], 0.5)
+        return self.last(torch.tanh(F.linear(x, self.weight)))
+
+
+def train_replacing(implementation: str, kind: type[Writing]) -> None:
     torch.manual_seed(0)
-    reference = Replacing("copy")
-    model = shard_units("sharded", copy.deepcopy(reference), [])
-    train_beside(reference, model, model)
+    reference = kind("copy")
+    model = shard_units(implementation, copy.deepcopy(reference), [])
+    train_beside(reference, model, compile_if_asked(implementation, model, fullgraph=kind is WritingLists))
 
 
-def test_data_that_is_assigned_is_kept(run_on_gloo_ranks):
-    run_on_gloo_ranks(2, train_replacing)
+@pytest.mark.parametrize("kind", [Replacing, WritingLater, WritingLists])
+@pytest.mark.parametrize("implementation", GRAPHSHARD)
+def test_assignments_and_writes_behind_a_graph_break_are_kept(run_on_gloo_ranks, implementation, kind):
+    run_on_gloo_ranks(2, train_replacing, implementation, kind)
+
+
+class ReadingOld(Writing):
+    """The graph that writes to an earlier read of the weight reads it again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        torch._dynamo.graph_break()
+        with torch.no_grad():
+            weight.mul_(0.5)
+        return self.last(F.linear(x, self.weight))
+
+
+class AssigningDTensor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.only.weight.data = self.only.weight.detach() * 0.5
+        return self.only(x)
+
+
+def lose_writes() -> None:
+    """What no code of ours sees where it happens is an error where the parameter is read next."""
+    model = torch.compile(shard_units("compiled", ReadingOld("copy"), []), backend="graphshard")
+    with pytest.raises(ParameterStateError, match="weight, read before a graph break, are written in place behind it"):
+        model(batch_of(0))
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = AssigningDTensor()
+    parallelize_module(model.only, mesh["tp"], ColwiseParallel())
+    pick_fully_shard("sharded")(model, mesh=mesh["dp"])
+    assigned = r"only\.weight is a DTensor whose \.data is assigned to in a forward of root"
+    with pytest.raises(ParameterStateError, match=assigned):
+        model(batch_of(0))
+    for implementation in GRAPHSHARD:
+        model = shard_units(implementation, nn.Sequential(nn.Linear(4, 5)), [])
+        forward = compile_if_asked(implementation, model)
+        forward(batch_of(0))
+        model.to(torch.float64).to(torch.float32)  # gives them other storages too
+        forward(batch_of(0))
+        for param in model.parameters():
+            param.data = param.data * 2
+        with pytest.raises(ParameterStateError, match=r"parameter 0\.weight: its \.data was assigned to outside"):
+            forward(batch_of(0))
+
+
+def test_writes_that_would_be_lost(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, lose_writes)
 
 
 class WritesBelow(nn.Module):
