@@ -9,7 +9,7 @@ export OMP_NUM_THREADS ?= 1
 # So many processes run tests, in the order of tests/support/run_order.py; ranks come on top.
 JOBS ?= 2
 
-.PHONY: help train inspect examples test test-all lint types gpu-check bench clean
+.PHONY: help train inspect examples test test-all lint types gpu-check trainers bench clean
 
 help:
 	@echo "make train      train a small GPT on two processes (or one per GPU)"
@@ -19,6 +19,7 @@ help:
 	@echo "make test TORCH=2.14.1   these on another torch, in .venv-2.14.1 (docs/reference/versions.md); ARGS=... goes to pytest"
 	@echo "make test-all   the slow tests too"
 	@echo "make gpu-check  the tests that need GPUs, with PYTHON (skipped where there are none)"
+	@echo "make trainers   the tests with Lightning, accelerate, transformers and torchtitan, which it installs in .venv-trainers"
 	@echo "make bench      step time against FSDP2, DDP and the unsharded model"
 	@echo "make clean      remove the virtual environments and everything built"
 
@@ -64,6 +65,13 @@ test: lint types
 
 test-all: lint types
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile -m "" $(ARGS)
+
+# With packages that other tests do not need, in an environment of its own: .venv stays as it is.
+trainers:
+	$(PYTHON) -m venv .venv-trainers
+	.venv-trainers/bin/pip install --quiet -r requirements.txt
+	.venv-trainers/bin/pip install --quiet -r requirements.txt --no-build-isolation -e ".[trainers]"
+	.venv-trainers/bin/python -m pytest -q -m "" tests/ranks/test_trainer_*.py $(ARGS)
 
 # With the Python whose torch sees the GPUs, whatever its version, and nothing installed: what that version warns of is no failure.
 gpu-check: joined

@@ -1,7 +1,8 @@
 """Hybrid sharding across machines that goes on when a machine is lost, and when one joins.
 
-    torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d --rdzv-id elastic \\
-        --rdzv-endpoint FIRST-MACHINE:29400 --rdzv-conf last_call_timeout=5 examples/elastic.py --out /shared/elastic
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 3 \\
+        --rdzv-backend c10d --rdzv-id elastic --rdzv-endpoint FIRST-MACHINE:29400 \\
+        examples/elastic.py --out /shared/elastic
 
 Parameters are cut over the ranks of one machine and copied on each machine. torchrun restarts the ranks whenever the
 set of machines changes. They load the last checkpoint, whatever the number of ranks that saved it. The batch of a step
