@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from .._compat import in_backward, in_recomputation
+from .._compat import gradients_are_boxed, in_backward, in_recomputation
 from ..ir import COMMS, UnshardCall, gradient_call
 from .eager_collectives import reduce_together
 from .parameter_slot import ParameterSlot, as_complex, local_shard, shard_data
@@ -60,25 +60,44 @@ class _GatherUnit(torch.autograd.Function):
         ctx.mark_non_differentiable(*frozen)
         return fulls
 
+    #: The gradients come in a list, where torch can do that: each is freed once it is copied.
+    boxed_grads_call = True
+
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        given = {index: grad for index, grad in enumerate(grads) if grad is not None}
-        sent = [
-            torch.view_as_real(grad.resolve_conj()) if ctx.is_complex[index] else grad
-            for index, grad in given.items()
-        ]
-        calls = [ctx.calls[index].with_gradient(grad) for index, grad in zip(given, sent, strict=True)]
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        boxed: list[Tensor | None] = grads[0] if gradients_are_boxed else list(grads)
+        del grads
+        if torch.is_grad_enabled():  # create_graph: the gradients of gradients are refused
+            return _reduce_once(ctx, *boxed)
+        return _GatherUnit.reduce(ctx, boxed)
+
+    @staticmethod
+    def reduce(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Reduces the gradients, and takes them out of the list."""
+        num_grads = len(grads)
+        given, calls = [], []
+        for index in range(num_grads):
+            grad, grads[index] = grads[index], None
+            if grad is not None:
+                grad = torch.view_as_real(grad.resolve_conj()) if ctx.is_complex[index] else grad
+                given.append(index)
+                calls.append(ctx.calls[index].with_gradient(grad))
+        grad = None
         unit = ctx.unit()
         if unit is not None and ctx.is_own:
             unit.end_of_gradients()
         reduced = unit.reduce(calls) if unit is not None else reduce_together(calls)
-        result: list[Tensor | None] = [None] * len(grads)
+        result: list[Tensor | None] = [None] * num_grads
         for index, grad in zip(given, reduced, strict=True):
             if grad is not None:
                 local = as_complex(grad) if ctx.is_complex[index] else grad
                 result[index] = DTensor(local, ctx.specs[index], requires_grad=False)
         return (None, None, None, None, *result)
+
+
+@once_differentiable
+def _reduce_once(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    return _GatherUnit.reduce(ctx, list(grads))
 
 
 class _ReadHeld(torch.autograd.Function):
@@ -182,10 +201,8 @@ def _enter_backward(
 
 def drop_prefetched(tree: Tree) -> None:
     """Frees the results of gathers that were started for units which did not run; not while a backward goes on."""
-    if in_backward():
-        return
-    for unit in tree.units():
-        unit.drop_prefetched()
+    if not in_backward():
+        tree.drop_prefetched()
 
 
 def show_gathered(unit: Unit) -> None:

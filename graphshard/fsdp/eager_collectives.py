@@ -89,14 +89,19 @@ class _StartedBucket:
     @staticmethod
     def of(indices: list[int], pieces: list[Tensor], call: UnshardCall) -> _StartedBucket:
         """Starts the gather; ``call`` is one of those that it serves."""
-        sent = PACK(pieces, 1)
         shapes = [list(piece.shape) for piece in pieces]
-        if call.group_size == 1:
-            return _StartedBucket(indices, shapes, sent, sent, None)
-        if type(sent) is not Tensor or "all_gather" in call.custom.split(","):
-            return _StartedBucket(indices, shapes, sent, emit_all_gather(_EMIT, sent, call), None)
-        gathered = sent.new_empty(call.group_size * sent.numel())
-        work = gather_single(gathered, sent, group=group_by_name(call.group_name), async_op=True)
+        is_custom = "all_gather" in call.custom.split(",")
+        if call.group_size == 1 or is_custom or type(pieces[0]) is not Tensor:
+            sent = PACK(pieces, 1)
+            gathered = sent if call.group_size == 1 else emit_all_gather(_EMIT, sent, call)
+            return _StartedBucket(indices, shapes, sent, gathered, None)
+        group = group_by_name(call.group_name)
+        numel = sum(piece.numel() for piece in pieces)
+        gathered = pieces[0].new_empty(call.group_size * numel)
+        sent = gathered.narrow(0, group.rank() * numel, numel)  # in its place, so it is not held twice
+        with torch.no_grad():
+            torch.cat([piece.reshape(-1) for piece in pieces], out=sent)
+        work = gather_single(gathered, sent, group=group, async_op=True)
         return _StartedBucket(indices, shapes, sent, gathered, work)
 
     def wait(self) -> Tensor:
@@ -177,26 +182,35 @@ class PendingGather:
         return fulls
 
 
-def reduce_together(calls: Sequence[ReduceGradCall]) -> list[Tensor]:
-    """The result of ``graphshard::reduce_grad`` for each call, with one collective for each dtype and group."""
+def reduce_together(calls: list[ReduceGradCall]) -> list[Tensor]:
+    """The result of ``graphshard::reduce_grad`` for each call, with one collective for each dtype and group.
+
+    The gradients are taken out of ``calls``, so that each is freed once it is copied into a bucket.
+    """
     groups: dict[tuple[Any, ...], list[tuple[int, Tensor, Scaling]]] = {}
     for index, call in enumerate(calls):
         value, scaling = emit_reduction_input(_EMIT, call)
         key = (value.dtype, scaling.op, call.group_name, call.replicate_group, call.all_reduce)
         groups.setdefault(key, []).append((index, value, scaling))
+        calls[index] = call._replace(grad=None, unreduced=None)
+    del call, value
     result: list[Tensor | None] = [None] * len(calls)
-    for members in groups.values():
-        reduced = _reduce_bucket([calls[index] for index, *_ in members], [rest for _, *rest in members])
-        for (index, *_), value in zip(members, reduced, strict=True):
-            result[index] = value
+    for key in list(groups):
+        indices, inputs, scalings = (list(column) for column in zip(*groups.pop(key), strict=True))
+        reduced = _reduce_bucket([calls[index] for index in indices], inputs, scalings)
+        for index, piece in zip(indices, reduced, strict=True):
+            result[index] = piece
     return [value for value in result if value is not None]
 
 
-def _reduce_bucket(calls: list[ReduceGradCall], inputs: list[list[Any]]) -> list[Tensor]:
+def _reduce_bucket(
+    calls: list[ReduceGradCall], inputs: list[Tensor], scalings: list[Scaling]
+) -> list[Tensor]:
     first = calls[0]
-    op = inputs[0][1].op
-    shapes = [[value.shape[0] // first.group_size, *value.shape[1:]] for value, _ in inputs]
-    bucket = PACK([value for value, _ in inputs], first.group_size)
+    op = scalings[0].op
+    shapes = [[value.shape[0] // first.group_size, *value.shape[1:]] for value in inputs]
+    bucket = PACK(inputs, first.group_size)
+    inputs.clear()
     if first.group_size > 1:
         bucket = emit_reduce_scatter(_EMIT, bucket, op, first)
     pieces = _pieces(bucket, shapes)
@@ -211,7 +225,7 @@ def _reduce_bucket(calls: list[ReduceGradCall], inputs: list[list[Any]]) -> list
     pieces = _pieces(emit_all_reduce(_EMIT, bucket, op, first), shapes)
     return [
         emit_reduction_output(_EMIT, piece, scaling, call)
-        for call, piece, (_, scaling) in zip(calls, pieces, inputs, strict=True)
+        for call, piece, scaling in zip(calls, pieces, scalings, strict=True)
     ]
 
 

@@ -170,6 +170,7 @@ class Tree:
         ahead: these parameters, full, by name while a forward runs.
         saved: the hooks by which an uncompiled backward gathers again.
         gathered_again: the units that the running backward has gathered, and not left.
+        prefetched: the units whose gathers were started early, those that were used since among them.
         last_forward: the unit whose forward has ended last, if a backward gathers it again.
         last_gathered: the unit that the running forward has gathered last.
         roots: the outermost modules.
@@ -189,6 +190,7 @@ class Tree:
     ahead: dict[str, Tensor] = field(default_factory=dict)
     saved: SavedParameters = field(default_factory=SavedParameters)
     gathered_again: list[TreeUnit] = field(default_factory=list)
+    prefetched: list[TreeUnit] = field(default_factory=list)
     last_forward: TreeUnit | None = None
     last_gathered: TreeUnit | None = None
     roots: list[nn.Module] = field(default_factory=list)
@@ -282,8 +284,14 @@ class Tree:
         """Called where a forward of the model begins that is no part of a backward."""
         self.last_forward = self.last_gathered = None
         self._end_is_queued = False  # a backward that raised an exception has not come to its end
+        self.drop_prefetched()
         for unit in list(self.gathered_again):
             unit.leave_backward()
+
+    def drop_prefetched(self) -> None:
+        """Frees the results of gathers that were started for units which did not run."""
+        while self.prefetched:
+            self.prefetched.pop().drop_prefetched()
 
     def enter_backward(self, unit: TreeUnit, around: Sequence[TreeUnit]) -> None:
         """Notes that the backward has come to a unit, and frees the units that it is past.
@@ -313,11 +321,13 @@ class Tree:
         """Frees gathered parameters, and reduces gradients that wait if this is the last backward."""
         self._end_is_queued = False
         self.write_back()
-        for unit in self.units():
+        self.drop_prefetched()
+        units = self.units()
+        for unit in units:
             unit.end_backward()
             if self.is_last_backward:
                 unit.reduce_left_over()
-        self.waiting = any(unit.is_waiting for unit in self.units())
+        self.waiting = any(unit.is_waiting for unit in units)
         if self.is_last_backward:
             self.last_forward = None
 

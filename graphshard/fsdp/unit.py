@@ -204,6 +204,7 @@ class Unit(UnitGradients):
         """Starts to gather for the next forward, unless that has started."""
         if self._prefetched is None:
             self._prefetched = self.start_unshard()
+            self.tree.prefetched.append(self)
 
     def prefetch_for_backward(self) -> None:
         """Starts to gather for the backward, if the unit will have to."""
@@ -244,7 +245,7 @@ class Unit(UnitGradients):
                 full = fresh.get(slot.name)
                 full = self._held_value(slot.name) if full is None else full
                 if full is not None:
-                    self.keep(slot.name, full)
+                    self._gathered[slot.name] = _Gathered(full, slot, version_of(slot.param))
         if not self.in_backward:
             self.in_backward = True
             self.tree.gathered_again.append(self)
@@ -375,7 +376,6 @@ class Unit(UnitGradients):
 
     def end_backward(self) -> None:
         """Frees the gathered parameters at the end of a backward, unless they stay for the next micro-batch."""
-        self.drop_prefetched()
         self.leave_backward()
         if not self.stays_gathered and (
             self.reshard_after_backward or (self.keeps_between and self.reshards)

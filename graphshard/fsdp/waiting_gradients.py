@@ -64,25 +64,24 @@ class WaitingGradients:
         self.unreduced.clear()
         self.partial.clear()
 
-    def reduce(self, calls: Sequence[ReduceGradCall], *, unit: str, all_reduce: bool) -> list[Tensor | None]:
+    def reduce(self, calls: list[ReduceGradCall], *, unit: str, all_reduce: bool) -> list[Tensor | None]:
         """Reduces gradients together with those that wait, after the ranks have met.
 
         Args:
-            calls: the gradients, on real tensors.
+            calls: the gradients, on real tensors. They are taken out of the list.
             unit: label of the unit, for the meeting.
             all_reduce: also sum over the replicate axis.
 
         Returns:
             The gradient of each shard; None for those that wait for the all-reduce from now on.
         """
-        calls = [
-            call._replace(
+        for index, call in enumerate(calls):
+            calls[index] = call._replace(
                 unreduced=self.unreduced.pop(call.name, None),
                 partial=self.partial.pop(call.name, None) if call.replicate_size > 1 else None,
                 all_reduce=all_reduce or call.replicate_size == 1,
             )
-            for call in calls
-        ]
+            del call
         for group_name in _groups_of(calls):
             step = f"reduce the gradients of unit {unit}: {', '.join(call.name for call in calls)}"
             meet(group_name, step, what=shortened(step), remedy=_REDUCE_REMEDY)
@@ -147,8 +146,8 @@ class UnitGradients:
         self.gradients.add_partial(name, grad)
         self.tree.waiting = True
 
-    def reduce(self, calls: Sequence[ReduceGradCall]) -> list[Tensor | None]:
-        """Reduces gradients in an uncompiled backward; None for each that waits."""
+    def reduce(self, calls: list[ReduceGradCall]) -> list[Tensor | None]:
+        """Reduces gradients in an uncompiled backward, and takes them out of the list; None for each that waits."""
         self.tree.queue_end_of_backward()
         if self.reduce_grads and not self.reduces_unused:
             return self._reduce_now(calls)
@@ -178,7 +177,7 @@ class UnitGradients:
         """Warns, once for each model, that another compiler runs its gathers and reductions one by one."""
         self.tree.warn_unplanned()
 
-    def _reduce_now(self, calls: Sequence[ReduceGradCall]) -> list[Tensor | None]:
+    def _reduce_now(self, calls: list[ReduceGradCall]) -> list[Tensor | None]:
         result = self.gradients.reduce(calls, unit=self.label, all_reduce=self.all_reduce_grads)
         self.tree.waiting |= any(reduced is None for reduced in result)
         return result

@@ -59,7 +59,7 @@ class UnitState(Protocol):
         """Reduces one gradient in a graph that runs the shard ops one by one; zeros if it waits."""
         ...
 
-    def reduce(self, calls: Sequence[ReduceGradCall]) -> list[Tensor | None]:
+    def reduce(self, calls: list[ReduceGradCall]) -> list[Tensor | None]:
         """Reduces gradients in an uncompiled backward; None for each that waits for a later micro-batch."""
         ...
 

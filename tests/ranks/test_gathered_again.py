@@ -275,7 +275,34 @@ def write_to_activation() -> None:
         loss.backward()
 
 
-@pytest.mark.parametrize("function", [differentiate_inside, write_to_activation])
+def interrupt_a_backward() -> None:
+    """What the backward had gathered, and started to gather, is not what the next forward computes with."""
+    torch.manual_seed(0)
+    model = shard(Model(), True, MixedPrecisionPolicy())
+    fail = [True]
+
+    def interrupt(grad: Tensor) -> None:
+        if fail[0]:
+            raise ValueError("interrupted")
+
+    hook = model.blocks[1].register_forward_hook(lambda module, args, output: note(output.register_hook(interrupt)))
+    with pytest.raises(ValueError, match="interrupted"):
+        model(batch(0)).mean().backward()
+    hook.remove()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    fresh = shard(Model(), True, MixedPrecisionPolicy())
+    fresh.load_state_dict(model.state_dict())
+    model.zero_grad()
+    for each in (model, fresh):
+        each(batch(1)).mean().backward()
+    for one, other in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert one.grad is None or torch.equal(one.grad.to_local(), other.grad.to_local())
+    assert count_live(model) == 0
+
+
+@pytest.mark.parametrize("function", [differentiate_inside, write_to_activation, interrupt_a_backward])
 def test_what_hooks_of_saved_tensors_change(run_on_gloo_ranks, function):
     run_on_gloo_ranks(2, function)
 
