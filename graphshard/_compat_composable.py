@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY  # checked: 2.13
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,10 @@ def set_state_for_torch(module: nn.Module, state: StateForTorch) -> None:
     module.__dict__[STATE_KEY] = states
 
 
+#: Functions of torch that ask a module for the APIs that were applied to it, before they shard or replicate it.
+_ASKING_TO_SHARD = ("_is_composable_with_fsdp", "is_composable_with_replicate", "_is_fully_sharded")
+
+
 def watch_torch_sharding(refuse: Callable[[nn.Module], Any]) -> tuple[str, property]:
     """Name and value of an attribute of a class; it calls ``refuse`` where torch would shard a module (checked: 2.13).
 
@@ -72,7 +77,7 @@ def watch_torch_sharding(refuse: Callable[[nn.Module], Any]) -> tuple[str, prope
     """
 
     def applied(module: nn.Module) -> Any:
-        if sys._getframe(2).f_code.co_name in ("_is_composable_with_fsdp", "is_composable_with_replicate"):
+        if sys._getframe(2).f_code.co_name in _ASKING_TO_SHARD:
             refuse(module)
         return module.__dict__.get(REGISTRY_KEY)
 
@@ -82,3 +87,8 @@ def watch_torch_sharding(refuse: Callable[[nn.Module], Any]) -> tuple[str, prope
 def is_sharded_by_torch(module: nn.Module) -> bool:
     """Whether FSDP1, FSDP2 or ``replicate`` of torch manages the module's parameters (checked: 2.13)."""
     return isinstance(module, FSDPModule) or getattr(module, "_is_fsdp_managed_module", False)
+
+
+def is_replicated_by_torch(module: nn.Module) -> bool:
+    """Whether ``DistributedDataParallel``, or a ``replicate`` made of it, holds the module (checked: 2.13)."""
+    return isinstance(module, DistributedDataParallel) or "replicate" in module.__dict__.get(REGISTRY_KEY, {})

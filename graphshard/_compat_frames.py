@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -43,6 +44,28 @@ def operator_traced() -> str:
 def trace_again() -> NoReturn:
     """Has Dynamo start to trace the frame anew; called when it traces (checked: 2.13)."""
     raise UnspecializeRestartAnalysis
+
+
+def place_run_in_python(forward: types.CodeType) -> str | None:
+    """Where Python runs a part of a compiled model, called as Dynamo compiles what that part calls (checked: 2.13).
+
+    Args:
+        forward: the code that runs a forward of a unit; Python runs it only if Dynamo could not trace it.
+
+    Returns:
+        The line that Python runs, innermost, outside of torch and of graphshard; None if no such forward is running
+        inside of the compiled function.
+    """
+    packages = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+    frame: types.FrameType | None = sys._getframe()
+    place = None
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        if frame.f_code is forward:
+            return place
+        if place is None and not frame.f_code.co_filename.startswith(packages):
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
 
 
 def leave_frame_to_python(code: types.CodeType) -> None:

@@ -21,7 +21,7 @@ from .._compat import graph_break_after
 from .._compat_composable import is_sharded_by_torch
 from ..coordination import count_in_group, is_fake_group, refusing
 from ..cost import HardwareCard, load_card
-from ..fsdp import ROOT, Tree, unit_of
+from ..fsdp import ROOT, Tree, place_of_forward_in_python, unit_of
 from ..hardware import STAND_INS, OwnCard, need_of_graph, own_card
 from ..ir import UNSHARD, group_name, is_collective
 from ..memory import KernelMeasurements, table_beside
@@ -108,6 +108,7 @@ def read_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Backe
     _warn_of_another_device(options.card, trees, example_inputs)
     for tree in trees:
         _tell_of_break(tree, gm)
+        _tell_of_python(tree)
     return DynamoGraph(
         options=options,
         index=index,
@@ -192,11 +193,26 @@ def _tell_of_break(tree: Tree, gm: fx.GraphModule) -> None:
     if place is None or place in tree.graph_breaks:
         return
     tree.graph_breaks.add(place)
+    _warn_of_break(f"in two at {place}")
+
+
+def _tell_of_python(tree: Tree) -> None:
+    """Warns, once, that Python runs a forward of a compiled model, as around a loop that has a graph break."""
+    place = place_of_forward_in_python() if tree.in_forward and not tree.graph_breaks else None
+    if place is not None:
+        tree.graph_breaks.add(place)
+        _warn_of_break(
+            f"in pieces at {place}: Python runs the code around it, since Dynamo cannot go on behind a graph break in "
+            "a loop, a try or a with"
+        )
+
+
+def _warn_of_break(how: str) -> None:
     warnings.warn(
-        f"graphshard: a graph break cuts the model in two at {place}. Each part is planned alone: nothing is "
+        f"graphshard: a graph break cuts the model {how}. Each part is planned alone: nothing is "
         "prefetched or overlapped across the break, a parameter that both parts read is gathered twice, and a memory "
         "budget counts what both parts hold. torch.compile(fullgraph=True) finds all breaks",
-        stacklevel=4,
+        stacklevel=5,
     )
 
 

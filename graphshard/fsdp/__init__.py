@@ -15,7 +15,7 @@ from .fully_shard import fully_shard
 from .parameter_slot import SUMMONED, ParameterSlot, as_complex, slots_of
 from .shard_parameter import mesh_device
 from .shard_versions import Version, refuse_lost_data, version_of
-from .sharded_class import register_fsdp_forward_method
+from .sharded_class import place_of_forward_in_python, register_fsdp_forward_method
 from .tensor_trees import cast_tensors, tensors_in
 from .tree import ROOT, SLOTS, Tree, TreeUnit
 from .unit import Unit, unit_of
@@ -35,6 +35,7 @@ __all__ = [
     "cast_tensors",
     "fully_shard",
     "mesh_device",
+    "place_of_forward_in_python",
     "refuse_lost_data",
     "register_fsdp_forward_method",
     "share_comm_ctx",

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from .._compat_composable import is_sharded_by_torch, set_state_for_torch
+from .._compat_composable import is_replicated_by_torch, is_sharded_by_torch, set_state_for_torch
 from ..errors import (
     AlreadyShardedError,
     GraphShardError,
@@ -96,6 +96,7 @@ def fully_shard(
     )
     reshard_after_forward = _check_reshard(reshard_after_forward, axes.shard.size)
     ignored = {id(param) for param in ignored_params or ()}
+    _refuse_replicated(modules, ignored)
     owned = [entry for entry in _owned_parameters(modules) if id(entry.param) not in ignored]
     shared = {
         id(slot.param): slot for root in modules for owner in root.modules() for _, slot in slots_of(owner)
@@ -213,6 +214,22 @@ def _refuse_torch_units(module: nn.Module) -> None:
         raise ShardingError(
             f"fully_shard: torch.distributed.fsdp has sharded {shown}; one model is sharded by one library. Import "
             "fully_shard from graphshard for all of its modules"
+        )
+
+
+def _refuse_replicated(modules: list[nn.Module], ignored: set[int]) -> None:
+    """Refuses modules whose gradients DistributedDataParallel reduces, too, unless all their parameters are ignored."""
+    found = [
+        f"{path or 'the module itself'} ({type(each).__name__})"
+        for module in modules
+        for path, each in module.named_modules()
+        if is_replicated_by_torch(each) and any(id(param) not in ignored for param in each.parameters())
+    ]
+    if found:
+        raise ShardingError(
+            f"fully_shard: DistributedDataParallel, or torch's replicate, manages {', '.join(found[:5])}, and would "
+            "reduce its gradients as well: shard the plain module (a 2-D mesh replicates and shards), or list its "
+            "parameters in ignored_params"
         )
 
 

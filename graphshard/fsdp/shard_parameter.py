@@ -176,7 +176,12 @@ def hand_over(replaced: Mapping[str, nn.Parameter]) -> None:
             stacklevel=3,
         )
     watch = _ReplacedWatch()
+    first_names: dict[int, str] = {}
     for name, param in replaced.items():
+        first_names.setdefault(id(param), name)
+    for name, param in replaced.items():
+        if first_names[id(param)] != name:  # tied
+            continue
         shard, _ = getattr(param, SUCCESSOR)
         if isinstance(param, DTensor) or issubclass(type(param), nn.Parameter):
             for key, value in vars(param).items():

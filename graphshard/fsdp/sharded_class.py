@@ -8,6 +8,7 @@ runs, ``self.weight`` returns ``unshard(shard)``. Dynamo traces the property to 
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterator, MutableMapping
 from importlib import import_module
@@ -18,7 +19,7 @@ from torch import nn
 
 from .._compat import is_tracing, outside_transforms, register_backend
 from .._compat_composable import watch_torch_sharding
-from .._compat_frames import leave_frame_to_python, leave_frames_to_python
+from .._compat_frames import leave_frame_to_python, leave_frames_to_python, place_run_in_python
 from ..errors import ShardingError, UnsupportedShardingError
 from ..ir import UNIT
 from .eager_autograd import drop_prefetched, finish_reads, take_part_unused, watch_backward, watch_outputs
@@ -89,6 +90,23 @@ def _tie(module: nn.Module, name: str, slot: ParameterSlot, other: ParameterSlot
     relabel(tree.roots)
 
 
+@torch.compiler.assume_constant_result
+def _find_ties(tree: Tree) -> None:
+    """Ties parameters that were written into the ``_parameters`` of other modules; Dynamo calls it as it traces."""
+    if not (tree.may_be_tied or torch.compiler.is_compiling()):
+        return
+    tree.may_be_tied = False
+    first: dict[int, ParameterSlot] = {}
+    for unit in tree.units():
+        for slot in list(unit.slots):
+            assert isinstance(slot, ParameterSlot)
+            for module, name in list(slot.owners):
+                param = stored_parameters(module).get(name)
+                other = first.setdefault(id(param), slot) if param is not None else slot
+                if other is not slot:
+                    _tie(module, name, slot, other)
+
+
 class _ReadInForward(MutableMapping[str, Any]):
     """``module._parameters`` in an uncompiled forward: an entry is gathered when it is read."""
 
@@ -135,6 +153,9 @@ def _read_parameters(self: nn.Module) -> Any:
     """The property ``_parameters``, which ``parameters()`` and the like read."""
     stored, slots = stored_parameters(self), self.__dict__[SLOTS]
     if not any(is_reading(slot.unit.tree) for slot in slots.values()):
+        if not torch.compiler.is_compiling():
+            for slot in slots.values():
+                slot.unit.tree.may_be_tied = True  # whoever has the dict may write to it
         return stored
     if not torch.compiler.is_compiling():
         # While Dynamo traces another frame, Dynamo itself looks at the module: no forward reads.
@@ -157,6 +178,10 @@ def _named_parameters(
 
     It compares slots: in a compiled forward, two reads of a tied parameter are different tensors.
     """
+    if not torch.compiler.is_compiling():
+        trees = (slot.unit.tree for each in self.modules() for _, slot in slots_of(each))
+        for tree in itertools.islice(trees, 1):
+            _find_ties(tree)
     modules = (
         self.named_modules(prefix=prefix, remove_duplicate=remove_duplicate) if recurse else [(prefix, self)]
     )
@@ -302,6 +327,8 @@ def run_inside_tree(
         args, kwargs = cast_tensors((args, kwargs), policy.param_dtype)
     is_compiling = torch.compiler.is_compiling()
     was_in_forward = tree.in_forward
+    if not was_in_forward:
+        _find_ties(tree)
     if not was_in_forward:  # Dynamo of torch 2.11 cannot trace a write in a checkpointed region
         tree.forwards.append(True)
     outer = None if is_compiling else unit.begin_forward()
@@ -330,6 +357,11 @@ def run_inside_tree(
     if policy.output_dtype is not None:
         outputs = cast_tensors(outputs, policy.output_dtype)
     return outputs
+
+
+def place_of_forward_in_python() -> str | None:
+    """Where Python runs a forward of a unit inside of a compiled function, called as Dynamo compiles a part of it."""
+    return place_run_in_python(run_inside_tree.__code__)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -174,6 +174,7 @@ class Tree:
         last_forward: the unit whose forward has ended last, if a backward gathers it again.
         last_gathered: the unit that the running forward has gathered last.
         roots: the outermost modules.
+        may_be_tied: a parameter may have been written into the ``_parameters`` of another module.
         is_last_backward: gradients that wait are reduced at the end of a backward.
         waiting: gradients of a unit wait for a reduction.
         max_reductions: the largest ``max_reductions`` of its units.
@@ -194,6 +195,7 @@ class Tree:
     last_forward: TreeUnit | None = None
     last_gathered: TreeUnit | None = None
     roots: list[nn.Module] = field(default_factory=list)
+    may_be_tied: bool = False
     is_last_backward: bool = True
     waiting: bool = False
     max_reductions: int = 0

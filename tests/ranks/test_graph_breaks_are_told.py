@@ -52,3 +52,36 @@ def tell_of_breaks(places: int) -> None:
 @pytest.mark.parametrize("places", [0, 1, 2])
 def test_breaks_are_told_once(run_on_gloo_ranks: Run, places: int) -> None:
     run_on_gloo_ranks(2, tell_of_breaks, places)
+
+
+class Looping(Broken):
+    """A graph break in a loop, at which Dynamo leaves the forward to Python."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)  # the loop
+            torch._dynamo.graph_break()
+        return x
+
+
+def tell_of_loops() -> None:
+    source = Path(__file__).read_text().split("\n")
+    number = next(index for index, each in enumerate(source, 1) if each.endswith("# the loop"))
+    for compiles_layers in (False, True):
+        model = Looping(0)
+        for layer in model.layers[:2]:
+            fully_shard(layer, mesh=world_mesh())
+        fully_shard(model, mesh=world_mesh())
+        for layer in model.layers if compiles_layers else ():
+            layer.compile(backend="graphshard")
+        forward = model if compiles_layers else torch.compile(model, backend="graphshard")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            forward(torch.ones(2, 4)).sum().backward()
+        texts = [str(each.message) for each in caught if "graph break" in str(each.message)]
+        assert len(texts) == (not compiles_layers), texts  # what is compiled layer by layer is not cut
+        assert all(f"in pieces at {__file__}:{number}: Python runs" in text for text in texts), texts
+
+
+def test_a_break_in_a_loop_is_told_once(run_on_gloo_ranks: Run) -> None:
+    run_on_gloo_ranks(2, tell_of_loops)

@@ -26,7 +26,13 @@ class Tied(nn.Module):
 def tie(model: Tied, how: str) -> None:
     if how == "deleted first":
         del model.head.weight
-    model.head.weight = model.embed.weight
+    if how == "written":  # what nn.Module does not see
+        model.head._parameters["weight"] = model.embed._parameters["weight"]
+    elif how == "loaded":
+        state = dict(model.state_dict(keep_vars=True))
+        model.load_state_dict(state | {"head.weight": state["embed.weight"]}, assign=True)
+    else:
+        model.head.weight = model.embed.weight
     if how == "three":
         model.second.weight = model.head.weight
 
@@ -47,7 +53,9 @@ def train(implementation: str, how: str, units: tuple[str, ...]) -> None:
     if how != "before the root":
         tie(model, how)
     model.reshard()
-    assert model.head.weight is model.embed.weight
+    assert model.head.weight is model.embed.weight and len(list(model.parameters())) == len(
+        list(reference.parameters())
+    )
     forward = compile_if_asked(implementation, model)
     optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (reference, model)]
     for step in range(2):
@@ -72,8 +80,27 @@ def test_ties_within_a_unit(run_on_gloo_ranks, implementation, how):
     run_on_gloo_ranks(2, train, implementation, how, ())
 
 
-@pytest.mark.parametrize("how", ["three", "before the root"])
+@pytest.mark.parametrize("how", ["three", "before the root", "written", "loaded"])
 @pytest.mark.parametrize("implementation", GRAPHSHARD)
 def test_ties_across_units(run_on_gloo_ranks, implementation, how):
     units = ("embed",) if how == "before the root" else ("embed", "head")
     run_on_gloo_ranks(2, train, implementation, how, units)
+
+
+def tie_a_compiled_model() -> None:
+    torch.manual_seed(42)
+    reference = Tied()
+    model = copy.deepcopy(reference)
+    pick_fully_shard("compiled")(model, mesh=world_mesh())
+    forward = torch.compile(model, backend="graphshard", fullgraph=True)
+    tokens = torch.tensor([1, 5, 3, 1])
+    forward(tokens)
+    for one in (reference, model):
+        one.head._parameters["weight"] = one.embed.weight
+    for run in (reference, forward):
+        run(tokens).backward()
+    check_sharded_parity(reference, model)
+
+
+def test_a_tie_after_the_first_compile(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, tie_a_compiled_model)

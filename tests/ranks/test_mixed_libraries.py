@@ -10,8 +10,10 @@ import torch
 import torch.distributed.fsdp
 from support.implementations import world_mesh
 from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate as replicate_by_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.nn.parallel import DistributedDataParallel
 
 from graphshard import fully_shard
 from graphshard.errors import GraphShardError, ShardingError
@@ -65,6 +67,25 @@ def shard_what_torch_has_sharded() -> None:
         assert text in str(caught.value)
 
 
+def shard_what_torch_replicates() -> None:
+    """With DistributedDataParallel, under the older ``replicate`` too."""
+    for wrap, text in (
+        (DistributedDataParallel, "first (DistributedDataParallel)"),
+        (replicate_by_ddp, "first (DDPBlock)"),
+    ):
+        model = Model()
+        model.first = wrap(model.first)
+        with pytest.raises(ShardingError, match=r"would reduce its gradients as well") as caught:
+            fully_shard(model, mesh=world_mesh())
+        assert text in str(caught.value)
+        fully_shard(model, mesh=world_mesh(), ignored_params=set(model.first.parameters()))
+        model(torch.ones(2, 4)).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    model = fully_shard(Model(), mesh=world_mesh())
+    with pytest.raises(ShardingError, match=r"torch\.distributed\.fsdp cannot shard scale"):
+        replicate_by_ddp(model)
+
+
 def shard_what_graphshard_has_sharded() -> None:
     mesh = world_mesh()
     named: list[tuple[str, Callable[[Model], Any], Callable[[Model], Any]]] = [
@@ -101,7 +122,12 @@ def compile_what_torch_has_sharded() -> None:
 
 @pytest.mark.parametrize(
     "function",
-    [shard_what_torch_has_sharded, shard_what_graphshard_has_sharded, compile_what_torch_has_sharded],
+    [
+        shard_what_torch_has_sharded,
+        shard_what_torch_replicates,
+        shard_what_graphshard_has_sharded,
+        compile_what_torch_has_sharded,
+    ],
 )
 def test_mixed_libraries(run_on_gloo_ranks: Run, function: Callable[[], None]) -> None:
     run_on_gloo_ranks(2, function)

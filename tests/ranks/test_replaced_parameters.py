@@ -67,9 +67,11 @@ class HoldsList(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
         self.held = [self.last.weight]
+        self.tied = nn.Linear(4, 4)
+        self.tied.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.first(x), self.held[0])
+        return F.linear(self.tied(self.first(x)), self.held[0])
 
 
 def read_old_parameters(implementation: str) -> None:
