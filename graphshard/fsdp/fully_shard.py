@@ -129,7 +129,10 @@ def fully_shard(
         if not _is_sharded(entry):
             _install(entry, unit, layouts, offload_policy, shared.get(id(entry.param)))
     give_places(unit)
-    hand_over({entry.path: entry.param for entry in fresh})
+    names: dict[int, _Owned] = {}
+    for entry in fresh:
+        names.setdefault(id(entry.param), entry)  # a tied parameter has its first name
+    hand_over({entry.path: entry.param for entry in names.values()})
     _swap_classes(modules, unit)
     relabel(modules)
     for each in modules:

@@ -119,6 +119,7 @@ def as_shard(value: Tensor, like: Tensor, name: str) -> Tensor:
         ParameterStateError: (a RuntimeError) the shape is neither that of the parameter nor that of its shard.
     """
     assert isinstance(like, DTensor)
+    value = value.detach()
     if isinstance(value, DTensor):
         if value.device_mesh == like.device_mesh:
             return (

@@ -115,7 +115,7 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
         options = options.for_world(meshes.world_size)
         ignored_modules, ignored_params = ignored_in(module, options)
         if options.auto_wrap_policy is not None:
-            auto_wrap(module, options, ignored_modules, ignored_params, _inner_wrapper(meshes))
+            auto_wrap(module, options, ignored_modules, ignored_params, _inner_wrapper(options, meshes))
         state = WrapperState(
             options=options, meshes=meshes, ignored_modules=ignored_modules, ignored_params=ignored_params
         )
@@ -356,11 +356,14 @@ def refuse_forward(wrapper: nn.Module) -> TrainingStateError:
     )
 
 
-def _inner_wrapper(meshes: Meshes) -> Callable[..., FullyShardedDataParallel]:
+def _inner_wrapper(outer: Options, meshes: Meshes) -> Callable[..., FullyShardedDataParallel]:
     def wrap(module: nn.Module, options: Options, keeps_precision: bool) -> FullyShardedDataParallel:
         wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
         nn.Module.__init__(wrapper)
-        wrapper._wrap(module, options, meshes, keeps_precision=keeps_precision)
+        is_same = options.process_group is outer.process_group and options.device_mesh is outer.device_mesh
+        wrapper._wrap(
+            module, options, meshes if is_same else Meshes.of(options), keeps_precision=keeps_precision
+        )
         return wrapper
 
     return wrap

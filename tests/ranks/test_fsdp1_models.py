@@ -148,6 +148,58 @@ def test_optimizer_in_backward(run_on_gloo_ranks):
     run_on_gloo_ranks(2, step_in_backward, "sharded")
 
 
+def compile_in_parts() -> None:
+    """Inner wrappers that are compiled, a model compiled before it is wrapped, and one around two wrappers."""
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return build_mlp((4, 5), (5, 2))
+
+    plain = build()
+    for rank in range(2):
+        (plain(torch.full((3, 4), 1.0 + rank)).square().sum() / 2).backward()
+    expected = {name: param.grad for name, param in plain.named_parameters()}
+    inner = wrap("sharded", build(), auto_wrap_policy=LINEARS)
+    for each in FullyShardedDataParallel.fsdp_modules(inner)[1:]:
+        each.compile(backend="graphshard")
+    before = wrap("sharded", torch.compile(build(), backend="graphshard"))
+    two = build()
+    two[0], two[2] = wrap("sharded", two[0]), wrap("sharded", two[2])
+    whole = wrap("sharded", build(), auto_wrap_policy=LINEARS)
+    forwards = [inner, before, torch.compile(two, backend="graphshard"), torch.compile(whole, backend="graphshard")]
+    for model, forward in zip((inner, before, two, whole), forwards, strict=True):
+        forward(torch.full((3, 4), 1.0 + dist.get_rank())).square().sum().backward()
+        assert_close(full_gradients(model), expected)
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with FullyShardedDataParallel.summon_full_params(whole):
+        pass
+    whole.state_dict()
+    forwards[-1](torch.full((3, 4), 1.0)).sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+
+
+def test_parts_that_are_compiled(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, compile_in_parts)
+
+
+def differentiate_twice() -> None:
+    """A penalty on the gradient of the inputs."""
+    found = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+        model = wrap("sharded", model, auto_wrap_policy=LINEARS) if is_sharded else model
+        x = torch.ones(3, 4, requires_grad=True)
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        found.append(full_gradients(model))
+    assert_close(found[1], found[0])
+
+
+def test_gradients_of_gradients(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, differentiate_twice)
+
+
 def migrate_from_ddp() -> None:
     """NO_SHARD is DistributedDataParallel: the same gradients, whole parameters on each rank."""
     batch = torch.full((2, 4), 1.0 + dist.get_rank())

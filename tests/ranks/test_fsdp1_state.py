@@ -160,6 +160,12 @@ def kinds_of_state() -> None:
     assert_close(full_parameters(model), dict(plain.named_parameters()))
     assert list(model[1].state_dict()) == ["weight", "bias"]
     assert list(model.module.state_dict()) == list(plain.state_dict())
+    # Values that autograd has made; a part of a state; values that become the parameters.
+    twice = {"1.weight": 2 * plain[1].weight}
+    model.load_state_dict(twice, strict=False)
+    assert_close(full_parameters(model)["1.weight"], twice["1.weight"].detach())
+    model.load_state_dict(plain.state_dict(), assign=True)
+    assert_close(full_parameters(model), dict(plain.named_parameters()))
     # NO_SHARD, and a buffer whose dtype mixed precision has changed.
     precise = MixedPrecision(buffer_dtype=torch.float16)
     normal = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 5))

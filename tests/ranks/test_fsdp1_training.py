@@ -1,5 +1,6 @@
 """FullyShardedDataParallel trains as torch's FSDP1 and as the unsharded model do, for each argument."""
 
+import copy
 import functools
 from typing import Any
 
@@ -20,7 +21,10 @@ from torch.distributed.fsdp.wrap import (
 )
 from torch.distributed.fsdp.wrap import wrap as wrap_if_enabled
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing import assert_close
+
+from graphshard import FullyShardedDataParallel
 
 LINEARS = ModuleWrapPolicy({nn.Linear})
 
@@ -70,6 +74,11 @@ def train_on_meshes(implementation: str) -> None:
         training = start_training(WORKLOADS["mlp_5_rows"], implementation, options=lambda _: options)  # noqa: B023
         assert {param.placements for param in training.wrappers[1].parameters()} == {(Replicate(), Shard(0))}
         train(training)
+        optimizer = training.optimizers[2]
+        training.workload.loss(training.wrappers[1], training.workload.batch_of(dist.get_rank(), 9)).backward()
+        grads = full_gradients(training.wrappers[1])
+        assert_close(training.wrappers[1].clip_grad_norm_(1e9), nn.utils.get_total_norm(list(grads.values())))
+        optimizer.zero_grad()
     for options in ({"process_group": mesh.get_group("shard")}, {"device_mesh": mesh["shard"]}):
         wrapper = wrap(implementation, build_mlp((4, 5), (5, 2)), **options)
         assert (wrapper.rank, wrapper.world_size) == (dist.get_rank() % 2, 2)
@@ -77,6 +86,71 @@ def train_on_meshes(implementation: str) -> None:
         compile_if_asked(implementation, wrapper)(batch).sum().backward()
         weight = full_gradients(wrapper)["2.bias"]
         assert_close(weight, torch.full_like(weight, 2.0))
+
+
+def use_other_meshes() -> None:
+    """NO_SHARD in a group of some ranks; values of the first rank on all copies; a policy that names other ranks."""
+    mesh, rank = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")), dist.get_rank()
+    no_shard = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+    whole = wrap("sharded", build_mlp((4, 5)), process_group=mesh.get_group("shard"), **no_shard)
+    whole(torch.full((2, 4), float(rank))).sum().backward()
+    assert_close(full_gradients(whole)["0.weight"], torch.full((5, 4), 2.0 * (rank // 2) * 2 + 1.0))
+    torch.manual_seed(rank)
+    hybrid = wrap(
+        "sharded",
+        build_mlp((4, 5)),
+        device_mesh=mesh,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        sync_module_states=True,
+    )
+    torch.manual_seed(0)
+    assert_close(full_parameters(hybrid)["0.weight"], build_mlp((4, 5))[0].weight.detach())
+    below = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    policy = CustomPolicy(lambda module: below if getattr(module, "in_features", 0) == 5 else False)
+    torch.manual_seed(0)
+    plain = build_mlp((4, 5), (5, 2))
+    torch.manual_seed(0)
+    mixed = wrap("sharded", build_mlp((4, 5), (5, 2)), auto_wrap_policy=policy)
+    assert [len(param.placements) for param in mixed.parameters()] == [1, 1, 2, 2]
+    for each in range(4):
+        (plain(torch.full((2, 4), float(each))).sum() / 4).backward()
+    mixed(torch.full((2, 4), float(rank))).sum().backward()
+    assert_close(full_gradients(mixed), {name: param.grad for name, param in plain.named_parameters()})
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    assert_close(mixed.clip_grad_norm_(0.1), expected)
+    assert_close(full_gradients(mixed), {name: param.grad for name, param in plain.named_parameters()})
+
+
+def test_other_meshes(run_on_gloo_ranks):
+    run_on_gloo_ranks(4, use_other_meshes)
+
+
+def combine_with_tensor_parallelism() -> None:
+    """On the other axis of a mesh: training, clipping, state dicts, whole parameters."""
+    mesh, rank = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), dist.get_rank()
+    torch.manual_seed(0)
+    plain = build_mlp((4, 6), (6, 3))
+    model = copy.deepcopy(plain)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    wrapper = wrap("sharded", model, device_mesh=mesh["dp"])
+    inputs = [torch.randn(3, 4, generator=torch.Generator().manual_seed(each)) for each in range(2)]
+    for each in inputs:
+        (plain(each).square().sum() / 2).backward()
+    wrapper(inputs[rank // 2]).square().sum().backward()
+    assert_close(full_gradients(wrapper), {name: param.grad for name, param in plain.named_parameters()})
+    assert_close(wrapper.clip_grad_norm_(1.0), nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
+    assert_close(full_gradients(wrapper), {name: param.grad for name, param in plain.named_parameters()})
+    state = wrapper.state_dict()
+    assert_close(dict(state), dict(plain.state_dict()))
+    wrapper.load_state_dict({name: 2 * value for name, value in state.items()})
+    with FullyShardedDataParallel.summon_full_params(wrapper), torch.no_grad():
+        for param in wrapper.parameters():
+            param.mul_(2)
+    assert_close(full_parameters(wrapper), {name: 4 * value for name, value in plain.state_dict().items()})
+
+
+def test_tensor_parallelism(run_on_gloo_ranks):
+    run_on_gloo_ranks(4, combine_with_tensor_parallelism)
 
 
 @pytest.mark.parametrize("implementation", GRAPHSHARD)

@@ -137,3 +137,34 @@ def test_cuda_graphs_around_a_step(device: str, hardware: str | None) -> None:
             options = {"hardware": hardware, "inductor": {"triton.cudagraphs": has_graphs}}
             losses.append(_trained(model, torch.compile(model, backend="graphshard", options=options), device))
     torch.testing.assert_close(losses[1], losses[0])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("strategy", [fsdp.ShardingStrategy.FULL_SHARD, fsdp.ShardingStrategy.SHARD_GRAD_OP], ids=str)
+def test_fsdp1_accumulates_with_offload(device: str, strategy: fsdp.ShardingStrategy) -> None:
+    """The offloaded part of FSDP1's accumulation matrix: three batches in `no_sync`, the last one synchronised."""
+    with _one_rank(device):
+        torch.manual_seed(0)
+        plain = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2)).to(device)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2))
+        model.load_state_dict(plain.state_dict())
+        with pytest.warns(UserWarning, match="on one rank is NO_SHARD"):
+            wrapper = graphshard.FullyShardedDataParallel(
+                model,
+                cpu_offload=fsdp.CPUOffload(offload_params=True),
+                sharding_strategy=strategy,
+                device_id=torch.device(device, 0) if device == "cuda" else torch.device("cpu"),
+            )
+        batches = [torch.randn(3, 4, device=device) for _ in range(3)]
+        plain(torch.cat(batches)).square().sum().backward()
+        for index, batch in enumerate(batches):
+            with wrapper.no_sync() if index < 2 else contextlib.nullcontext():
+                wrapper(batch).square().sum().backward()
+        for param, expected in zip(wrapper.parameters(), plain.parameters(), strict=True):
+            assert param.grad.to_local().device.type == "cpu"
+            torch.testing.assert_close(param.grad.to_local(), expected.grad.cpu())
+        wrapper.clip_grad_norm_(1.0)
+        torch.optim.SGD(wrapper.parameters(), lr=0.1).step()
+        with graphshard.FullyShardedDataParallel.summon_full_params(wrapper):
+            assert {param.device.type for param in wrapper.parameters()} == {device}
+        assert set(wrapper.state_dict()) == set(plain.state_dict())
