@@ -128,7 +128,8 @@ def fully_shard(
         if not _is_sharded(entry):
             _install(entry, unit, layouts, offload_policy, shared.get(id(entry.param)))
     give_places(unit)
-    hand_over({entry.path: entry.param for entry in fresh})
+    distinct = {id(entry.param): entry for entry in reversed(fresh)}  # a tied parameter has several entries
+    hand_over({entry.path: entry.param for entry in distinct.values()})
     _swap_classes(modules, unit)
     relabel(modules)
     for each in modules:
