@@ -6,7 +6,7 @@ the backward (pass ``keep_gathered``), and how many activations are saved, is de
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,7 +37,7 @@ from ..machine import Machine
 from ..memory import UNMEASURED, KernelMeasurements, ScratchTable, parse_bytes, step_bytes
 from ..pipeline import KnownPlan, PassContext, PassRecord, Pipeline
 from ..planner import PlannedGraph, topologies
-from ..progress import LOGGER, PlanningTime, TimeLimit
+from ..progress import LOGGER, PlanningTime, TimeLimit, say_nothing
 from .accumulation import accumulation_cost, choose_kept_between
 from .dynamo_graph import DynamoGraph
 from .inductor import partitioner_settings, saved_share
@@ -75,6 +75,7 @@ class StepPlanner:
         models: by process group, what tells the models that the graph is a part of from others.
         time: how long the searches may still take.
         planning_seconds: how long the user lets them take; None for the default.
+        tell: takes lines of progress.
         kernels: what kernels allocate for themselves. The rank that plans measures, and its numbers go to the others
             with its plan. A rank measures itself what it has in other sizes, or on another processor.
     """
@@ -87,6 +88,7 @@ class StepPlanner:
     kernels: KernelMeasurements = field(default_factory=KernelMeasurements)
     time: PlanningTime = field(default_factory=PlanningTime)
     planning_seconds: float | None = None
+    tell: Callable[[str], None] = say_nothing
 
     @staticmethod
     def of(graph: DynamoGraph) -> StepPlanner:
@@ -101,6 +103,7 @@ class StepPlanner:
             kernels=graph.kernels,
             time=graph.planning,
             planning_seconds=graph.options.planning_seconds,
+            tell=graph.progress.tell,
         )
 
     def place(
@@ -249,6 +252,7 @@ class StepPlanner:
             place=place,
             prices=self._prices,
             recomputes=self.is_shared,
+            tell=self.tell,
         )
 
     def _agree_on_parameters(self, of_group: Mapping[str, Sequence[str]]) -> None:
