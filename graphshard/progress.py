@@ -12,6 +12,10 @@ from dataclasses import dataclass, field
 LOGGER = logging.getLogger("graphshard")
 
 
+def say_nothing(line: str) -> None:
+    """Reports no progress."""
+
+
 @dataclass(slots=True)
 class Stages:
     """Stages that follow each other. The name of each is told when it begins; its seconds are kept when it ends.

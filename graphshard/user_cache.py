@@ -7,11 +7,16 @@ from pathlib import Path
 
 from .progress import LOGGER
 
+#: Environment that names the folder; empty for none.
+CACHE_VARIABLE = "GRAPHSHARD_CACHE"
 
-def cache_folder(*parts: str) -> Path:
-    """``$XDG_CACHE_HOME/graphshard``, or ``~/.cache/graphshard``, and a folder in it."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return ((Path(base) if base else Path.home() / ".cache") / "graphshard").joinpath(*parts)
+
+def cache_folder(*parts: str) -> Path | None:
+    """``$GRAPHSHARD_CACHE``, or ``~/.cache/graphshard``, and a folder in it; None if nothing is to be kept."""
+    named = os.environ.get(CACHE_VARIABLE)
+    if named == "":
+        return None
+    return (Path(named) if named else Path.home() / ".cache" / "graphshard").joinpath(*parts)
 
 
 def write_in_one_step(file: Path, text: str) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -27,6 +27,7 @@ from ..ir import UNSHARD, group_name, is_collective
 from ..memory import KernelMeasurements, table_beside
 from ..pipeline import PassContext
 from ..progress import LOGGER, PlanningTime
+from ..shown_progress import ShownProgress
 from .inductor import config_patches
 from .observer import next_index
 from .options import AUTO, BackendOptions
@@ -49,6 +50,7 @@ class DynamoGraph:
         kernels: what kernels allocate for themselves on this machine; kept beside the file of a user's card.
         are_shards_pinned: shards lie in pinned memory of the CPU, so gradients may as well.
         planning: how long its planning may take.
+        progress: shows, on rank 0, what takes long.
     """
 
     options: BackendOptions
@@ -62,6 +64,7 @@ class DynamoGraph:
     kernels: KernelMeasurements = field(default_factory=KernelMeasurements)
     are_shards_pinned: bool = False
     planning: PlanningTime = field(default_factory=PlanningTime)
+    progress: ShownProgress = field(default_factory=lambda: ShownProgress(is_on=False))
 
     @property
     def are_ranks_compared(self) -> bool:
@@ -103,8 +106,15 @@ def read_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Backe
     is_shared = options.verify != "off"
     index = next_index(options.dump)
     groups = tuple(dict.fromkeys(name for tree in trees for name in tree.groups())) if is_shared else ()
-    with refusing(groups, f"compile graph {index}"):
-        options = _with_own_card(options, gm, example_inputs, trees, what=f"graph {index}")
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    progress = ShownProgress(is_on=options.progress and is_first)
+    with (
+        refusing(groups, f"compile graph {index}"),
+        progress.stage("finding the hardware card of this machine"),
+    ):
+        options = _with_own_card(
+            options, gm, example_inputs, trees, what=f"graph {index}", report=progress.tell
+        )
     _warn_of_another_device(options.card, trees, example_inputs)
     for tree in trees:
         _tell_of_break(tree, gm)
@@ -123,6 +133,7 @@ def read_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Backe
             _is_pinned(slot.param) for tree in trees for unit in tree.units() for slot in unit.slots
         ),
         planning=PlanningTime(seconds=options.planning_seconds),
+        progress=progress,
     )
 
 
@@ -133,6 +144,7 @@ def _with_own_card(
     trees: Sequence[Tree],
     *,
     what: str,
+    report: Callable[[str], None],
 ) -> BackendOptions:
     """The options with the card of this machine in place of "auto"; without one, with rules and a line that says why.
 
@@ -149,7 +161,7 @@ def _with_own_card(
     if options.verify == "off":
         own = OwnCard(reason='verify="off" lets the ranks share neither a card nor a plan')
     else:
-        own = own_card(found.need, found.groups, found.device, what=what)
+        own = own_card(found.need, found.groups, found.device, what=what, report=report)
     if own.card is None:
         LOGGER.warning("%s: collectives are placed by rules, without a plan: %s", what, own.reason)
     return options.with_card(own.card, own.reason)

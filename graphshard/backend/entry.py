@@ -63,7 +63,7 @@ def graphshard(
     callbacks = _Callbacks(graph)
     with graph.refusing("", gm):
         boundary = enter_boundary(gm, example_inputs)
-        with functorch_patch():
+        with functorch_patch(), graph.progress.stage(f"compiling graph {graph.index}"):
             compiled = compile_fx(
                 gm, boundary.inputs, inner_compile=callbacks.compile_half, config_patches=callbacks.patches
             )
@@ -95,7 +95,7 @@ class _Callbacks:
 
     def __init__(self, graph: DynamoGraph) -> None:
         self._graph = graph
-        self._observer = Observer(folder=graph.options.dump, index=graph.index)
+        self._observer = Observer(folder=graph.options.dump, index=graph.index, progress=graph.progress)
         self._joint_pass = JointPass(self._run_joint, joint_pipeline(graph.options).uuid)
         self.patches = {**graph.inductor, JOINT_PASS: self._joint_pass}
         self.forward = _ForwardResult()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from ..memory import kept_inputs, memory_timeline
 from ..pipeline import PassContext, PassRecord
 from ..planner import PlannedGraph
 from ..progress import logged
+from ..shown_progress import ShownProgress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +29,12 @@ class Observer:
     Attributes:
         folder: where graph texts are written, one file a stage and step; None for nowhere.
         index: number of the graph, for file names and log lines.
+        progress: shows what takes long.
     """
 
     folder: Path | None = None
     index: int = 0
+    progress: ShownProgress = field(default_factory=lambda: ShownProgress(is_on=False))
     _num_variants: Counter[str] = field(default_factory=Counter)
 
     def stage_of(self, half: str) -> str:
@@ -40,13 +43,19 @@ class Observer:
         number = self._num_variants[half]
         return half if number == 1 else f"{half}-{number}"
 
-    def passes(self, stage: str, gm: fx.GraphModule) -> AbstractContextManager[None]:
-        """Logs that the passes run on a graph, and how long they took."""
-        return logged(f"graph {self.index} ({stage}): {len(gm.graph.nodes)} nodes, passes")
+    @contextmanager
+    def passes(self, stage: str, gm: fx.GraphModule) -> Iterator[None]:
+        """Logs and shows that the passes run on a graph, and how long they took."""
+        name = f"graph {self.index} ({stage}): {len(gm.graph.nodes)} nodes, passes"
+        with logged(name), self.progress.stage(f"planning graph {self.index} ({stage})"):
+            yield
 
-    def inductor(self, stage: str) -> AbstractContextManager[None]:
-        """Logs that Inductor compiles, and how long it took."""
-        return logged(f"graph {self.index} ({stage}): Inductor")
+    @contextmanager
+    def inductor(self, stage: str) -> Iterator[None]:
+        """Logs and shows that Inductor compiles, and how long it took."""
+        name = f"graph {self.index} ({stage}): Inductor"
+        with logged(name), self.progress.stage(f"Inductor compiles graph {self.index} ({stage})"):
+            yield
 
     def graph(self, stage: str, step: str, gm: fx.GraphModule, context: PassContext) -> None:
         """Dumps a graph before the first pass."""

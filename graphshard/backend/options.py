@@ -34,6 +34,7 @@ _CHOICES = {
     "bucket": ("unit", "none", "auto"),
     "move_compute": (True, False),
     "overlap": (True, False, "always"),
+    "progress": (True, False),
     "verify": ("off", "cheap", "full"),
 }
 
@@ -69,6 +70,8 @@ class BackendOptions:
             parallelism for instance. False keeps the order of compute.
         planning_seconds: the most that the planning of a step may take, in seconds of the thread that plans. Past it,
             the best plan so far is taken. None: a fifth of what the compilation takes by experience, and at least 2.
+        progress: rank 0 shows on stderr what takes longer than two seconds: a line that changes on a terminal, and one
+            line a stage elsewhere. False shows nothing.
         verify: "cheap" compares the collectives across ranks before the first one of a new graph, and checks the order
             that Inductor emits. "full" also recomputes every fake value after each pass, and makes another order an
             error. "off" does neither.
@@ -87,6 +90,7 @@ class BackendOptions:
     backward_prefetch: str | None = None
     move_compute: bool = True
     planning_seconds: float | None = None
+    progress: bool = True
     verify: str = "cheap"
     dump: Path | None = None
     inductor: Mapping[str, Any] = field(default_factory=dict)

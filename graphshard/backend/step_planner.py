@@ -6,7 +6,7 @@ the backward (pass ``keep_gathered``), and how many activations are saved, is de
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,16 +14,33 @@ from typing import Any
 from torch import fx
 
 from .. import passes
-from ..coordination import Decision, PlanStore, agree_on_group, can_wait_in_compilation, decide_together
+from ..coordination import (
+    Decision,
+    PlanStore,
+    agree_on_group,
+    can_wait_in_compilation,
+    decide_together,
+    keep_plan,
+    read_plan,
+)
 from ..cost import CostModel, HardwareCard
-from ..ir import UNSHARD, UnshardCall, group_name, is_collective, text_fingerprint
-from ..memory import KernelMeasurements, ScratchTable, parse_bytes, step_bytes
+from ..ir import (
+    UNSHARD,
+    UnshardCall,
+    graph_text,
+    group_labels,
+    group_name,
+    is_collective,
+    text_fingerprint,
+)
+from ..machine import Machine
+from ..memory import UNMEASURED, KernelMeasurements, ScratchTable, parse_bytes, step_bytes
 from ..pipeline import KnownPlan, PassContext, PassRecord, Pipeline
 from ..planner import PlannedGraph, topologies
-from ..progress import LOGGER, PlanningTime, TimeLimit
+from ..progress import LOGGER, PlanningTime, TimeLimit, say_nothing
 from .accumulation import accumulation_cost, choose_kept_between
 from .dynamo_graph import DynamoGraph
-from .inductor import saved_share
+from .inductor import partitioner_settings, saved_share
 from .pipelines import half_pipelines
 from .step_choice import StepChoice
 from .step_trials import JointTrials
@@ -56,7 +73,9 @@ class StepPlanner:
         is_shared: all ranks follow one plan; if not, each makes its own.
         what: names the graph in errors.
         models: by process group, what tells the models that the graph is a part of from others.
-        time: how long the searches may take.
+        time: how long the searches may still take.
+        planning_seconds: how long the user lets them take; None for the default.
+        tell: takes lines of progress.
         kernels: what kernels allocate for themselves. The rank that plans measures, and its numbers go to the others
             with its plan. A rank measures itself what it has in other sizes, or on another processor.
     """
@@ -68,6 +87,8 @@ class StepPlanner:
     models: Mapping[str, str] = field(default_factory=dict)
     kernels: KernelMeasurements = field(default_factory=KernelMeasurements)
     time: PlanningTime = field(default_factory=PlanningTime)
+    planning_seconds: float | None = None
+    tell: Callable[[str], None] = say_nothing
 
     @staticmethod
     def of(graph: DynamoGraph) -> StepPlanner:
@@ -81,6 +102,8 @@ class StepPlanner:
             models=graph.models,
             kernels=graph.kernels,
             time=graph.planning,
+            planning_seconds=graph.options.planning_seconds,
+            tell=graph.progress.tell,
         )
 
     def place(
@@ -103,9 +126,15 @@ class StepPlanner:
             half: "forward", "backward" or "inference".
             chosen: what was chosen for both halves, as all ranks have it; the plan is for that choice.
         """
-        context = replace(context, prices=self._prices(gm))
+        prices = self._prices(gm)
+        context = replace(context, prices=prices)
+        groups = dict.fromkeys(map(group_name, filter(is_collective, gm.graph.nodes)))
+        held = [f"{context.held_bytes} bytes held"] if context.held_bytes else []
+        key = self._key(half, unplanned, chosen, *held)
+        kept = self._kept_key(key, gm, context)
 
         def decide(plan: Mapping[str, Any] | None) -> Decision[list[PassRecord]]:
+            is_new = plan is None and (plan := self._read(kept)) is None
             known = None if plan is None else KnownPlan.from_dict(self._adopt(plan))
             scratch = self.kernels.of(gm, context.device_type)
             measured = self.kernels.rows_of(gm, context.device_type)
@@ -113,11 +142,11 @@ class StepPlanner:
                 records = pipeline.run(gm, replace(context, known_plan=known, scratch=scratch, limit=limit))
             planned = records[-1].report.planned
             assert isinstance(planned, PlannedGraph)
-            return Decision(plan=_with_scratch(planned.known.to_dict(), measured), result=records)
+            decided = plan if plan is not None else _with_scratch(planned.known.to_dict(), measured)
+            if is_new and self.is_shared:
+                keep_plan(kept, decided)
+            return Decision(plan=decided, result=records)
 
-        groups = dict.fromkeys(map(group_name, filter(is_collective, gm.graph.nodes)))
-        held = [f"{context.held_bytes} bytes held"] if context.held_bytes else []
-        key = self._key(half, unplanned, chosen, *held)
         return decide_together(self._stores(groups), key, decide, what=f"{self.what} ({half})")
 
     def choose(
@@ -164,7 +193,13 @@ class StepPlanner:
         if self.is_shared:
             self._agree_on_parameters(of_group)
 
+        texts = [text for of_one in of_group.values() for text in of_one]
+        key = self._key("joint", f"{saved_share():g}", *texts)
+        settings = f"{memory_budget} {sorted(waiting)} {keeps_between} {tag} {partitioner_settings()}"
+        kept_key = self._kept_key(f"{key} {settings}", gm, context)
+
         def decide(plan: Mapping[str, Any] | None) -> Decision[KeptUnits]:
+            is_new = plan is None and (plan := self._read(kept_key)) is None
             if plan is None:
                 scratch = self.kernels.of(gm, context.device_type)
                 with self._limit(_SHARES["joint"]) as limit:
@@ -177,10 +212,11 @@ class StepPlanner:
             step = passes.KeepGathered(units=choice.kept)
             records = Pipeline(step, given=tag.given).run(gm, context)
             result = KeptUnits(choice=choice, records=tuple(records))
-            return Decision(plan=_with_scratch(choice.to_dict(), rows), result=result)
+            decided = plan if plan is not None else _with_scratch(choice.to_dict(), rows)
+            if is_new and self.is_shared:
+                keep_plan(kept_key, decided)
+            return Decision(plan=decided, result=result)
 
-        texts = [text for of_one in of_group.values() for text in of_one]
-        key = self._key("joint", f"{saved_share():g}", *texts)
         kept = decide_together(self._stores(of_group), key, decide, what=f"{self.what} (joint)")
         if kept.choice.input_bytes != trials.input_bytes():  # made for a step of other sizes
             kept = replace(kept, choice=replace(kept.choice, peak_bytes=None))
@@ -216,6 +252,7 @@ class StepPlanner:
             place=place,
             prices=self._prices,
             recomputes=self.is_shared,
+            tell=self.tell,
         )
 
     def _agree_on_parameters(self, of_group: Mapping[str, Sequence[str]]) -> None:
@@ -235,6 +272,28 @@ class StepPlanner:
 
     def _key(self, *parts: str) -> str:
         return text_fingerprint("\n".join([str(self.halves), repr(self.card), *parts]))
+
+    def _read(self, key: str) -> Mapping[str, Any] | None:
+        """The plan of an earlier process. Ranks that each make a plan take none, since another may have none."""
+        return read_plan(key) if self.is_shared else None
+
+    def _kept_key(self, key: str, gm: fx.GraphModule, context: PassContext) -> str:
+        """All that a plan depends on: what ``key`` says, the graph, what passes know, the machine, torch and source."""
+        labels = group_labels(gm, context.mesh)
+        groups = sorted(
+            (labels.get(name, name), repr(group)) for name, group in self._prices(gm).groups.items()
+        )
+        known = replace(context, prices=None, known_plan=None, scratch=UNMEASURED)
+        parts = [
+            key,
+            self.halves.uuid(),
+            graph_text(gm, mesh=context.mesh, parameters=context.parameters),
+            repr(known),
+            repr(groups),
+            repr(Machine.here()),
+            repr(self.planning_seconds),
+        ]
+        return text_fingerprint("\n".join(parts))
 
     def _stores(self, groups: Iterable[str]) -> list[PlanStore]:
         """The stores where the ranks of each group find a plan."""

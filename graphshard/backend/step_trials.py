@@ -23,6 +23,7 @@ from ..passes import KeepGathered, PlanCollectives
 from ..pipeline import PassContext, Pipeline, context_from_shard_ops, pieces_of
 from ..planner import SHARES, KeepingCost, PlannedGraph, choose_saved, default_peak, extend_kept
 from ..planner.search import EXACT_STATES, Plan
+from ..progress import say_nothing
 from .inductor import partition_as_inductor, saved_share, type_rng_states
 from .step_choice import StepChoice
 
@@ -46,6 +47,7 @@ class JointTrials:
         place: the planning pass. Trials change its budget and search for a shorter time: the choice is planned again.
         prices: gives the prices of a half.
         recomputes: activations may be recomputed.
+        tell: takes lines of progress.
     """
 
     gm: fx.GraphModule
@@ -55,6 +57,7 @@ class JointTrials:
     place: PlanCollectives
     prices: Callable[[fx.GraphModule], GraphPrices]
     recomputes: bool = True
+    tell: Callable[[str], None] = say_nothing
 
     def open_units(self) -> list[str]:
         """Units for which the user left open whether they keep their parameters, in the order of their last use."""
@@ -87,15 +90,35 @@ class JointTrials:
 
         kept = tuple(unit for unit in units if unit in default)
 
-        def cost(chosen: tuple[str, ...]) -> KeepingCost:
-            halves = by_default if chosen == kept else self._halves(StepChoice(kept=chosen))
-            return self._cost_of(halves, within)
+        def cost(choice: StepChoice) -> KeepingCost:
+            is_default = choice.kept == kept_by_default
+            return self._cost_of(by_default if is_default else self._halves(choice), within)
+
+        kept_by_default, told = kept, self._told(cost)
 
         # Without a choice, halves are not cut again; the default's halves are planned only to compare.
         if extends and any(unit not in kept for unit in units) and not self.context.limit.is_over():
             with suppress(InfeasibleBudgetError):  # the plan of the default's halves takes a little more
-                kept = extend_kept(units, kept, cost, self.context.limit).units
+                kept = extend_kept(
+                    units, kept, lambda chosen: told(StepChoice(kept=chosen)), self.context.limit
+                ).units
         return StepChoice(kept=kept, peak_bytes=peak, input_bytes=self.input_bytes())
+
+    def _told(self, cost_of: CostOf) -> CostOf:
+        """The same function, which tells what it tries and the best so far."""
+        found: list[float] = []
+        num_tried = 0
+
+        def told(choice: StepChoice) -> KeepingCost:
+            nonlocal num_tried
+            num_tried += 1
+            best = f", best so far {1e3 * min(found):.0f} ms" if found else ""
+            self.tell(f"trial {num_tried}, {len(choice.kept)} units keep their parameters{best}")
+            cost = cost_of(choice)
+            found.append(cost.seconds)
+            return cost
+
+        return told
 
     def input_bytes(self) -> int:
         """Bytes of all inputs of the joint graph, tangents included."""
@@ -118,6 +141,7 @@ class JointTrials:
         """
         default = StepChoice(kept=tuple(self.default()), input_bytes=self.input_bytes())
         with_share: dict[float | None, StepChoice] = {None: default}
+        cost_of = self._told(cost_of)
 
         def cost(kept: tuple[str, ...], share: float | None) -> KeepingCost:
             if share not in with_share:

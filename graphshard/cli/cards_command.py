@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,14 +36,14 @@ def run_cards(options: argparse.Namespace) -> int:
     """Prints the main numbers of cards as a table, or deletes kept cards."""
     if options.delete:
         return _delete(tuple(options.names))
-    asks_for_kept = not options.names or any(_file_of(name).exists() for name in options.names)
+    asks_for_kept = not options.names or any((_folder() / f"{name}.json").exists() for name in options.names)
     kept = _kept() if asks_for_kept else {}
     shipped = [name for name in options.names or known_cards() if name not in kept]
     if shipped:
         print(format_table([HEADER, *(_row(load_card(name)) for name in shipped)]))
     shown = [each for name, each in kept.items() if name in options.names or not options.names]
     if shown:
-        print(f"\nmeasured for hardware='auto', in {cache_folder('cards')}:" if shipped else "")
+        print(f"\nmeasured for hardware='auto', in {_folder()}:" if shipped else "")
         print(format_table([HEADER, *((each.file.stem, *_row(each.card)[1:]) for each in shown)]))
         for each in shown:
             print(
@@ -51,13 +52,14 @@ def run_cards(options: argparse.Namespace) -> int:
     return 0
 
 
-def _file_of(name: str) -> Path:
-    return cache_folder("cards", f"{name}.json")
+def _folder() -> Path:
+    """Where cards are kept; without a cache, a folder that does not exist."""
+    return cache_folder("cards") or Path(os.devnull, "cards")
 
 
 def _kept() -> Mapping[str, KeptCard]:
     """The kept cards by name; what reads them loads torch, for seconds, so it is imported only if there are some."""
-    if not any(_file_of("").parent.glob("*.json")):
+    if not any(_folder().glob("*.json")):
         return {}
     from ..hardware import kept_cards
 
@@ -71,13 +73,11 @@ def _delete(names: tuple[str, ...]) -> int:
         UsageError: a name is none of a kept card.
     """
     if unknown := sorted(set(names) - set(_kept())):
-        raise UsageError(
-            f"no kept card {', '.join(unknown)} in {cache_folder('cards')}; `graphshard cards` lists them"
-        )
+        raise UsageError(f"no kept card {', '.join(unknown)} in {_folder()}; `graphshard cards` lists them")
     from ..hardware import delete_cards
 
     gone = delete_cards(names)
-    print("\n".join([f"deleted {file}" for file in gone] or [f"no kept cards in {cache_folder('cards')}"]))
+    print("\n".join([f"deleted {file}" for file in gone] or [f"no kept cards in {_folder()}"]))
     return 0
 
 

@@ -4,11 +4,12 @@ Imports: ``ir``.
 
 Read first: ``group_store`` (where keys are written), ``agreement`` (fingerprints are compared before the first
 collective), ``refusals`` (a rank that stops tells the others), ``shared_plan`` (one rank plans, the others follow),
-``rendezvous`` (uncompiled ranks meet before they communicate).
+``kept_plans`` (plans of earlier runs), ``rendezvous`` (uncompiled ranks meet before they communicate).
 """
 
 from .agreement import agree_on_group
-from .group_store import can_wait_in_compilation, count_in_group, group_store, is_fake_group
+from .group_store import can_wait_in_compilation, count_in_group, is_fake_group
+from .kept_plans import keep_plan, read_plan
 from .refusals import Refusals, refusing
 from .rendezvous import meet
 from .shared_plan import Decision, PlanStore, decide_together
@@ -21,8 +22,9 @@ __all__ = [
     "can_wait_in_compilation",
     "count_in_group",
     "decide_together",
-    "group_store",
     "is_fake_group",
+    "keep_plan",
     "meet",
+    "read_plan",
     "refusing",
 ]

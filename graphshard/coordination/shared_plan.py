@@ -56,9 +56,14 @@ class PlanStore:
     @staticmethod
     def of_group(name: str, models: str) -> PlanStore:
         """That of a process group, which is no fake one; ``models`` tells plans of some models from those of others."""
+        return PlanStore.of_use(name, "plans", models)
+
+    @staticmethod
+    def of_use(name: str, *uses: str) -> PlanStore:
+        """That of a process group for decisions of another kind, under a prefix of its own."""
         group = group_by_name(name)
         return PlanStore(
-            store=group_store(name, "plans", models),
+            store=group_store(name, *uses),
             rank=group.rank(),
             timeout_seconds=group_timeout_seconds(group),
             refusals=Refusals.of_group(name),

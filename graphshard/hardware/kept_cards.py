@@ -33,19 +33,17 @@ class KeptCard:
     card: HardwareCard
 
 
-def cards_folder() -> Path:
-    """Where measured cards are kept."""
-    return cache_folder("cards")
-
-
-def file_of(key: Mapping[str, str]) -> Path:
-    """The file of a card with this key, whether it is there or not."""
+def file_of(key: Mapping[str, str]) -> Path | None:
+    """The file of a card with this key, whether it is there or not; None if nothing is to be kept."""
+    folder = cache_folder("cards")
     text = json.dumps(dict(sorted(key.items())))
-    return cards_folder() / f"{text_fingerprint(text)[:16]}.json"
+    return None if folder is None else folder / f"{text_fingerprint(text)[:16]}.json"
 
 
-def read_kept(file: Path) -> KeptCard | None:
+def read_kept(file: Path | None) -> KeptCard | None:
     """A kept card; None if there is none, or if the file cannot be read."""
+    if file is None:
+        return None
     try:
         data = json.loads(file.read_text())
         need = MachineNeed.from_data(data["need"])
@@ -59,12 +57,13 @@ def keep_card(key: Mapping[str, str], need: MachineNeed, card: HardwareCard) -> 
     """Writes a card and returns its file; None, with a line in the log, if the folder cannot be written."""
     file = file_of(key)
     data: dict[str, Any] = {"key": dict(key), "need": need.as_data(), "card": card.as_dict()}
-    return file if write_in_one_step(file, json.dumps(data, indent=1) + "\n") else None
+    return file if file is not None and write_in_one_step(file, json.dumps(data, indent=1) + "\n") else None
 
 
 def kept_cards() -> list[KeptCard]:
     """All kept cards, by file name."""
-    files = sorted(cards_folder().glob("*.json"))
+    folder = cache_folder("cards")
+    files = sorted(folder.glob("*.json")) if folder is not None else []
     return [kept for kept in map(read_kept, files) if kept is not None]
 
 

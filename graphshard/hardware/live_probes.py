@@ -74,7 +74,7 @@ def measure_card(
     """
     with _undisturbed(device):
         first = group_by_name(groups[0].name) if groups else None
-        report("compute")
+        report("measuring compute")
         compute = probe_compute(
             device,
             need.sizes(),
@@ -83,7 +83,7 @@ def measure_card(
         )
         probes = []
         for group in groups:
-            report(f"{', '.join(group.need.kinds)} over {group.need.num_ranks} ranks")
+            report(f"measuring {', '.join(group.need.kinds)} over {group.need.num_ranks} ranks")
             sizes = need.sizes(group.need)
             probes.append(probe_collectives(device, sizes, group=group_by_name(group.name)))
     return _card(compute, list(zip(groups, probes, strict=True)), device, ranks_per_node)

@@ -24,20 +24,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._compat import group_by_name, group_timeout_seconds
+from .._compat import group_by_name
 from ..coordination import (
     Decision,
     PlanStore,
-    Refusals,
     can_wait_in_compilation,
     decide_together,
-    group_store,
 )
 from ..cost import GroupTopology, HardwareCard, load_card, parse_card
 from ..errors import AgreementError
 from ..ir import text_fingerprint
 from ..machine import this_processor
-from ..progress import LOGGER
+from ..progress import LOGGER, say_nothing
 from .kept_cards import file_of, keep_card, read_kept
 from .live_probes import LiveGroup, measure_card
 from .machine_need import MachineNeed
@@ -69,7 +67,7 @@ def own_card(
     device: torch.device,
     *,
     what: str,
-    report: Callable[[str], None] = LOGGER.info,
+    report: Callable[[str], None],
 ) -> OwnCard:
     """The card that all ranks of some process groups use for a graph.
 
@@ -87,7 +85,7 @@ def own_card(
     if fake := [name for name in groups if not can_wait_in_compilation(name)]:
         kind = dist.get_backend(group_by_name(fake[0]))
         return OwnCard(reason=f"process group {fake[0]!r} is a {kind} one, whose ranks cannot be measured")
-    stores = [_store_of(name) for name in groups]
+    stores = [PlanStore.of_use(name, "cards") for name in groups]
     number = text_fingerprint(json.dumps(need.as_data()))[:16]
     for store in stores:
         if store.store.check([f"measured/{number}"]):
@@ -106,7 +104,7 @@ def own_card(
         ranks.live_groups(per_node, measured),
         device,
         per_node,
-        report if is_first else _say_nothing,
+        report if is_first else say_nothing,
     )
 
     def publish(known: Mapping[str, Any] | None) -> Decision[Mapping[str, Any]]:
@@ -120,20 +118,6 @@ def own_card(
 
     found = decide_together(stores, f"measured/{number}", publish, what=f"the hardware card of {what}")
     return _read(found, is_own=is_first)
-
-
-def _say_nothing(line: str) -> None:
-    """Reports no progress."""
-
-
-def _store_of(name: str) -> PlanStore:
-    group = group_by_name(name)
-    return PlanStore(
-        store=group_store(name, "cards"),
-        rank=group.rank(),
-        timeout_seconds=group_timeout_seconds(group),
-        refusals=Refusals.of_group(name),
-    )
 
 
 def _read(answer: Mapping[str, Any], *, is_own: bool = False) -> OwnCard:

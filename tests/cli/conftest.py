@@ -6,4 +6,4 @@ import pytest
 @pytest.fixture(autouse=True)
 def empty_cache(tmp_path, monkeypatch):
     """The cards that runs of this machine's user have kept are no cards of the tests."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("GRAPHSHARD_CACHE", str(tmp_path / "cache"))

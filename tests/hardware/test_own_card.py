@@ -25,7 +25,7 @@ NEED = MachineNeed(
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("GRAPHSHARD_CACHE", str(tmp_path / "graphshard"))
     return tmp_path / "graphshard" / "cards"
 
 

@@ -70,7 +70,7 @@ def come_to_cards(folder: str) -> tuple[list[int], list[bool]]:
     times = []
     measure = mock.Mock(wraps=MODULE.measure_card)
     with (
-        mock.patch.dict(os.environ, {"XDG_CACHE_HOME": f"{folder}/rank{rank}"}),
+        mock.patch.dict(os.environ, {"GRAPHSHARD_CACHE": f"{folder}/rank{rank}"}),
         mock.patch.object(MachineNeed, "sizes", quick_sizes),
         mock.patch.object(MODULE, "measure_card", measure),
     ):
@@ -81,8 +81,8 @@ def come_to_cards(folder: str) -> tuple[list[int], list[bool]]:
         times.append(measure.call_count)
         dist.barrier()
         if rank == 1:
-            kept = Path(f"{folder}/rank0/graphshard")
-            shutil.copytree(kept, f"{folder}/rank1/graphshard")
+            kept = Path(f"{folder}/rank0/cards")
+            shutil.copytree(kept, f"{folder}/rank1/cards")
             shutil.rmtree(kept)
         dist.barrier()
         train(another_mesh(), cards)  # now the other way round
@@ -103,7 +103,7 @@ def measure_a_mesh(folder: str) -> list[Any]:
     cards: list[str] = []
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     with (
-        mock.patch.dict(os.environ, {"XDG_CACHE_HOME": f"{folder}/rank{dist.get_rank()}"}),
+        mock.patch.dict(os.environ, {"GRAPHSHARD_CACHE": f"{folder}/rank{dist.get_rank()}"}),
         mock.patch.object(MachineNeed, "sizes", quick_sizes),
     ):
         train(mesh, cards)
@@ -123,7 +123,7 @@ def test_the_groups_of_a_mesh_are_measured_together(
 
 def fail_to_measure(folder: str) -> str:
     """Rank 0 cannot write down what it measured: a fault while it decides."""
-    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": f"{folder}/rank{dist.get_rank()}"}):
+    with mock.patch.dict(os.environ, {"GRAPHSHARD_CACHE": f"{folder}/rank{dist.get_rank()}"}):
         if dist.get_rank() == 0:
             broken = mock.patch.object(MODULE, "read_kept", side_effect=GraphShardError("no cache today"))
         else:

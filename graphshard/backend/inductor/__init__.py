@@ -25,6 +25,7 @@ from .partition import (
     drop_rng_states,
     inductor_decompositions,
     partition_as_inductor,
+    partitioner_settings,
     saved_share,
     type_rng_states,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "memory_patch",
     "order_difference",
     "partition_as_inductor",
+    "partitioner_settings",
     "pinning_patch",
     "planned_order",
     "saved_share",

@@ -42,6 +42,11 @@ def saved_share() -> float:
     return float(getattr(functorch_config, _SAVED_SHARE, 1.0))
 
 
+def partitioner_settings() -> str:
+    """A hash of AOTAutograd's settings, which decide what the partitioner saves."""
+    return functorch_config.get_hash().hex()
+
+
 def inductor_decompositions() -> Mapping[Any, Any]:
     """The decompositions Inductor traces with."""
     return select_decomp_table()
