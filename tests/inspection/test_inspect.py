@@ -518,7 +518,7 @@ def test_a_plan_computes_activations_again_where_the_budget_is_too_small_for_the
 
 @pytest.mark.parametrize("plan", ["unit", "auto"])
 def test_a_budget_that_cannot_be_kept(plan):
-    with pytest.raises(BudgetError, match=r"memory_budget: 50 bytes a rank, but .* needs? \d+ bytes; allow") as caught:
+    with pytest.raises(BudgetError, match=r"memory_budget: 50 bytes a rank, but .* needs? .*bytes\)?; allow") as caught:
         inspect_linears(plan=plan, memory_budget=50, optimizer="none")
     assert caught.value.needed_bytes > 50
     budget = caught.value.needed_bytes
