@@ -43,13 +43,14 @@ def hf_factory(options: argparse.Namespace) -> HfFactory | None:
     if options.hf is None:
         if options.factory is None:
             raise UsageError("name a model: PKG.MODULE:FACTORY, or --hf CONFIG")
-        if options.sequence is not None:
-            raise UsageError("--sequence goes with --hf; a factory makes its own inputs")
+        if options.sequence is not None or isinstance(
+            options.batch, int
+        ):  # a sweep reads its batch sizes from a text
+            raise UsageError("--batch and --sequence go with --hf; a factory makes its own inputs")
         return None
     if options.factory is not None:
         raise UsageError(f"{options.factory} and --hf {options.hf}: name one model")
-    batch = options.batch if isinstance(options.batch, int) else 1  # a sweep reads its own batch sizes
-    if batch < 1 or (options.sequence is not None and options.sequence < 1):
+    if any(isinstance(size, int) and size < 1 for size in (options.batch, options.sequence)):
         raise UsageError("--batch and --sequence: give whole numbers, at least 1")
     return HfFactory(options.hf, options.sequence)
 

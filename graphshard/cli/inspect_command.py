@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=DIM",
         help="print expressions in dims of the inputs instead: batch=0,sequence=1",
     )
-    add("--batch", type=int, default=1, metavar="N", help="batch size of a rank, with --hf (default 1)")
+    add("--batch", type=int, metavar="N", help="batch size of a rank, with --hf (default 1)")
     add("--html", type=Path, metavar="FILE", help="a page with everything, in one file")
     add("--text", type=Path, metavar="FILE", help="graph text after each pass, and all collectives")
     add("--all-blocks", action="store_true", help="with --text: write repeated blocks in full, too")
@@ -99,7 +99,7 @@ def run_inspect(options: argparse.Namespace) -> int:
     progress("import the model")
     loss = None if options.loss is None else load_attribute("--loss", options.loss)
     of_batch = hf_factory(options)
-    model, args, kwargs = make_inputs(options.factory) if of_batch is None else of_batch(options.batch)
+    model, args, kwargs = make_inputs(options.factory) if of_batch is None else of_batch(options.batch or 1)
     if dynamic is not None:
         if given.pop("plan") != "unit":
             raise UsageError(f"--plan {options.plan}: --formulas are those of --plan unit; leave --plan out")

@@ -16,7 +16,8 @@ def report_text(report: Report, *, folds: bool = False) -> str:
 
     Args:
         report: the report.
-        folds: write the first of equal blocks of a graph, and how many follow; see :func:`folded_lines`.
+        folds: write the first of equal blocks of a graph, and how many follow (:func:`folded_lines`), and no text that a
+            pass left as it was.
     """
     return "\n".join([*_passes(report, folds), *_collectives(report)]) + "\n"
 
@@ -35,11 +36,16 @@ def pass_diffs(report: Report) -> list[tuple[PassStep, str]]:
 
 
 def _passes(report: Report, folds: bool) -> Iterator[str]:
+    last: dict[str, str] = {}
     for step in report.passes:
         counts = "".join(f", {number} {what}" for what, number in step.counts.items())
         yield f"# {step.graph}: {step.name} ({step.num_nodes} nodes, {step.num_collectives} collectives{counts})"
         yield from (f"# declined: {sentence}" for sentence in step.skipped)
-        yield "\n".join(folded_lines(step.text.splitlines())) if folds else step.text
+        if folds and step.text == last.get(step.graph):
+            yield "# text unchanged"
+        else:
+            yield "\n".join(folded_lines(step.text.splitlines())) if folds else step.text
+        last[step.graph] = step.text
 
 
 def _collectives(report: Report) -> Iterator[str]:
