@@ -16,8 +16,8 @@ def report_text(report: Report, *, folds: bool = False) -> str:
 
     Args:
         report: the report.
-        folds: write the first of equal blocks of a graph, and how many follow (:func:`folded_lines`), and no text that a
-            pass left as it was.
+        folds: write the first of equal blocks of a graph, and how many follow (:func:`folded_lines`), and no text
+            that a pass left as it was.
     """
     return "\n".join([*_passes(report, folds), *_collectives(report)]) + "\n"
 
