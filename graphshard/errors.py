@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .units import exact_size
+
 
 class GraphShardError(Exception):
     """Root of graphshard's errors. Catch it to catch all of them."""
@@ -247,13 +249,14 @@ class InfeasibleBudgetError(GraphShardError, ValueError):
         self.smallest_bytes, self.is_smallest = smallest_bytes + held_bytes, is_smallest
         word = "the smallest feasible one is" if is_smallest else "the smallest found that is kept is"
         held = (
-            f", in which {held_bytes} bytes outside of the graph count (shards that it does not read, gradients that "
-            "wait for a later micro-batch, gathered parameters)"
+            f", in which {exact_size(held_bytes)} outside of the graph count (shards that it does not read, "
+            "gradients that wait for a later micro-batch, gathered parameters)"
             if held_bytes
             else ""
         )
         super().__init__(
-            f"no schedule keeps a memory budget of {budget_bytes} bytes{held}; {word} {self.smallest_bytes} bytes: "
+            f"no schedule keeps a memory budget of {exact_size(budget_bytes)}{held}; {word} "
+            f"{exact_size(self.smallest_bytes)}: "
             "allow that much, or use a smaller batch or more ranks"
         )
 
@@ -282,9 +285,10 @@ class OutgrownBudgetError(InfeasibleBudgetError):
         # Not the initialiser of the base class: its message is another.
         GraphShardError.__init__(
             self,
-            f"{what} is compiled for any size and was planned for one; at size {grown}, its plan needs {needed_bytes} "
-            f"bytes of a memory budget of {budget_bytes} bytes. torch.compile(dynamic=False) plans each size by "
-            f"itself; or take a smaller batch, or allow {needed_bytes} bytes",
+            f"{what} is compiled for any size and was planned for one; at size {grown}, its plan needs "
+            f"{exact_size(needed_bytes)} of a memory budget of {exact_size(budget_bytes)}. "
+            f"torch.compile(dynamic=False) plans each size by itself; or take a smaller batch, or allow "
+            f"{exact_size(needed_bytes)}",
         )
 
 
@@ -300,8 +304,8 @@ class BudgetError(GraphShardError, ValueError):
 
     def __init__(self, budget_bytes: int, needed_bytes: int, what: str) -> None:
         super().__init__(
-            f"memory_budget: {budget_bytes} bytes a rank, but {what} needs "
-            f'{needed_bytes} bytes; allow that much, or use plan="auto", checkpoint="units", a smaller batch, '
+            f"memory_budget: {exact_size(budget_bytes)} a rank, but {what} needs "
+            f'{exact_size(needed_bytes)}; allow that much, or use plan="auto", checkpoint="units", a smaller batch, '
             "or more ranks"
         )
         self.budget_bytes, self.needed_bytes = budget_bytes, needed_bytes

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 LOGGER = logging.getLogger("graphshard")
@@ -108,3 +109,25 @@ def logged(name: str) -> Iterator[None]:
     yield
     stages.end()
     LOGGER.info("%s took %.1f s", name, stages.seconds[name])
+
+
+@dataclass(slots=True)
+class StageLines:
+    """Prints a line on stderr for each stage: the seconds so far, its name, and what comes. Quiet without a terminal.
+
+    Attributes:
+        following: stages in the order in which they come; a stage that is not among them is printed alone.
+    """
+
+    following: Sequence[str] = ()
+    _began: float = field(default_factory=time.perf_counter)
+
+    def __call__(self, stage: str) -> None:
+        """Prints the line of a stage that begins."""
+        if not sys.stderr.isatty():
+            return
+        after = ""
+        if stage in self.following[:-1]:
+            after = f", then {self.following[self.following.index(stage) + 1]}"
+        seconds = time.perf_counter() - self._began
+        print(f"  {seconds:6.1f} s  {stage}{after}", file=sys.stderr, flush=True)

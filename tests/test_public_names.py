@@ -96,12 +96,12 @@ FSDP_MODULE = """
 
 #: Arguments of the subcommands; all of them have --help and --debug.
 _OF_STEPS = """
-    factory --hardware --tables --unit --loss --param-dtype --reduce-dtype --reshard-after-forward --optimizer
-    --micro-batches --memory-budget --plan --checkpoint --mesh
+    factory --hf --sequence --hardware --tables --unit --loss --param-dtype --reduce-dtype --reshard-after-forward
+    --optimizer --micro-batches --memory-budget --plan --checkpoint --mesh
 """
 COMMANDS = {
-    "inspect": f"{_OF_STEPS} --formulas --html --text --trace --json",
-    "sweep": f"{_OF_STEPS} --batch --processes --captures --csv --json --plot",
+    "inspect": f"{_OF_STEPS} --formulas --batch --html --text --all-blocks --trace --json",
+    "sweep": f"{_OF_STEPS} --meshes --batch --processes --captures --csv --json --plot",
     "diff": "before after --json",
     "cards": "names --delete",
     "calibrate": "--out --nproc --device --like --quick",

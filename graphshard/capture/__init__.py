@@ -9,7 +9,7 @@ once), ``change_mesh`` and ``change_batch`` (another size without another captur
 """
 
 from .capture_step import CapturedStep, capture_step, plain_module
-from .change_batch import StepNumbers, numbers_of, step_between
+from .change_batch import StepNumbers, numbers_of, step_between, step_with_numbers
 from .change_mesh import can_reshard, reshard_step
 from .from_sharded import is_sharded, plain_copy
 from .gc_pauses import no_garbage_collection, spared_by_garbage_collection
@@ -29,4 +29,5 @@ __all__ = [
     "reshard_step",
     "spared_by_garbage_collection",
     "step_between",
+    "step_with_numbers",
 ]

@@ -32,7 +32,7 @@ class StepNumbers:
 
     Attributes:
         structure: fingerprint of nodes, ops, dtypes and everything else of a node that is not a whole number.
-        numbers: the whole numbers of the three graphs, in order.
+        numbers: the whole numbers of the graphs, in order.
         inputs: sizes of the input tensors.
         given: fingerprint of parameters, of the inputs without their sizes, and of inputs that are not tensors.
     """
@@ -43,8 +43,13 @@ class StepNumbers:
     given: str
 
 
-def numbers_of(step: CapturedStep, module: nn.Module, inputs: Any) -> StepNumbers | None:
-    """The numbers of a capture of ``module`` with ``inputs`` (any nesting); None for a step with nested graphs."""
+def numbers_of(
+    step: CapturedStep, module: nn.Module, inputs: Any, *, with_joint: bool = True
+) -> StepNumbers | None:
+    """The numbers of a capture of ``module`` with ``inputs`` (any nesting); None for a step with nested graphs.
+
+    ``with_joint`` includes the numbers of the joint graph, besides those of the halves.
+    """
     numbers: list[int] = []
     digest = hashlib.sha256()
 
@@ -52,7 +57,7 @@ def numbers_of(step: CapturedStep, module: nn.Module, inputs: Any) -> StepNumber
         numbers.append(number)
         return 0
 
-    for gm in _graphs(step):
+    for gm in _graphs(step, with_joint):
         if any(isinstance(inner, fx.GraphModule) for inner in gm.children()):
             return None
         for node in gm.graph.nodes:
@@ -96,16 +101,28 @@ def step_between(
         if number != int(number):
             return None
         between.append(int(number))
-    numbers = iter(between)
+    return step_with_numbers(step, between)
+
+
+def step_with_numbers(
+    step: CapturedStep, numbers: Sequence[int], *, with_joint: bool = True
+) -> CapturedStep | None:
+    """A copy of ``step`` with other numbers, in the order of :func:`numbers_of`; it has no texts and records.
+
+    Without ``with_joint`` the joint graph is that of ``step``. None if an op does not give the shapes that the numbers
+    say.
+    """
+    rest = iter(numbers)
     with lazy_graph_modules():
-        joint, forward, backward = (_with_numbers(gm, numbers) for gm in _graphs(step))
+        copies = [_with_numbers(gm, rest) for gm in _graphs(step, with_joint)]
+    joint, forward, backward = copies if with_joint else (step.joint, *copies)
     if not all(map(_is_consistent, (forward, backward))):
         return None
     return replace(step, joint=joint, forward=forward, backward=backward, text="", records=())
 
 
-def _graphs(step: CapturedStep) -> tuple[fx.GraphModule, fx.GraphModule, fx.GraphModule]:
-    return step.joint, step.forward, step.backward
+def _graphs(step: CapturedStep, with_joint: bool) -> tuple[fx.GraphModule, ...]:
+    return (step.joint, step.forward, step.backward) if with_joint else (step.forward, step.backward)
 
 
 def _input_sizes(inputs: Any) -> tuple[int, ...]:

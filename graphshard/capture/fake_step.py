@@ -21,12 +21,17 @@ from .._compat import (
     tree_leaves,
     tree_map,
 )
+from .._compat_frames import TorchRuntimeError
 from ..backend import inductor_decompositions
 from ..errors import CaptureError
+from ..ir import value_text
 from .export_blocks import export_joint_of_blocks
 
 #: A frame of a traceback.
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+?)(?:, code: |\n)\s*([^\n]*)')
+
+#: What an op said when Dynamo ran it on fake tensors.
+_FAILED_CALL = re.compile(r"got \w+\(['\"](.*?)['\"]\)\s*$", re.MULTILINE)
 
 _NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
@@ -119,6 +124,9 @@ def trace_step(step: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     try:
         return capture_with_dynamo(step, args, kwargs)
     except (TorchDynamoException, *DATA_DEPENDENT) as error:
+        failed = _FAILED_CALL.search(str(error)) if isinstance(error, TorchRuntimeError) else None
+        if failed is not None and not isinstance(error, DATA_DEPENDENT):
+            raise CaptureError(_misfit(failed[1], str(error), args, kwargs)) from error
         raise CaptureError(_complaint(error)) from error
     except AssertionError as error:  # fake tensors refuse real ones with a plain AssertionError
         if (found := _REAL_TENSOR.search(str(error))) is None:
@@ -145,22 +153,36 @@ def export_step(
     return joint
 
 
+def _misfit(why: str, text: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """What an op of the model says of its operands, the line of the model, and the inputs."""
+    named = [*((f"args[{index}]", value) for index, value in enumerate(args)), *kwargs.items()]
+    inputs = ", ".join(f"{name} {value_text(value)}" for name, value in named if isinstance(value, Tensor))
+    return (
+        f"the model does not run on these inputs ({inputs or 'no tensors'}): {why}{_place(text)}; give inputs with the "
+        "shapes and dtypes that it takes"
+    )
+
+
 def _complaint(error: Exception) -> str:
     """One line: what broke the graph, and the user's line that did."""
     text = str(error).strip()
     what = text.splitlines()[0].strip()[:300] if text else type(error).__name__
     if isinstance(error, DATA_DEPENDENT):
         what = f"a shape or a number depends on data ({what})"
+    return (
+        f"the model cannot be captured as one graph: {what}{_place(text)}; replace what breaks the graph, or mark it "
+        "as an operator (torch.library.custom_op)"
+    )
+
+
+def _place(text: str) -> str:
+    """The last line of the user's code in a traceback; "" if there is none."""
     places = [
         (file, number, function, code.strip())
         for file, number, function, code in _FRAME.findall(text)
         if not file.startswith(_NOT_USERS)
     ]
-    where = ""
-    if places:
-        file, number, function, code = places[-1]
-        where = f" at {file}:{number}, in {function}: `{code}`"
-    return (
-        f"the model cannot be captured as one graph: {what}{where}; replace what breaks the graph, or mark it "
-        "as an operator (torch.library.custom_op)"
-    )
+    if not places:
+        return ""
+    file, number, function, code = places[-1]
+    return f" at {file}:{number}, in {function}: `{code}`"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 from ..errors import UsageError
+from ..progress import StageLines
 
 
 def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,11 +47,6 @@ def run_calibrate(options: argparse.Namespace) -> int:
         num_threads=num_threads,
         like=options.like,
     )
-    if calibrate(job, num_ranks=options.nproc, report=print_progress) is not None:
+    if calibrate(job, num_ranks=options.nproc, report=StageLines()) is not None:
         print(f"wrote {options.out}; use it with hardware={str(options.out)!r}")
     return 0
-
-
-def print_progress(line: str) -> None:
-    """Prints progress on stderr; stdout holds results only."""
-    print(f"  {line}", file=sys.stderr, flush=True)

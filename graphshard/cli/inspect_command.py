@@ -8,12 +8,13 @@ import importlib
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
+from ..progress import StageLines
+from .hf_model import add_hf_arguments, hf_factory
 
 if TYPE_CHECKING:
     import torch
@@ -37,8 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=DIM",
         help="print expressions in dims of the inputs instead: batch=0,sequence=1",
     )
+    add("--batch", type=int, metavar="N", help="batch size of a rank, with --hf (default 1)")
     add("--html", type=Path, metavar="FILE", help="a page with everything, in one file")
     add("--text", type=Path, metavar="FILE", help="graph text after each pass, and all collectives")
+    add("--all-blocks", action="store_true", help="with --text: write repeated blocks in full, too")
     add("--trace", type=Path, metavar="FILE", help="trace for Perfetto or chrome://tracing")
     add("--json", type=Path, metavar="FILE", help="the whole report as data")
 
@@ -48,9 +51,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "factory",
+        nargs="?",
         metavar="PKG.MODULE:FACTORY",
-        help="function that returns (model, args) or (model, args, kwargs)",
+        help="function that returns (model, args) or (model, args, kwargs); or --hf",
     )
+    add_hf_arguments(parser)
     add("--hardware", default="h100-sxm", metavar="CARD", help="name or file of a card (default h100-sxm)")
     add("--tables", metavar="CSV", help="measured times of collectives")
     add("--unit", action="append", default=[], metavar="PATTERN", help="modules that are units: layers.*")
@@ -84,10 +89,17 @@ def run_inspect(options: argparse.Namespace) -> int:
     from ..inspection import inspect
     from ..report import print_summary, report_text, write_html, write_trace
 
-    progress = _Progress()
+    middle = "schedule" if options.plan == "unit" else "plan"
+    bound = ["bound"] if options.plan == "unit" else []
+    halves = [
+        f"{half}: {what}" for half in ("forward", "backward") for what in ("passes", *bound, middle, "cost")
+    ]
+    following = ["import the model", "capture", *halves, "report", "write", "done"]
+    progress = StageLines(following if dynamic is None else ("import the model", "captures"))
     progress("import the model")
     loss = None if options.loss is None else load_attribute("--loss", options.loss)
-    model, args, kwargs = make_inputs(options.factory)
+    of_batch = hf_factory(options)
+    model, args, kwargs = make_inputs(options.factory) if of_batch is None else of_batch(options.batch or 1)
     if dynamic is not None:
         if given.pop("plan") != "unit":
             raise UsageError(f"--plan {options.plan}: --formulas are those of --plan unit; leave --plan out")
@@ -96,18 +108,19 @@ def run_inspect(options: argparse.Namespace) -> int:
         )
     with no_garbage_collection():
         report = inspect(model, args, kwargs, mesh=mesh, loss=loss, progress=progress, **given)
-        progress("done")
+        progress("write")
         print_summary(report, Console(width=None if sys.stdout.isatty() else 160))
         if options.html is not None:
             write_html(report, options.html)
         if options.text is not None:
-            options.text.write_text(report_text(report))
+            options.text.write_text(report_text(report, folds=not options.all_blocks))
         if options.trace is not None:
             write_trace(report, options.trace)
         if options.json is not None:
             report.to_json(options.json)
         if options.ends_process:
             gc.freeze()
+    progress("done")
     for name in _OUTPUTS:
         if getattr(options, name) is not None:
             print(f"wrote {getattr(options, name)}")
@@ -168,16 +181,6 @@ def inspect_options(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-class _Progress:
-    """Prints a line on stderr for each stage, with the seconds so far."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __call__(self, stage: str) -> None:
-        print(f"  {time.perf_counter() - self._began:6.1f} s  {stage}", file=sys.stderr, flush=True)
-
-
 def parse_mesh(words: list[str], option: str = "--mesh") -> dict[str, int]:
     """Reads a mesh: {"replicate": 4, "shard": 16} from ["replicate=4,shard=16"] or ["replicate=4", "shard=16"].
 
@@ -188,9 +191,11 @@ def parse_mesh(words: list[str], option: str = "--mesh") -> dict[str, int]:
     for word in ",".join(words).split(","):
         name, equals, size = word.partition("=")
         if not equals or not name.strip() or not size.strip().isdecimal():
-            example = "NAME=DIM, as in --formulas batch=0,sequence=1"
-            if option == "--mesh":
-                example = "AXIS=N, as in --mesh replicate=4,shard=16"
+            example = "AXIS=N, as in --mesh replicate=4,shard=16"
+            if option == "--formulas":
+                example = "NAME=DIM, as in --formulas batch=0,sequence=1"
+            if option == "--meshes":
+                example = 'AXIS=N, as in --meshes "shard=16; replicate=2,shard=8"'
             raise UsageError(f"{option} {word}: write {example}")
         if name.strip() in mesh:
             raise UsageError(f"{option} names the axis {name.strip()!r} twice; give each axis once")

@@ -17,11 +17,13 @@ from typing import Any
 
 from ..errors import UsageError
 from ..processes import start_early
+from .hf_model import hf_factory
 from .inspect_command import (
     add_model_arguments,
     inspect_options,
     load_attribute,
     make_inputs,
+    parse_mesh,
     read_inputs,
     refuse_missing_folders,
 )
@@ -43,6 +45,12 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="AXIS=NUMBERS",
         help="sizes of each axis: 8..1024 (doubling), 8..64:8 (steps of 8) or 8,24 (default shard=8..1024)",
     )
+    add(
+        "--meshes",
+        action="append",
+        metavar="MESHES",
+        help='these meshes and no others, instead of --mesh: "shard=16; replicate=2,shard=8"',
+    )
     add("--batch", default="1..8", metavar="NUMBERS", help="batch sizes of a rank (default 1..8, doubling)")
     add("--processes", type=int, metavar="N", help="captures are shared out among so many (default: cores)")
     add(
@@ -59,7 +67,11 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
 def run_sweep(options: argparse.Namespace) -> int:
     """Sweeps over batch sizes and meshes, prints the table and writes the files asked for."""
     refuse_missing_folders(options, _OUTPUTS)
-    meshes = parse_meshes(options.mesh or ["shard=8..1024"])
+    if options.meshes and options.mesh:
+        raise UsageError("--mesh and --meshes: give all combinations with --mesh, or a list with --meshes")
+    meshes = (
+        parse_mesh_list(options.meshes) if options.meshes else parse_meshes(options.mesh or ["shard=8..1024"])
+    )
     batches = parse_numbers("--batch", options.batch)
     num_processes = options.processes
     if num_processes is None:
@@ -68,19 +80,33 @@ def run_sweep(options: argparse.Namespace) -> int:
     find_loss = None if options.loss is None else partial(load_attribute, "--loss", options.loss)
     if find_loss is not None:
         find_loss()
-    make = batched(options.factory)
+    make = hf_factory(options) or batched(options.factory)
     if num_processes > 1:
         start_early()
     # The imports below load Inductor, which takes seconds. Mistakes above are reported before that.
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     from ..inspection import Later, sweep
     from ..report import sweep_plot, sweep_table
 
     began = time.perf_counter()
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(file=sys.stderr)) as bar:
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=Console(file=sys.stderr), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("import the model", total=None)
 
         def progress(what: str, done: int, total: int) -> None:
@@ -175,6 +201,16 @@ def parse_meshes(words: Sequence[str]) -> list[dict[str, int]]:
                 raise UsageError(f"--mesh {word}: write AXIS=NUMBERS, as in --mesh shard=8..1024")
     sizes = {name: parse_numbers(f"--mesh {name}", ",".join(parts)) for name, parts in texts.items()}
     return [dict(zip(sizes, point, strict=True)) for point in itertools.product(*sizes.values())]
+
+
+def parse_mesh_list(words: Sequence[str]) -> list[dict[str, int]]:
+    """Reads meshes: [{"shard": 16}, {"replicate": 2, "shard": 8}] from "shard=16; replicate=2,shard=8".
+
+    Raises:
+        UsageError: a mesh cannot be read, or names an axis twice.
+    """
+    texts = [text.strip() for word in words for text in word.split(";")]
+    return [parse_mesh([text], "--meshes") for text in texts if text] or [parse_mesh([words[0]], "--meshes")]
 
 
 def batched(factory: str) -> _Batched:

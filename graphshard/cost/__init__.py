@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from .collective_probes import CommProbe, probe_collectives, slowest
     from .compute import compute_seconds, kernel_seconds, memory_seconds
     from .flops import executed_flops, kernel_class, model_flops, total_flops
-    from .kernels import Kernel, kernels_of
+    from .kernels import Kernel, kernels_merged_as, kernels_of
     from .links import GroupTopology, collective_bytes, collective_kind, layout_topologies, mesh_topologies
-    from .model import CostModel
+    from .model import CostModel, warn_of
     from .prices import GraphPrices, Prices, behind_wait
     from .probes import DTYPES, ComputeProbe, ProbeSizes, probe_compute
     from .tables import CollectiveTables, load_tables, tables_of
@@ -50,6 +50,7 @@ __all__ = [
     "is_launched",
     "kernel_class",
     "kernel_seconds",
+    "kernels_merged_as",
     "kernels_of",
     "known_cards",
     "layout_topologies",
@@ -64,6 +65,7 @@ __all__ = [
     "slowest",
     "tables_of",
     "total_flops",
+    "warn_of",
 ]
 
 #: Names and their files, imported when they are first asked for: they load torch, and cards are read without it.
@@ -74,6 +76,7 @@ _LATER = {
     "CommProbe": "collective_probes",
     "ComputeProbe": "probes",
     "CostModel": "model",
+    "warn_of": "model",
     "GraphPrices": "prices",
     "GroupTopology": "links",
     "Kernel": "kernels",
@@ -89,6 +92,7 @@ _LATER = {
     "is_launched": "calibration",
     "kernel_class": "flops",
     "kernel_seconds": "compute",
+    "kernels_merged_as": "kernels",
     "kernels_of": "kernels",
     "layout_topologies": "links",
     "load_tables": "tables",

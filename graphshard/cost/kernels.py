@@ -95,6 +95,21 @@ def kernels_of(order: Sequence[fx.Node]) -> list[Kernel]:
     return [kernel for run in runs.values() for kernel in _kernels_of_run(run)]
 
 
+def kernels_merged_as(order: Sequence[fx.Node], merged: Sequence[Sequence[str]]) -> list[Kernel]:
+    """The kernels of a graph's nodes, merged as in a graph of the same nodes at other sizes.
+
+    Args:
+        order: the nodes.
+        merged: for each kernel of the other graph the names of its nodes.
+
+    Raises:
+        KeyError: a name is that of no node.
+    """
+    by_name = {node.name: node for node in order}
+    runs = ([by_name[name] for name in names] for names in merged)
+    return [_fused_kernel(run) if is_fusible(run[0]) else _single_kernel(run[0]) for run in runs]
+
+
 def is_free(node: fx.Node) -> bool:
     """True for a node that runs no kernel of its own: a view, a wait, a size, a scalar, a collective.
 

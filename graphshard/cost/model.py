@@ -58,11 +58,15 @@ class CostModel:
 
     @staticmethod
     def of_mesh(
-        card: HardwareCard, layout: MeshLayout, *, tables: CollectiveTables | None = None
+        card: HardwareCard,
+        layout: MeshLayout,
+        *,
+        tables: CollectiveTables | None = None,
+        told: list[str] | None = None,
     ) -> CostModel:
         """The model of a mesh whose consecutive ranks fill the nodes of the card."""
         groups = layout_topologies(layout, int(card.ranks_per_node))
-        return CostModel(card=card, tables=tables, groups=groups)
+        return CostModel(card=card, tables=tables, groups=groups, told=told)
 
     def compute_seconds(self, gm: fx.GraphModule) -> dict[fx.Node, float]:
         """Seconds of compute of each node; see :func:`graphshard.cost.compute.compute_seconds`."""
@@ -209,3 +213,15 @@ def _check_collective(kind: str, num_bytes: int) -> None:
         raise OptionError(f"no collective {kind!r}: it is one of {', '.join(COLLECTIVE_KINDS)}")
     if num_bytes < 0:
         raise OptionError(f"{kind} of {num_bytes} bytes: give the bytes of its larger tensor, 0 or more")
+
+
+def warn_of(told: Sequence[str], *, stacklevel: int) -> None:
+    """Issues what a model collected in ``told`` as one warning (UserWarning), at the caller ``stacklevel`` frames up.
+
+    One table can lack many groups and sizes. The warning names the first three.
+    """
+    if not told:
+        return
+    distinct = list(dict.fromkeys(told))
+    more = f"; and {len(distinct) - 3} more such cases" if len(distinct) > 3 else ""
+    warnings.warn("; ".join(distinct[:3]) + more, UserWarning, stacklevel=stacklevel + 1)

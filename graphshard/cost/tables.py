@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import OptionTypeError, TableError
+from ..units import size_text
 
 #: Kinds of collectives by their names in tables.
 _KIND_OF_WORD = {
@@ -120,8 +121,8 @@ class CollectiveTables:
             return ""
         how = "above it the bandwidth of the last two rows" if num_bytes > most else "below it the first row"
         return (
-            f"{self.source}: {kind} over {group} ({num_ranks} ranks) was measured from {least} to {most} "
-            f"bytes; {how} is used"
+            f"{self.source}: {kind} over {group} ({num_ranks} ranks) was measured from "
+            f"{size_text(least)} to {size_text(most)}; {how} is used"
         )
 
 

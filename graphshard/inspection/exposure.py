@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..planner.search import BucketRun, Collective, Problem
-from ..report import size_text
+from ..units import size_text, time_text
 from .events import Walk
 
 #: Causes that keep a collective from ending sooner.
 CAUSES = (
     "closed early",  # it is waited for before its result is read
-    "spread",  # it should have ended, and may be late
+    "spread",  # it ends in time on average, but times of collectives vary on this machine
     "queue",  # its group is busy with another collective
     "first",  # it is at the beginning, where no compute could hide it
     "data",  # its input is made too late
@@ -63,6 +63,7 @@ class Explainer:
         declined: why a collective is not overlapped more, by its name.
         unit_of: the unit of a collective, by its name.
         label_of: the label of a process group, by its name.
+        where: a position of the schedule in words.
     """
 
     def __init__(
@@ -74,9 +75,10 @@ class Explainer:
         declined: dict[str, str],
         unit_of: dict[str, str],
         label_of: Callable[[str], str],
+        where: Callable[[int], str],
     ) -> None:
         self._problem, self._made_by = problem, made_by
-        self._declined, self._unit_of, self._label_of = declined, unit_of, label_of
+        self._declined, self._unit_of, self._label_of, self._where = declined, unit_of, label_of, where
         self._compute = sum(event.seconds for event in found.stream if event.kind != "wait")
         self._busy: dict[str, float] = {}
         for flight in found.flights:
@@ -101,7 +103,7 @@ class Explainer:
         if any(one.after for one in ones):
             return Explanation(
                 cause="order",
-                reason="it reads what another collective gives, and can only start behind that one's wait",
+                reason="it reads the result of another collective, and can start only when that one has ended",
                 remedy=self._less_to_send(flight),
             )
         return self._scheduled(flight, earliest, name)
@@ -113,16 +115,17 @@ class Explainer:
         why = self._declined.get(name, _CLOSED_EARLY[self._made_by])
         return Explanation(
             cause="closed early",
-            reason=f"it is waited for {self._problem.where(flight.wait)}, but its result is read only "
-            f"{'at the end' if deadline >= len(self._problem.tasks) else self._problem.where(deadline)}: {why}",
+            reason=f"it is waited for {self._where(flight.wait)}, but its result is first read "
+            f"{self._where(deadline)}: {why}",
             remedy=self._more_overlap(),
         )
 
     def _spread(self, flight: BucketRun) -> Explanation:
         return Explanation(
             cause="spread",
-            reason=f"it should have ended {_ms(flight.needed - flight.finished)} before, but on this machine "
-            "collectives are sooner or later (collective_spread_seconds of the card)",
+            reason=f"on average it ends {time_text(flight.needed - flight.finished)} before its result is needed, but "
+            "the times of collectives vary on this machine (collective_spread_seconds of the card), and a late one is "
+            "waited for",
             remedy=self._more_room(flight),
         )
 
@@ -132,12 +135,13 @@ class Explainer:
         what = f"the {front.kind} of unit {unit!r}" if unit else front.name
         queue = self._one(flight).queue
         lost = flight.began - flight.issued
-        reason = f"it waits {_ms(lost)} in the queue of {self._label_of(queue)}, behind {what}"
+        reason = f"it waits {time_text(lost)} in the queue of {self._label_of(queue)}, behind {what}"
         busy = self._busy[queue]
         if busy >= 0.9 * self._compute:
             return Explanation(
                 cause="queue",
-                reason=f"{reason}; the group is busy for {_ms(busy)} of {_ms(self._compute)} of compute",
+                reason=f"{reason}; the group is busy for {time_text(busy)}, and compute takes "
+                f"{time_text(self._compute)}",
                 remedy="there is about as much to send as to compute: more tokens per rank, fewer ranks on "
                 "the shard axis with copies on a replicate axis, smaller dtypes, or faster links",
             )
@@ -156,13 +160,13 @@ class Explainer:
     def _late_data(self, flight: BucketRun, ones: Sequence[Collective]) -> Explanation:
         hidden = flight.needed - flight.issued
         unit = self._unit_of.get(ones[0].name, "")
-        follows = f"only {_ms(hidden)} of compute follow" if hidden > 0 else "no compute follows"
+        follows = f"only {time_text(hidden)} of compute follow" if hidden > 0 else "no compute follows"
         reason = (
             f"it starts as soon as its input exists, and {follows} until its result is needed, for "
-            f"{_ms(flight.seconds)} of communication"
+            f"{time_text(flight.seconds)} of communication"
         )
         if ones[0].limit == "reduction" and flight.wait >= len(self._problem.tasks):
-            part = f"unit {unit!r}" if unit else "what ends last"
+            part = f"unit {unit!r}" if unit else "the last unit"
             remedy = (
                 f"make {part} smaller (smaller units inside it), so that less is left to reduce at the end"
             )
@@ -171,7 +175,7 @@ class Explainer:
         return Explanation(cause="data", reason=reason, remedy=remedy)
 
     def _scheduled(self, flight: BucketRun, earliest: int, name: str) -> Explanation:
-        where = self._problem.where(flight.start)
+        where = self._where(flight.start)
         if self._made_by == "plan":
             budget = self._problem.budget_bytes
             why = "another order or bucket costs more elsewhere"
@@ -181,7 +185,7 @@ class Explainer:
                 cause="schedule", reason=f"it starts {where}: {why}", remedy=self._more_room(flight)
             )
         why = self._declined.get(name, _STARTED_LATE[self._made_by])
-        first = "at the top" if earliest == 0 else self._problem.where(earliest)
+        first = "at the beginning" if earliest == 0 else self._where(earliest)
         return Explanation(
             cause="schedule",
             reason=f"it could start {first}, but starts {where}: {why}",
@@ -205,7 +209,3 @@ class Explainer:
             f"less to send at this point ({size_text(flight.num_bytes)}): smaller dtypes, smaller units, or "
             "more tokens per rank"
         )
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"

@@ -7,7 +7,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
+import torch
 from torch import fx
 
 from ..cost import CostModel, total_flops
@@ -25,6 +27,8 @@ MAX_POINTS = 400
 MAX_STRETCHES = 1500
 
 _NOTHING = Explanation(cause="", reason="", remedy="")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_TORCH = str(Path(torch.__file__).parent)
 _ROOT = re.compile(r"^L\['self'\]\.(_export_root\.)?(model\.?)?")
 
 
@@ -123,7 +127,7 @@ def _numbers(
         schedule=(),
         memory=(peak,),
         peak=peak,
-        peak_where=_where(memory.nodes[at_peak], half.ctx),
+        peak_where=node_label(memory.nodes[at_peak], half.ctx),
     )
 
 
@@ -136,9 +140,18 @@ def _bounds_data(bounds: Bounds) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
 
 
-def _where(node: fx.Node, ctx: PassContext) -> str:
-    module = module_label(node, ctx)
-    return f"{node.name} in {module}" if module else node.name
+def node_label(node: fx.Node, ctx: PassContext) -> str:
+    """A node for people: its name, its module, and the line of the model that it comes from, as far as known."""
+    module, line = module_label(node, ctx), source_line(node)
+    text = f"{node.name} in {module}" if module else node.name
+    return f"{text} ({line})" if line else text
+
+
+def source_line(node: fx.Node) -> str:
+    """The file and the number of the innermost line outside of torch in a node's stack; "" if unknown."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    outside = [(file, number) for file, number in frames if not file.startswith(_TORCH)]
+    return f"{Path(outside[-1][0]).name}:{outside[-1][1]}" if outside else ""
 
 
 def module_label(node: fx.Node, ctx: PassContext) -> str:
@@ -213,6 +226,14 @@ def _collectives(half: ScheduledHalf, found: GraphProblem, events: Walk) -> Iter
         for node, behind in bindings.items()
     }
     declined = {sentence.split(" ", 1)[0]: sentence.split(": ", 1)[-1] for sentence in half.skipped}
+
+    def where(position: int) -> str:
+        return (
+            f"before {node_label(found.tasks[position], half.ctx)}"
+            if position < len(found.tasks)
+            else "at the end"
+        )
+
     explainer = Explainer(
         found.problem,
         events,
@@ -220,6 +241,7 @@ def _collectives(half: ScheduledHalf, found: GraphProblem, events: Walk) -> Iter
         declined=declined,
         unit_of=units,
         label_of=partial(axis_label, half.ctx),
+        where=where,
     )
     for flight in events.flights:
         nodes = [found.starts[index] for index in flight.members]

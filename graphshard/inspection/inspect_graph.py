@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from torch import fx
 
-from ..cost import CollectiveTables, CostModel, GroupTopology, HardwareCard, card_of, tables_of
+from ..cost import CollectiveTables, CostModel, GroupTopology, HardwareCard, card_of, tables_of, warn_of
 from ..errors import BudgetError
 from ..ir import MeshLayout, graph_text, is_collective
 from ..memory import kept_inputs, parse_bytes, scratch_of_card
@@ -85,8 +84,7 @@ def inspect_graph(
     )
     if budget is not None and report.memory.peak_bytes > budget:
         raise BudgetError(budget, report.memory.peak_bytes, "the graph as it stands")
-    for message in told:
-        warnings.warn(message, UserWarning, stacklevel=2)
+    warn_of(told, stacklevel=2)
     sizes = [topology.num_ranks for topology in prices.groups.values()]
     return replace(
         report, num_ranks=max(sizes, default=1), worlds=worlds_of([half], prices, {}, MeshLayout())

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from .._compat import lazy_graph_modules
 from ..backend import LOWERING, BackendOptions, half_pipeline
 from ..capture import CapturedStep, capture_step, no_garbage_collection
-from ..cost import CollectiveTables, CostModel, HardwareCard
+from ..cost import CollectiveTables, CostModel, HardwareCard, warn_of
 from ..errors import BudgetError, InfeasibleBudgetError
 from ..ir import apply_order, graph_text, output_values, remembered_results
 from ..passes import PlanCollectives
@@ -135,7 +135,9 @@ def inspect(
             needs_loss=True, device_type=settings.card.device_type, choose=partial(choose_inspected, settings, module),
         )  # fmt: skip
         inspection = Inspection(settings=settings, captured=captured, stages=stages)
-        return inspection.report(name, module, count_tokens(args, kwargs))
+        report = inspection.report(name, module, count_tokens(args, kwargs))
+    warn_of(settings.told, stacklevel=2)
+    return report
 
 
 def _name(value: Any) -> str:

@@ -37,7 +37,7 @@ def worlds_of(
     for size in _sizes(mesh, layout, int(prices.card.ranks_per_node)):
         other = {**mesh, outermost: size}
         axes = tuple(_resized(axis, outermost, mesh[outermost], size) for axis in layout.axes)
-        model = CostModel.of_mesh(prices.card, MeshLayout(axes=axes), tables=prices.tables)
+        model = CostModel.of_mesh(prices.card, MeshLayout(axes=axes), tables=prices.tables, told=[])
         here = prices if other == mesh else model
         found.append(World(mesh=other, num_ranks=math.prod(other.values()), prices=_prices(halves, here)))
     return tuple(found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ class Settings:
     """The settings of an inspection, checked.
 
     ``runs_kernels``: kernels of the CPU are run to measure what they allocate, if the card is that of this machine.
+    ``told`` collects what the tables lack, for one warning at the end.
     """
 
     card: HardwareCard
@@ -37,10 +38,16 @@ class Settings:
     plan: str
     checkpoint: tuple[str, ...]
     runs_kernels: bool = False
+    told: list[str] = field(default_factory=list, compare=False, repr=False)
+
+    @property
+    def limit_bytes(self) -> int:
+        """The most that a rank may hold: the budget, or the capacity of the card."""
+        return int(self.card.memory_bytes) if self.budget_bytes is None else self.budget_bytes
 
     def prices(self, layout: MeshLayout) -> CostModel:
         """The cost model of this machine and mesh."""
-        return CostModel.of_mesh(self.card, layout, tables=self.tables)
+        return CostModel.of_mesh(self.card, layout, tables=self.tables, told=self.told)
 
     def scratch(self, gm: fx.GraphModule) -> KernelScratch:
         """What the kernels of a graph allocate for themselves on the machine of the card."""

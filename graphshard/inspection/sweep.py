@@ -22,7 +22,6 @@ from torch import nn
 
 from ..capture import (
     CapturedStep,
-    ShardingRules,
     StepNumbers,
     can_reshard,
     capture_step,
@@ -32,6 +31,7 @@ from ..capture import (
     spared_by_garbage_collection,
     step_between,
 )
+from ..cost import warn_of
 from ..errors import CaptureError, OptionError
 from ..ir import remembered_results
 from ..processes import process_context
@@ -109,12 +109,12 @@ def sweep(
     points = {place: point for result in results for place, point in result.points.items()}
     found = [points[batch, index] for index in range(len(meshes)) for batch in batches]
     settings = each[0]
-    limit = int(settings.card.memory_bytes) if settings.budget_bytes is None else settings.budget_bytes
+    warn_of([message for result in results for message in result.told], stacklevel=2)
     return Sweep(
         model=results[0].model,
         hardware=settings.card.name,
         settings=settings.as_dict(),
-        limit_bytes=limit,
+        limit_bytes=settings.limit_bytes,
         points=tuple(found),
         between=tuple(sorted({batch for result in results for batch in result.between})),
         num_captures=sum(result.num_captures for result in results),
@@ -191,7 +191,7 @@ class _Job:
 
 @dataclass(slots=True, kw_only=True)
 class _Result:
-    """Points by batch size and index of the mesh."""
+    """Points by batch size and index of the mesh; ``told`` is what tables lack."""
 
     model: str = ""
     between: list[int] = field(default_factory=list)
@@ -199,6 +199,7 @@ class _Result:
     num_captures: int = 0
     capture_seconds: float = 0.0
     point_seconds: float = 0.0
+    told: list[str] = field(default_factory=list)
 
 
 def _shared_out(batches: Sequence[int], num_processes: int) -> tuple[list[int], list[tuple[int, ...]]]:
@@ -419,8 +420,10 @@ class _Work:
                 with no_garbage_collection():
                     point = _point(self.result.model, module, captured, settings, batch, tokens)
                 self.result.points[batch, index] = point
+                self.result.told += [message for message in settings.told if message not in self.result.told]
                 self.result.point_seconds += time.perf_counter() - began
-                self._tell(f"batch {batch} on {_mesh_text(settings.rules)}", True)
+                mesh = " x ".join(f"{name}={size}" for name, size in settings.rules.mesh.items())
+                self._tell(f"batch {batch} on {mesh}", True)
 
 
 def _classes_of_meshes(settings: Sequence[Settings]) -> list[list[int]]:
@@ -436,15 +439,10 @@ def _classes_of_meshes(settings: Sequence[Settings]) -> list[list[int]]:
     return classes
 
 
-def _mesh_text(rules: ShardingRules) -> str:
-    return " x ".join(f"{name}={size}" for name, size in rules.mesh.items())
-
-
 def _point(
     name: str, module: nn.Module, captured: CapturedStep, settings: Settings, batch: int, tokens: int | None
 ) -> SweepPoint:
     step = reshard_step(captured, settings.rules.mesh)
-    limit = int(settings.card.memory_bytes) if settings.budget_bytes is None else settings.budget_bytes
     unlimited = replace(settings, budget_bytes=None)
     inspection = Inspection(settings=unlimited, captured=step, stages=Stages(None), is_brief=True)
-    return sweep_point(inspection.report(name, module, tokens), batch, limit)
+    return sweep_point(inspection.report(name, module, tokens), batch, settings.limit_bytes)

@@ -14,6 +14,7 @@ from ..errors import InfeasibleBudgetError
 from ..ir import apply_order, copy_graph
 from ..memory import parse_bytes, step_bytes
 from ..pipeline import PassContext, bucket_keys, row_places
+from ..units import size_text
 from .merge_collectives import merge_by_unit
 from .plan_graph import PlannedGraph, measured_peak
 from .rule_order import Decisions, Movable, Placement, at_once
@@ -83,7 +84,7 @@ def plan_near(plan: Callable[[int | None], PlannedGraph], peak: int, notes: list
         peak: the budget to try first.
         notes: gets a sentence if a larger budget, or none, was used.
     """
-    too_little = f"no plan is found within the {peak} bytes that units gathered one ahead take"
+    too_little = f"no plan is found within the {size_text(peak)} that units gathered one ahead take"
     for share in _SHARES:
         budget = round(share * peak)
         try:
@@ -92,10 +93,10 @@ def plan_near(plan: Callable[[int | None], PlannedGraph], peak: int, notes: list
             continue
         if planned.plan.solver not in ("none", "leanest") or not planned.plan.buckets:
             if share > 1.0:
-                notes.append(f"{too_little}: this one is within {budget}")
+                notes.append(f"{too_little}: this one is within {size_text(budget)}")
             return planned
     planned = plan(None)
     notes.append(
-        f"{too_little}, nor within {_SHARES[-1]:g} times as much: this one takes {planned.plan.peak_bytes}"
+        f"{too_little}, nor within {_SHARES[-1]:g} times as much: this one takes {size_text(planned.plan.peak_bytes)}"
     )
     return planned

@@ -14,6 +14,7 @@ from torch import fx
 
 from ..ir import UNPACK, fusion_runs, is_collective, is_view, is_wait, short_name, tensor_bytes
 from ..memory import UNMEASURED, KernelScratch, MemoryModel, kept_inputs
+from ..units import size_text
 from .rule_order import Decisions, Movable, Placement
 
 
@@ -48,7 +49,7 @@ def fit(
     fitting = _Fitting(movable, model, wanted, latest, budget_bytes)
     if (excess := model.timeline(latest).peak_bytes - budget_bytes) > 0:
         fitting.declined.append(
-            f"the sequence of starts that overlaps exceeds {budget_bytes} bytes by {excess} at least"
+            f"the sequence of starts that overlaps exceeds {size_text(budget_bytes)} by {size_text(excess)} at least"
         )
     for collective in sequence:
         fitting.floor = max(fitting.floor, fitting.place(collective))
@@ -175,5 +176,5 @@ class _Fitting:
     def _decline(self, node: fx.Node, verb: str, where: fx.Node, held_bytes: int) -> None:
         self.declined.append(
             f"{node.name} ({short_name(node)}) {verb} {where.name}: it holds {held_bytes} bytes, which would "
-            f"raise the peak above {self._budget_bytes} bytes"
+            f"raise the peak above {size_text(self._budget_bytes)}"
         )

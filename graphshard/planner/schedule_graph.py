@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,16 @@ import torch.distributed as dist
 from torch import fx
 
 from .._compat import group_by_name
-from ..cost import CollectiveTables, CostModel, GraphPrices, GroupTopology, HardwareCard, card_of, tables_of
+from ..cost import (
+    CollectiveTables,
+    CostModel,
+    GraphPrices,
+    GroupTopology,
+    HardwareCard,
+    card_of,
+    tables_of,
+    warn_of,
+)
 from ..errors import OptionError, OptionTypeError
 from ..ir import REDUCE_GRAD, UNSHARD, call_arguments, group_name, is_collective, short_name, with_derivative
 from ..memory import scratch_of_card
@@ -92,8 +100,7 @@ def schedule_graph(
         scratch=scratch_of_card(card.machine, card.file, gm, card.device_type),
         move_compute=move_compute,
     )
-    for message in told:
-        warnings.warn(message, UserWarning, stacklevel=2)
+    warn_of(told, stacklevel=2)
     return _put(gm, planned)
 
 

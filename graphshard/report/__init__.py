@@ -1,12 +1,13 @@
 """Reports as data, and their renderings: text, HTML, trace, summary, tables. ``graphshard.inspection`` makes reports.
 
-Imports: ``errors``.
+Imports: ``errors``, ``units``.
 
 Read first: ``data`` (the report and its JSON schema); then ``summary``, ``text``, ``html`` (``html_parts``,
 ``html_passes``, ``page/``), ``trace``, ``formulas``, ``compare`` (``compare_tables``), ``sweep_data``,
-``sweep_views``, ``line_diff``, ``units``.
+``sweep_views``, ``line_diff``, ``fold_blocks``.
 """
 
+from ..units import size_text
 from .compare import diff_reports
 from .compare_tables import diff_tables
 from .data import (
@@ -36,7 +37,6 @@ from .sweep_data import Sweep, SweepPoint, sweep_point
 from .sweep_views import sweep_plot, sweep_table
 from .text import report_text
 from .trace import write_trace
-from .units import size_text
 
 __all__ = [
     "CATEGORIES",

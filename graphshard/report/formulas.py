@@ -30,6 +30,8 @@ class Formulas:
             input and output.
         seconds: "forward compute", "backward compute", "optimizer", "forward communication", "backward communication",
             and "step", in which a half takes the longer of its compute and its communication.
+        communication: the seconds of communication in lines for people: a formula for each kind of collective, with
+            four digits, and the sums of them.
         checked: points at which another capture agreed to the byte.
         solutions: solutions by question; None if no size up to the limit of the search is one.
         notes: what the expressions leave out.
@@ -41,6 +43,7 @@ class Formulas:
     peak: sympy.Expr
     traffic: Mapping[str, sympy.Expr]
     seconds: Mapping[str, sympy.Expr]
+    communication: tuple[str, ...]
     checked: tuple[Mapping[str, int], ...]
     solutions: Mapping[str, int | None]
     notes: tuple[str, ...]
@@ -93,8 +96,12 @@ def _lines(formulas: Formulas) -> Iterator[str]:
     ):
         yield f"\n{title}"
         for name, one in expressions.items():
+            if name.endswith(" communication"):
+                continue
             text = _STEP if name == "step" else sympy.sstr(one.evalf(6) if title == "Seconds" else one)
             yield f"  {name} = {text}"
+    yield "\nSeconds of communication"
+    yield from (f"  {line}" for line in formulas.communication)
     yield "\nBytes of a rank at the peak, on the reference mesh: the largest of"
     yield from (f"  {sympy.sstr(one)}" for one in moments_of(formulas.peak))
     yield "\nSolved"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
+from ..units import size_text, time_text
 from .data import Exposure, Report
-from .units import size_text, time_text
 
 _LANES = {
     "all_gather": ("gather", "all-gather"),
@@ -133,7 +133,12 @@ Cell = tuple[str, float | None]
 
 
 def table(
-    columns: Sequence[str], rows: Iterable[Sequence[Cell]], *, label: str, identity: str, left: int = 1
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Cell]],
+    *,
+    label: str,
+    identity: str,
+    left: Collection[int] = (0,),
 ) -> str:
     """A table that scrolls in its own box and sorts by any column.
 
@@ -142,10 +147,10 @@ def table(
         rows: cells as HTML.
         label: description for screen readers.
         identity: id of the element.
-        left: number of columns with text.
+        left: indices of the columns with text.
     """
     heads = "".join(
-        f'<th scope="col"{" class=left" if index < left else ""}>{escaped(name)}</th>'
+        f'<th scope="col"{" class=left" if index in left else ""}>{escaped(name)}</th>'
         for index, name in enumerate(columns)
     )
     lines = []
@@ -153,7 +158,7 @@ def table(
         cells = []
         for index, (text, value) in enumerate(row):
             data = "" if value is None else f' data-value="{value!r}"'
-            kind = ' class="left"' if index < left else ""
+            kind = ' class="left"' if index in left else ""
             tag = 'th scope="row"' if index == 0 else "td"
             cells.append(f"<{tag}{kind}{data}>{text}</{tag.split()[0]}>")
         lines.append(f"<tr>{''.join(cells)}</tr>")
@@ -170,17 +175,17 @@ def halves_table(report: Report) -> str:
     rows = [
         [
             (escaped(half.name), None),
+            (shown_time(half.exposed_seconds) if half.exposed_seconds else "-", half.exposed_seconds),
             (str(half.repeats), half.repeats),
             (shown_time(half.seconds), half.seconds),
             (shown_time(half.compute_seconds), half.compute_seconds),
-            (shown_time(half.exposed_seconds) if half.exposed_seconds else "-", half.exposed_seconds),
             (shown_time(half.bound_seconds), half.bound_seconds),
             (f"{100 * half.gap:.1f} %", half.gap),
             (size_text(half.peak.total_bytes), half.peak.total_bytes),
         ]
         for half in report.halves
     ]
-    columns = ("Half", "Runs", "Each", "Compute", "Exposed", "Bound", "Gap", "Peak memory")
+    columns = ("Half", "Exposed", "Runs", "Each", "Compute", "Bound", "Gap", "Peak memory")
     return table(columns, rows, label="Times of the halves", identity="halves")
 
 
@@ -251,6 +256,10 @@ def collectives_table(report: Report) -> str:
     rows = [
         [
             (escaped(one.kind.replace("_", "-")), None),
+            (
+                f'<span class="cost">{shown_time(one.exposed_seconds)}</span>' if one.exposed_seconds else "-",
+                one.exposed_seconds,
+            ),
             (escaped(one.half), None),
             (escaped(one.group), None),
             (size_text(one.num_bytes), one.num_bytes),
@@ -258,15 +267,11 @@ def collectives_table(report: Report) -> str:
             (shown_time(one.seconds), one.seconds),
             _rate(one.num_bytes, one.seconds),
             (shown_time(one.count * one.seconds), one.count * one.seconds),
-            (
-                f'<span class="cost">{shown_time(one.exposed_seconds)}</span>' if one.exposed_seconds else "-",
-                one.exposed_seconds,
-            ),
         ]
         for one in report.collectives
     ]  # fmt: skip
-    columns = ("Kind", "Half", "Group", "Bytes", "Count", "Each", "Rate", "All", "Exposed")
-    return table(columns, rows, label="Collectives of a step", identity="collectives-table", left=3)
+    columns = ("Kind", "Exposed", "Half", "Group", "Bytes", "Count", "Each", "Rate", "All")
+    return table(columns, rows, label="Collectives of a step", identity="collectives-table", left=(0, 2, 3))
 
 
 def _rate(num_bytes: int, seconds: float) -> Cell:

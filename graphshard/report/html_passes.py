@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..units import size_text
 from .data import PassStep, Report
 from .html_parts import Cell, escaped, shown_time, table
 from .text import pass_diffs
-from .units import size_text
 
 #: The most lines of a diff or of a graph's text on the page; the page says how many are left out.
 MAX_LINES = 300
@@ -22,7 +22,7 @@ def passes_section(report: Report) -> str:
     if not report.passes:
         return "<p>None ran.</p>"
     columns = ("Graph", "Pass", "Nodes", "Collectives", "Their input", "Took", "Reported")
-    counts = table(columns, _rows(report), label="Passes", identity="passes-table", left=2)
+    counts = table(columns, _rows(report), label="Passes", identity="passes-table", left=(0, 1))
     return "\n".join([counts, *_texts(report)])
 
 

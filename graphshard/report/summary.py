@@ -6,8 +6,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ..units import size_text, time_text
 from .data import Report
-from .units import size_text, time_text
 
 
 def print_summary(report: Report, console: Console) -> None:

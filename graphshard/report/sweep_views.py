@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.table import Table
 
 from ..errors import UsageError
+from ..units import GIB, size_text, time_text
 from .sweep_data import Sweep, SweepPoint
-from .units import GIB, size_text, time_text
 
 
 def sweep_table(sweep: Sweep) -> Table:

@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .data import PassStep, Report
+from .fold_blocks import folded_lines
 from .line_diff import unified_lines
 
 
-def report_text(report: Report) -> str:
+def report_text(report: Report, *, folds: bool = False) -> str:
     """The graph after each pass, then the collectives with their predicted times.
 
     Equal inputs give equal texts: there are no clock times, paths or random names.
+
+    Args:
+        report: the report.
+        folds: write the first of equal blocks of a graph, and how many follow (:func:`folded_lines`), and no text
+            that a pass left as it was.
     """
-    return "\n".join([*_passes(report), *_collectives(report)]) + "\n"
+    return "\n".join([*_passes(report, folds), *_collectives(report)]) + "\n"
 
 
 def pass_diffs(report: Report) -> list[tuple[PassStep, str]]:
@@ -29,12 +35,17 @@ def pass_diffs(report: Report) -> list[tuple[PassStep, str]]:
     return found
 
 
-def _passes(report: Report) -> Iterator[str]:
+def _passes(report: Report, folds: bool) -> Iterator[str]:
+    last: dict[str, str] = {}
     for step in report.passes:
         counts = "".join(f", {number} {what}" for what, number in step.counts.items())
         yield f"# {step.graph}: {step.name} ({step.num_nodes} nodes, {step.num_collectives} collectives{counts})"
         yield from (f"# declined: {sentence}" for sentence in step.skipped)
-        yield step.text
+        if folds and step.text == last.get(step.graph):
+            yield "# text unchanged"
+        else:
+            yield "\n".join(folded_lines(step.text.splitlines())) if folds else step.text
+        last[step.graph] = step.text
 
 
 def _collectives(report: Report) -> Iterator[str]:

@@ -7,6 +7,7 @@ from torch import nn
 import graphshard
 from graphshard.backend import dynamic_sizes
 from graphshard.errors import InfeasibleBudgetError
+from graphshard.units import exact_size
 
 BUDGET = 200_000
 
@@ -45,8 +46,8 @@ def test_a_size_that_does_not_fit_is_refused_before_it_runs_and_others_are_not(f
     message = str(caught.value)
     assert message.startswith("graph 0 (forward) is compiled for any size and was planned for one; ")
     assert "at size 2000 where 8 was planned for, its plan needs" in message
-    assert f"needs {needed} bytes of a memory budget of {BUDGET} bytes" in message
-    assert "torch.compile(dynamic=False)" in message and f"allow {needed} bytes" in message
+    assert f"needs {exact_size(needed)} of a memory budget of {exact_size(BUDGET)}. " in message
+    assert "torch.compile(dynamic=False)" in message and f"allow {exact_size(needed)}" in message
 
 
 def test_what_a_size_needs_is_what_a_plan_for_it_takes(fake_group):

@@ -120,8 +120,7 @@ def test_calibrate_writes_a_card_that_cards_shows(tmp_path, capfd):
     assert main(["calibrate", "--quick", "--out", str(out)]) == 0
     printed = capfd.readouterr()
     assert printed.out == f"wrote {out}; use it with hardware={str(out)!r}\n"
-    assert "matmul float32: " in printed.err
-    assert "all_gather: " in printed.err
+    assert "matmul float32" not in printed.err  # progress is for terminals
     assert main(["cards", str(out)]) == 0
     assert capfd.readouterr().out.splitlines()[1].split()[0] == "here"
 

@@ -31,7 +31,8 @@ def here(tmp_path, monkeypatch):
 GOOD = ["inspect", "factories:make", "--hardware", "round.json", "--loss", "factories:loss", "--mesh", "shard=4"]
 
 
-def test_everything_is_written(here, capsys):
+def test_everything_is_written(here, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     outputs = ["--html", "report.html", "--text", "out.txt", "--trace", "trace.json", "--json", "report.json"]
     assert main([*GOOD, "--unit", "first", "--unit", "second", "--micro-batches", "2", *outputs]) == 0
     printed = capsys.readouterr()
@@ -40,7 +41,8 @@ def test_everything_is_written(here, capsys):
         assert f"\n{title}" in printed.out
     assert printed.out.endswith("wrote report.html\nwrote out.txt\nwrote trace.json\nwrote report.json\n")
     stages = re.findall(r"^ +\d+\.\d s  (.+)$", printed.err, re.MULTILINE)
-    assert stages[0] == "import the model" and "capture" in stages and stages[-1] == "done"
+    assert stages[:2] == ["import the model, then capture", "capture, then forward: passes"]
+    assert stages[-2:] == ["write, then done", "done"] and all(", then " in stage for stage in stages[:-1])
     data = json.loads((here / "report.json").read_text())
     jsonschema.validate(data, report_schema())
     assert data["settings"]["units"] == ["first", "second"] and data["settings"]["micro_batches"] == 2
@@ -85,6 +87,12 @@ def test_policies_reach_the_capture(here, capsys):
         (["factories:tensor_as_args"], "factories:tensor_as_args returned (Model, Tensor); a factory returns"),
         (["factories:fails"], "factories:fails raised KeyError: 'no weights here'"),
         (["factories:short"], "what the model returns is no loss: f32[2, 4]; give a function"),
+        (["factories:wide"], "the model does not run on these inputs (args[0] f32[2, 5]): a and b must have same"),
+        ([], "name a model: PKG.MODULE:FACTORY, or --hf CONFIG"),
+        (["factories:make", "--sequence", "8"], "--batch and --sequence go with --hf; a factory makes its own"),
+        (["factories:make", "--batch", "2"], "--batch and --sequence go with --hf; a factory makes its own inputs"),
+        (["factories:make", "--hf", "llama"], "factories:make and --hf llama: name one model"),
+        (["--hf", "llama", "--batch", "0"], "--batch and --sequence: give whole numbers, at least 1"),
         (["factories:breaks"], "factories.py:16, in forward: `torch._dynamo.graph_break()`"),
         (["factories:selects"], "factories.py:22, in forward: `return y[y > 0].sum()`"),
         (["factories:make", "--mesh", "shard"], "--mesh shard: write AXIS=N"),
@@ -101,7 +109,8 @@ def test_policies_reach_the_capture(here, capsys):
         (["factories:make", "--plan", "best"], "plan='best' is unknown"),
         (["factories:make", "--micro-batches", "0"], "micro_batches=0 must be"),
         (["factories:make", "--memory-budget", "lots"], "memory_budget='lots' cannot be read"),
-        (["factories:make", "--memory-budget", "100", "--loss", "factories:loss"], "memory_budget: 100 bytes a rank"),
+        (["factories:make", "--memory-budget", "60"], "memory_budget='60' has no unit, and would be 60 bytes; write"),
+        (["factories:make", "--memory-budget", "100B", "--loss", "factories:loss"], "memory_budget: 100 bytes a rank"),
         (["factories:make", "--json", "nowhere/report.json"], "--json nowhere/report.json: its folder does not exist"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -115,6 +124,12 @@ def test_a_mistake_is_one_line_and_status_2(here, capsys, arguments, complaint):
     *_, last = printed.err.splitlines()
     assert last.startswith("graphshard inspect: ") and complaint in last
     assert "Traceback" not in printed.err
+
+
+def test_without_a_terminal_only_results_are_printed(here, capsys):
+    assert main(GOOD) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "" and "Time" in printed.out
 
 
 def test_debug_shows_the_traceback(here):

@@ -9,7 +9,7 @@ from support.small_graphs import GROUP, LOWERING, GraphBuilder, one_axis, two_ax
 from support.small_models import MODELS
 from support.torch_versions import NEEDS_MESSAGES
 
-from graphshard.cost import CostModel, GroupTopology, compute_seconds, load_card
+from graphshard.cost import CostModel, GroupTopology, compute_seconds, load_card, warn_of
 from graphshard.cost.cards import LinkClass, MeasuredCollective
 from graphshard.cost.links import formula_seconds
 from graphshard.cost.prices import behind_wait
@@ -113,8 +113,16 @@ def test_what_would_be_warned_of_can_be_collected_once_each():
     for _ in range(2):
         assert model.collective_seconds("all_gather", 128, "shard") > 6
         model.collective_seconds("all_reduce", 8, "shard")
-    assert ["was measured from 8 to 64 bytes; above it" in told[0], "has no all_reduce" in told[1]] == [True, True]
+    assert ["was measured from 8 B to 64 B; above it" in told[0], "has no all_reduce" in told[1]] == [True, True]
     assert len(told) == 2
+
+
+def test_a_warning_names_three_cases_and_counts_the_others():
+    warn_of([], stacklevel=1)
+    with pytest.warns(UserWarning) as caught:
+        warn_of(["a", "b", "a", "c", "d", "e"], stacklevel=1)
+    assert [str(one.message) for one in caught] == ["a; b; c; and 2 more such cases"]
+    assert caught[0].filename == __file__
 
 
 def test_a_copy_reads_and_writes():

@@ -25,7 +25,7 @@ def test_between_rows_logarithms_are_linear():
 def test_above_the_last_row_the_last_bandwidth_counts_with_a_warning():
     tables = parse_tables(TEXT, where="t.csv")
     with pytest.warns(
-        UserWarning, match=r"t\.csv: all_gather over shard \(8 ranks\).*1000 to 200000.*last two"
+        UserWarning, match=r"t\.csv: all_gather over shard \(8 ranks\).*1000 B to 195.3 KiB.*last two"
     ):
         assert tables.seconds("all_gather", 400000, "shard", 8) == pytest.approx(4e-2)
 

@@ -12,13 +12,16 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
+from graphshard.capture import StepNumbers
 from graphshard.cli.main import main
 from graphshard.cost.links import GroupTopology, formula_seconds
 from graphshard.errors import FormulaError, OptionError, UnsupportedShardingError
-from graphshard.inspection.formulas.links import Traffic, traffic_seconds
+from graphshard.inspection.formulas.interpolation import GraphNumbers
+from graphshard.inspection.formulas.links import Traffic, communication_lines, traffic_seconds
 from graphshard.inspection.formulas.polynomials import Basis, expression, fit, undominated, value_at
 from graphshard.inspection.formulas.sampling import Sampler
 from graphshard.inspection.settings import read_settings
+from graphshard.ir import graph_text
 from graphshard.report import CATEGORIES
 from graphshard.report.formulas import formulas_text, moments_of
 
@@ -154,6 +157,22 @@ def test_text_and_data(found):
     assert data["solutions"] == found.solutions
 
 
+@pytest.mark.parametrize("kind", ["all_gather", "all_reduce"])
+def test_the_lines_of_communication_are_what_is_computed(kind):
+    shard = sympy.Symbol("shard", integer=True, positive=True)
+    one = Traffic(kind=kind, num_bytes=3 * 2**20 * shard, count=3, ranks=shard)
+    near = {shard: sympy.Min(shard, 8)}
+    _, formula, *ways, total = communication_lines({("forward", kind): one}, near, CARD)
+    assert formula.startswith(f"{kind}(b, n, m) = ") and formula.endswith(" in one node, else the least of")
+    assert total == f"forward communication = 3 * {kind}(3145728*shard/3, shard, Min(8, shard))"
+    in_one = formula.removeprefix(f"{kind}(b, n, m) = ").removesuffix(" in one node, else the least of")
+    for ranks in (4, 64):
+        sizes = {"b": 2**20 * ranks, "n": ranks, "m": min(ranks, 8), "k": -(-ranks // 8)}
+        texts = [in_one] if ranks <= 8 else [way[: way.rindex(" (")] for way in ways]
+        shown = min(float(sympy.sympify(text).subs(sizes)) for text in texts)
+        assert 3 * shown == pytest.approx(float(traffic_seconds(one, near[shard], CARD).subs(shard, ranks)), rel=2e-3)
+
+
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
 @pytest.mark.parametrize("ranks", [1, 2, 8, 16, 64, 1024])
 @pytest.mark.parametrize("num_bytes", [10**3, 10**9])
@@ -183,7 +202,7 @@ class Cubic(Scores):
 def test_a_graph_that_changes_is_refused():
     with torch.device("meta"):
         model = Longer()
-    message = "the graph at sequence=24 is not the one at sequence=12: there are no expressions for both"
+    message = "the graph at sequence=36 is not the one at sequence=12: there are no expressions for both"
     with pytest.raises(FormulaError, match=message):
         graphshard.formulas(
             model, inputs(3, 12)[1], dynamic={"sequence": 1}, mesh={"shard": 2}, hardware=CARD
@@ -191,20 +210,33 @@ def test_a_graph_that_changes_is_refused():
 
 
 class Coincides(nn.Module):
-    """At 12 tokens loops over tokens are as long as those over `scale`, and kernels others than elsewhere."""
+    """At 12 tokens the loop over their values is as long as that over `scale`, and both are one kernel."""
 
     def __init__(self):
         super().__init__()
-        self.table, self.scale = nn.Embedding(16, 10), nn.Parameter(torch.ones(12))
+        self.table, self.scale = nn.Embedding(16, 10), nn.Parameter(torch.ones(3 * 12 * 10))
 
     def forward(self, tokens):
-        return self.table(tokens).exp().sum(-1).sum(0).exp().sum() + self.scale.exp().sum()
+        return self.table(tokens).exp().sum() + self.scale.exp().sum()
 
 
-def test_kernels_that_change_are_refused():
+def test_kernels_that_a_size_merges_by_chance_are_taken_apart():
+    """At 12 tokens two loops are one kernel; expressions take them as at other sizes."""
     with torch.device("meta"):
         model = Coincides()
-    message = "the graph at sequence=24 is not the one at sequence=12.*start from larger sizes"
+    options = {"mesh": {"shard": 2}, "hardware": CARD}
+    found = graphshard.formulas(model, inputs(3, 12)[1], dynamic={"sequence": 1}, **options)
+    for tokens in (12, 17):
+        report = graphshard.inspect(model, *inputs(3, tokens)[1:], **options)
+        seconds = found.value(found.seconds["forward compute"], sequence=tokens)
+        assert (seconds == pytest.approx(report.half("forward").compute_seconds, rel=1e-9)) == (tokens != 12)
+
+
+def test_kernels_that_change_are_refused(monkeypatch):
+    with torch.device("meta"):
+        model = Coincides()
+    monkeypatch.setattr("graphshard.inspection.formulas.fitting._CHECKS", (1, 1, 1))  # at 12 tokens itself
+    message = "the merging of kernels at sequence=12 is not the one at sequence=36.*start from other sizes"
     with pytest.raises(FormulaError, match=message):
         graphshard.formulas(model, inputs(3, 12)[1], dynamic={"sequence": 1}, mesh={"shard": 2}, hardware=CARD)
 
@@ -291,7 +323,8 @@ def here(tmp_path, monkeypatch):
     sys.modules.pop("formula_factories", None)
 
 
-def test_command(here, capsys):
+def test_command(here, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     arguments = ["inspect", "formula_factories:make", "--hardware", "round.json", "--mesh", "shard=4"]
     assert main([*arguments, "--formulas", "batch=0", "--json", "out.json"]) == 0
     printed = capsys.readouterr()
@@ -299,7 +332,8 @@ def test_command(here, capsys):
         "wrote out.json\n"
     )
     assert "largest batch that fits: " in printed.out
-    assert "capture batch=6" in printed.err
+    assert "capture batch=9 (2 of 4, then the fit)\n" in printed.err and "find the smallest mesh\n" in printed.err
+    assert "Piecewise" not in printed.out and "\n  all_gather(b, n, m) = " in printed.out
     assert json.loads((here / "out.json").read_text())["symbols"] == ["batch", "shard"]
 
 
@@ -351,3 +385,78 @@ def test_merged_sums_are_no_copies_around_collectives():
     small, large = (sampler.sample((batch,)) for batch in (64, 1024))
     assert small.copy_seconds == pytest.approx(large.copy_seconds, rel=1e-6)
     assert len(large.kernels[0]) > 0 and all(seconds >= 0 for seconds in small.copy_seconds)
+
+
+class Masked(nn.Module):
+    """A table of pairs of positions, and results of every position but the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(16, 10), nn.Linear(10, 4)
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        weights = torch.softmax(x @ x.transpose(1, 2), dim=-1)
+        return self.head(weights @ x)[:, :-1].square().mean()
+
+
+class Padded(Masked):
+    """A size that is no product of functions of the dims."""
+
+    def forward(self, tokens):
+        more = -(-tokens.shape[1] // 7) * 7
+        return super().forward(tokens) + self.table.weight.sum() * torch.ones(more).sum()
+
+
+def _sampler(model, batch=3, sequence=12):
+    left_open = dict.fromkeys(("rules", "tables", "mp_policy", "reshard_after_forward", "memory_budget"))
+    settings = read_settings(
+        hardware=CARD, mesh={"shard": 4}, units=["head"], optimizer="adamw", micro_batches=1, plan="unit",
+        checkpoint=(), **left_open,
+    )  # fmt: skip
+    return Sampler(
+        module=model, args=(torch.empty(batch, sequence, dtype=torch.long, device="meta"),), kwargs={},
+        dynamic={"batch": 0, "sequence": 1}, sizes={"batch": batch, "sequence": sequence}, loss=None,
+        settings=settings, progress=lambda stage: None, known={},
+    )  # fmt: skip
+
+
+def test_an_interpolated_step_is_the_captured_one():
+    with torch.device("meta"):
+        model = Masked()
+    sampler, point = _sampler(model), (5, 21)
+    sampler.interpolate([(3, 12), (9, 12), (3, 36)], [(18, 72)])
+    assert sampler.graphs is not None
+    made = sampler.step(point)
+    assert point not in sampler.known and sampler.confirms(point)
+    captured = sampler.captured(point)
+    for half in ("forward", "backward"):
+        assert graph_text(getattr(made, half)) == graph_text(getattr(captured, half))
+
+
+def test_what_cannot_be_interpolated_is_captured():
+    with torch.device("meta"):
+        model = Padded()
+    sampler = _sampler(model)
+    sampler.interpolate([(3, 12), (9, 12), (3, 36)], [(18, 72)])
+    assert sampler.graphs is None
+    sampler.step((5, 21))
+    assert (5, 21) in sampler.known
+
+
+def test_a_prediction_that_a_capture_denies_ends_interpolation():
+    with torch.device("meta"):
+        model = Padded()
+    sampler = _sampler(model)
+    sampler.interpolate([(3, 12), (9, 12), (3, 36)], [])  # nothing checked
+    assert sampler.graphs is not None and not sampler.confirms((3, 40))
+    assert sampler.graphs is None and sampler.confirms((3, 41))
+
+
+def test_numbers_that_begin_at_nothing_have_no_factor():
+    found = {point: StepNumbers(structure="s", numbers=numbers, inputs=(), given="")
+             for point, numbers in (((2,), (0, 4)), ((6,), (1, 12)))}  # fmt: skip
+    assert GraphNumbers.through((2,), found) is None
+    found[6,] = StepNumbers(structure="s", numbers=(0, 12), inputs=(), given="")
+    assert GraphNumbers.through((2,), found).at((5,)) == [0, 10]
+    assert GraphNumbers.through((2,), found | {(6,): None}) is None

@@ -36,6 +36,7 @@ from graphshard.planner import half_budget
 from graphshard.planner.from_graph import problem_of_graph
 from graphshard.planner.search import choose_splits as splits
 from graphshard.planner.search import solve
+from graphshard.units import size_text
 
 plan_collectives = sys.modules[PlanCollectives.__module__]
 
@@ -176,8 +177,9 @@ def test_what_is_held_outside_of_the_graph_takes_of_the_budget(captured):
     run_pass(PlanCollectives(memory_budget=budget), tight, beside, *HELD)
     assert _peak(tight) < _peak(free)
     message = (
-        r"budget of 999999 bytes, in which 1000000 bytes outside of the graph count \(shards that it does not read, "
-        r"gradients that wait for a later micro-batch, gathered parameters\); the smallest .* is (\d+) bytes"
+        r"budget of 976.6 KiB \(999999 bytes\), in which 976.6 KiB \(1000000 bytes\) outside of the graph count "
+        r"\(shards that it does not read, "
+        r"gradients that wait for a later micro-batch, gathered parameters\); the smallest .* is .* \((\d+) bytes\)"
     )
     with pytest.raises(InfeasibleBudgetError, match=message) as refused:
         run_pass(PlanCollectives(memory_budget=999_999), copy_graph(gm), beside, *HELD)
@@ -242,7 +244,9 @@ def test_where_no_plan_keeps_the_default_budget_more_is_tried(captured, monkeypa
     monkeypatch.setattr(plan_collectives, "default_peak", lambda gm, ctx: default)
     report = run_pass(PlanCollectives(memory_budget="default"), gm, ctx, *HELD).report
     assert report.planned.plan.budget_bytes == (None if within is None else round(within * default))
-    found = f"is within {round((within or 0) * default)}" if within else f"1.5 times as much: this one takes {peak}"
+    found = f"1.5 times as much: this one takes {size_text(peak)}"
+    if within:
+        found = f"is within {size_text(round(within * default))}"
     assert any(note.startswith("no plan is found within the") and note.endswith(found) for note in report.skipped)
 
 

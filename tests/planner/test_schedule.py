@@ -487,16 +487,23 @@ def test_a_price_that_cannot_be_is_an_error(seconds):
 
 @pytest.mark.parametrize(
     ("value", "num_bytes"),
-    [(5, 5), ("5", 5), ("60GiB", 60 * 2**30), ("2GB", 2 * 10**9), (" 1.5 mib ", 3 * 2**19), ("7b", 7)],
+    [(5, 5), ("2000000", 2_000_000), ("60GiB", 60 * 2**30), ("2GB", 2 * 10**9), (" 1.5 mib ", 3 * 2**19), ("7b", 7)],
 )
 def test_budgets_that_can_be_read(value, num_bytes):
     assert parse_bytes(value) == num_bytes
 
 
-@pytest.mark.parametrize("value", ["", "GiB", "5 parsecs", "-1GB", "1e9", 0, -3, "0GiB"])
+@pytest.mark.parametrize("value", ["", "GiB", "5 parsecs", "-1GB", "1e9", "5", "60", 0, -3, "0GiB"])
 def test_budgets_that_cannot(value):
     with pytest.raises(OptionError, match="memory_budget="):
         parse_bytes(value)
+
+
+def test_a_small_number_without_a_unit_is_asked_for_one():
+    words = "memory_budget='60' has no unit, and would be 60 bytes; write 60GiB, or 60B if bytes are meant"
+    with pytest.raises(OptionError, match=words):
+        parse_bytes("60")
+    assert parse_bytes("60B") == parse_bytes(60) == 60
 
 
 def test_a_budget_of_thousands_of_digits_is_not_printed():

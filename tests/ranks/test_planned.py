@@ -261,7 +261,7 @@ def search_for_a_batch(batches: list[list[int]], is_fresh: bool) -> list[str]:
 def test_after_a_batch_that_does_not_fit_a_smaller_one_is_trained(run_on_gloo_ranks, is_fresh):
     """On the same model, and on a new one with the same parameters."""
     first, second = run_on_gloo_ranks(2, search_for_a_batch, [[2048, 2], [2048, 2]], is_fresh)
-    assert first[0].startswith("no schedule keeps a memory budget of 200000 bytes")
+    assert first[0].startswith("no schedule keeps a memory budget of 195.3 KiB (200000 bytes)")
     assert second[0] == f"rank 0 could not compile graph 0 (joint): {first[0]}"
     assert first[1] == second[1] == ""
 
@@ -269,7 +269,7 @@ def test_after_a_batch_that_does_not_fit_a_smaller_one_is_trained(run_on_gloo_ra
 def test_a_rank_whose_batch_does_not_fit_stops_the_others_at_once(run_on_gloo_ranks):
     """Rank 0 has planned for its own batch; the next batch of both fits."""
     first, second = run_on_gloo_ranks(2, search_for_a_batch, [[2, 2], [2048, 2]], False)
-    assert second[0].startswith("no schedule keeps a memory budget of 200000 bytes")
+    assert second[0].startswith("no schedule keeps a memory budget of 195.3 KiB (200000 bytes)")
     assert first[0] == f"rank 1 could not compile graph 0 (forward): {second[0]}"
     assert first[1] == second[1] == ""
 

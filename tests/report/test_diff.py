@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ import graphshard
 from graphshard.cli.main import main
 from graphshard.errors import ReportFileError
 from graphshard.report.compare import diff_reports, read_report
+from graphshard.report.compare_tables import folded
 
 OPTIONS = {"hardware": ROUND_CARD, "loss": lambda output: output.square().mean()}
 
@@ -108,6 +110,33 @@ def test_tables(files, capsys, tmp_path):
     assert lines["forward all_gather of root over shard"][-2:] == ["-", "went"]
     assert lines["forward all_gather of first over shard"][-1] == "came"
     assert json.loads((tmp_path / "diff.json").read_text()) == diff_reports(first, second).to_dict()
+
+
+def test_rows_that_differ_in_one_number_are_folded():
+    layers = [(f"forward all_gather of layers.{index} over shard", "1 ms", "2 ms", "+100.0 %") for index in range(4)]
+    other = ("forward all_gather of layers.4 over shard", "1 ms", "3 ms", "+200.0 %")
+    some = [(f"layers.{index}: of 8", "1", "-", "went") for index in (1, 3, 9)]
+    assert folded([*layers, other, *some]) == [
+        ("forward all_gather of layers.0..3 over shard (4 rows)", "1 ms", "2 ms", "+100.0 %"),
+        other,
+        ("layers.1,3,9: of 8 (3 rows)", "1", "-", "went"),
+    ]
+    two_numbers = [(f"a.{index}.{index}", "1", "2", "") for index in range(3)]
+    assert folded(two_numbers) == two_numbers
+    assert folded(layers[:2]) == layers[:2] and folded([]) == []
+
+
+def test_bytes_and_times_have_units(reports, capsys, tmp_path):
+    for name, budget in (("a", 2**30), ("b", 3 * 2**30)):
+        data = reports[0].to_dict()
+        data["settings"]["memory_budget"] = budget
+        data["collectives"][0]["num_bytes"] = budget // 1024
+        (tmp_path / f"{name}.json").write_text(json.dumps(data))
+    assert main(["diff", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    _, *lines = capsys.readouterr().out.splitlines()
+    printed = "\n".join(lines)
+    assert re.search(r"memory_budget +1 GiB +3 GiB", printed)
+    assert "over shard, 1 MiB " in printed and "over shard, 3 MiB " in printed and "bytes" not in printed
 
 
 @pytest.mark.parametrize(

@@ -280,16 +280,24 @@ def test_fingers_pinch_and_tap(browser, page):
 def test_tables_sort(browser, llama, page):
     browser.open(page, *DESKTOP)
     rows = "[...document.querySelectorAll('#collectives-table tbody tr')]"
-    column = f"{rows}.map((row) => Number(row.cells[3].dataset.value))"
+    column = f"{rows}.map((row) => Number(row.cells[4].dataset.value))"
     sizes = [one.num_bytes for one in llama.collectives]
     assert browser.run(column) == sizes
-    press = "document.querySelectorAll('#collectives-table thead button')[3].click()"
+    press = "document.querySelectorAll('#collectives-table thead button')[4].click()"
     browser.run(press)
     assert browser.run(column) == sorted(sizes, reverse=True)
     browser.run(press)
     assert browser.run(column) == sorted(sizes)
-    state = "document.querySelectorAll('#collectives-table thead th')[3].getAttribute('aria-sort')"
+    state = "document.querySelectorAll('#collectives-table thead th')[4].getAttribute('aria-sort')"
     assert browser.run(state) == "ascending"
+
+
+@pytest.mark.parametrize("table", ["collectives-table", "halves"])
+def test_on_a_phone_exposed_time_is_in_view(browser, page, table):
+    browser.open(page, *PHONE)
+    heads = f"[...document.querySelectorAll('#{table} thead th')]"
+    assert browser.run(f"{heads}[1].textContent").startswith("Exposed")
+    assert 0 < browser.run(f"{heads}[1].getBoundingClientRect().right") <= PHONE[0]
 
 
 def test_everything_is_reached_by_tab(browser, page):

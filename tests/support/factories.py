@@ -34,6 +34,10 @@ def short():
     with torch.device("meta"):
         return Model(), (torch.empty(2, 4),)
 
+def wide():
+    with torch.device("meta"):
+        return Model(), (torch.empty(2, 5),)
+
 def breaks():
     return Breaks(), (torch.ones(2, 4),)
 

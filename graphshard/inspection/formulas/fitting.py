@@ -7,6 +7,7 @@ parameters, and are checked the same way.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,17 +19,22 @@ import sympy
 import torch
 from torch import nn
 
-from ...cost import HardwareCard, Kernel, kernel_seconds
+from ...cost import HardwareCard, Kernel, kernel_seconds, warn_of
 from ...errors import FormulaError, OptionError
 from ...report import Formulas
 from .. import plain_inputs, read_settings, refuse_sharded
-from .links import halves_seconds, stops_hiding
+from .links import communication_lines, halves_seconds, ranks_in_node, stops_hiding
 from .mesh import by_kind, largest_unit, shard_bytes, traffic_expressions
 from .polynomials import Basis, expression, fit, undominated, value_at
 from .sampling import Group, Sample, Sampler, groups_of, works_of
 
 #: Degrees in each dim, in the order in which they are tried. Bytes are rarely more than quadratic in a dim.
 _DEGREES = (1, 2)
+
+#: Factors of the reference sizes at which dims are measured, and those of which the checks take some. They are no
+#: powers of two: where a number of tokens is a width of the model, kernels are merged that are not merged elsewhere.
+_GRID = (1, 3, 5)
+_CHECKS = (6, 9, 10, 11, 13)
 
 #: Random points that check the expressions.
 _NUM_CHECKS = 2
@@ -46,8 +52,9 @@ _NOTES = (
     "Bytes are exact while the graph stays as at the reference; the points checked say that it does there. Dims "
     "of size 1 are special to torch: expressions start at 2. The peak is that of the reference's order of "
     "collectives; at other sizes the schedule may choose another, so sizes that are solved were captured, too.",
-    "Seconds keep each kernel in its regime and at its efficiency at the reference, and copies into and out of "
-    "buckets as they are there; collectives of a kind have their average size and no low-latency protocol. A half "
+    "Seconds merge kernels as at sizes that are no width of the model. They keep each kernel in its regime and at its "
+    "efficiency at the reference, and copies into and out of buckets as they are there; collectives of a kind have "
+    "their average size and no low-latency protocol. A half "
     "takes the longer of its compute and its communication: what cannot overlap (the first gather, the last "
     "reduction) is in the simulation only.",
 )
@@ -94,7 +101,9 @@ def formulas(
         module=module, args=args, kwargs=kwargs, dynamic=dynamic, sizes=sizes, loss=loss,
         settings=settings, progress=progress or (lambda stage: None), known={},
     )  # fmt: skip
-    return _Fitted.through(sampler, random.Random(seed)).formulas()
+    found = _Fitted.through(sampler, random.Random(seed)).formulas()
+    warn_of(settings.told, stacklevel=2)
+    return found
 
 
 def _reference_sizes(inputs: Sequence[Any], dynamic: Mapping[str, int]) -> dict[str, int]:
@@ -130,24 +139,42 @@ class _Fitted:
         """Raises the degrees until random points agree."""
         names = list(sampler.dynamic)
         reference = tuple(sampler.sizes.values())
-        first = sampler.sample(reference)
-        groups = tuple(tuple(groups_of(kernels, sampler.settings.card)) for kernels in first.kernels)
         grids = [_grid(size) for size in reference]
-        choices = [[size * factor for factor in range(4, 9)] for size in reference]
+        choices = [[size * factor for factor in _CHECKS] for size in reference]
         checks = chance.sample(list(itertools.product(*choices)), _NUM_CHECKS)
 
-        def numbers(point: tuple[int, ...]) -> list[int]:
-            structure = tuple(
-                node.name
-                for gm in (sampler.captured(point).forward, sampler.captured(point).backward)
-                for node in gm.graph.nodes
+        def structure_at(point: tuple[int, ...]) -> tuple[str, ...]:
+            step = sampler.step(point)
+            return tuple(node.name for gm in (step.forward, step.backward) for node in gm.graph.nodes)
+
+        def refuse(what: str, point: tuple[int, ...], other: tuple[int, ...], remedy: str) -> None:
+            raise FormulaError(
+                f"{what} at {_text(names, point)} is not the one at {_text(names, other)}: there are no "
+                f"expressions for both; {remedy}, or inspect each of them"
             )
-            sample = sampler.sample(point, orders=first.orders) if structure == first.structure else None
-            if sample is None or [*map(len, sample.kernels)] != [*map(len, groups)]:
-                raise FormulaError(
-                    f"the graph at {_text(names, point)} is not the one at {_text(names, reference)}: there are no "
-                    "expressions for both; start from larger sizes, or inspect each of them"
-                )
+
+        start = tuple(grid[0] for grid in grids)  # the reference, but for sizes of 1
+        sampler.expected = len({reference, start}) + len(names) + len(checks)
+        structure = structure_at(reference)
+        along = [(*start[:dim], grid[1], *start[dim + 1 :]) for dim, grid in enumerate(grids)]
+        for point in (start, *along, *checks):
+            if structure_at(point) != structure:
+                refuse("the graph", point, reference, "start from larger sizes")
+        sampler.interpolate([start, *along], checks)
+        typical = tuple(grid[1] for grid in grids)
+        # Where the size of an input is a width of the model, kernels are merged that are not merged elsewhere.
+        sampler.merged = sampler.merging(typical)
+        first = sampler.sample(reference)
+        groups = tuple(tuple(groups_of(kernels, sampler.settings.card)) for kernels in first.kernels)
+
+        @functools.cache
+        def numbers(point: tuple[int, ...]) -> list[int]:
+            if structure_at(point) != structure:
+                refuse("the graph", point, reference, "start from larger sizes")
+            sample = sampler.sample(point, orders=first.orders)
+            if point in checks and not sample.is_merged_so:
+                remedy = "start from other sizes (a batch of 3 instead of 2, say)"
+                refuse("the merging of kernels", point, typical, remedy)
             return sample.whole_numbers(groups)
 
         wrong = ""
@@ -212,7 +239,7 @@ class _Fitted:
             optimizer=card.kernel_overhead_seconds + moved if optimizer.num_reads else sympy.Integer(0),
             micro_batches=settings.micro_batches,
         )  # fmt: skip
-        limit = int(card.memory_bytes) if settings.budget_bytes is None else settings.budget_bytes
+        limit = settings.limit_bytes
         sizes = dict(zip(names, self.reference, strict=True))
         reference = {**sizes, **mesh}
         result = Formulas(
@@ -222,14 +249,18 @@ class _Fitted:
             peak=peak,
             traffic={kind: settings.micro_batches * one for kind, one in by_kind(traffic).items()},
             seconds=seconds,
+            communication=communication_lines(traffic, ranks_in_node(symbols, card), card),
             checked=self.checked,
             solutions={},
             notes=_NOTES,
         )
+        sampler.progress("check other meshes, then the largest sizes and the smallest mesh")
         self._check_meshes(result)
         solutions: dict[str, int | None] = {}
         for index, name in enumerate(names):
+            sampler.progress(f"find the largest {name} that fits")
             solutions[f"largest {name} that fits"] = self._largest(index, moments, limit)
+        sampler.progress("find the smallest mesh")
         solutions["smallest shard that fits"] = self._smallest_mesh(
             memory["parameters"] + memory["gradients"] + memory["optimizer"], limit
         )
@@ -277,8 +308,8 @@ class _Fitted:
     def _largest(self, index: int, moments: Sequence[tuple[Fraction, ...]], limit: int) -> int | None:
         """The largest size of a dim that fits, with the other dims at the reference.
 
-        The schedule may choose another order at another size. So captures at the expression's answer and at the next
-        size decide, and move the answer until they agree.
+        The schedule may choose another order at another size. So the step at the expression's answer and at the next
+        size decides, and moves the answer until they agree. The answer itself is captured.
         """
 
         def at(size: int) -> tuple[int, ...]:
@@ -287,18 +318,24 @@ class _Fitted:
         def is_predicted(size: int) -> bool:
             return all(value_at(self.basis, one, at(size)) <= limit for one in moments)
 
-        def fits(size: int) -> bool:
-            return max(self.sampler.sample(at(size)).live) <= limit
-
         predicted = _last_true(is_predicted, 1, _LARGEST)
         if predicted == _LARGEST:
             return None
-        size = predicted or 1
-        if fits(size):
-            return _last_true(fits, size, _LARGEST)
-        too_large = _last_true(lambda less: size - less > 0 and not fits(size - less), 0, size)
-        assert too_large is not None
-        return size - too_large - 1 or None
+
+        def search() -> int | None:
+            @functools.cache
+            def fits(size: int) -> bool:
+                return max(self.sampler.sample(at(size)).live) <= limit
+
+            size = predicted or 1
+            if fits(size):
+                return _last_true(fits, size, _LARGEST)
+            too_large = _last_true(lambda less: size - less > 0 and not fits(size - less), 0, size)
+            assert too_large is not None
+            return size - too_large - 1 or None
+
+        found = search()
+        return found if found is None or self.sampler.confirms(at(found)) else search()
 
     def _smallest_mesh(self, persistent: sympy.Expr, limit: int) -> int | None:
         """The smallest shard axis on which the reference fits, by the passes on that mesh.
@@ -350,7 +387,7 @@ def _last_true(holds: Callable[[int], bool], first: int, most: int) -> int | Non
 def _grid(size: int) -> list[int]:
     """Sizes at which a dim is measured, without 1, which torch treats specially."""
     start = size if size > 1 else 2
-    return [start, 2 * start, 3 * start]
+    return [start * factor for factor in _GRID]
 
 
 def _text(names: Sequence[str], point: Sequence[int]) -> str:

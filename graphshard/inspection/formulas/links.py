@@ -40,9 +40,36 @@ def traffic_seconds(traffic: Traffic, ranks_in_node: sympy.Expr, card: HardwareC
         ranks_in_node: ranks of a group on one node.
         card: the links.
     """
-    ranks, near = traffic.ranks, ranks_in_node
+    ranks = traffic.ranks
     num_bytes = traffic.num_bytes / traffic.count if traffic.count else sympy.Integer(0)
-    num_nodes = sympy.ceiling(ranks / near)
+    num_nodes = sympy.ceiling(ranks / ranks_in_node)
+    in_one, ways = ways_of(traffic.kind, num_bytes, ranks, ranks_in_node, num_nodes, card)
+    start = card.collective_start_seconds
+    return traffic.count * sympy.Piecewise(
+        (sympy.Integer(0), sympy.Eq(ranks, 1)),
+        (start + in_one, sympy.Le(ranks, ranks_in_node)),
+        (start + sympy.Min(*ways.values(), evaluate=False), True),
+    )
+
+
+def ways_of(
+    kind: str,
+    num_bytes: sympy.Expr,
+    ranks: sympy.Expr,
+    near: sympy.Expr,
+    num_nodes: sympy.Expr,
+    card: HardwareCard,
+) -> tuple[sympy.Expr, dict[str, sympy.Expr]]:
+    """Seconds of one collective without its fixed start: in one node, and by algorithm on several nodes.
+
+    Args:
+        kind: as in :mod:`graphshard.cost.links`.
+        num_bytes: the larger of its input and output.
+        ranks: ranks of the group.
+        near: those on one node.
+        num_nodes: nodes of the group.
+        card: the links.
+    """
     inside, between = card.intra_node, card.inter_node
     hops = (num_nodes - 1) * between.latency_seconds + (ranks - num_nodes) * inside.latency_seconds
     around = hops + _moved(num_bytes, ranks) / sympy.Min(_rate(inside), near * _rate(between))
@@ -53,17 +80,50 @@ def traffic_seconds(traffic: Traffic, ranks_in_node: sympy.Expr, card: HardwareC
         (num_nodes - 1) * between.latency_seconds, log_hops, evaluate=False
     )
     in_two = across + (near - 1) * inside.latency_seconds + _moved(num_bytes, near) / _rate(inside)
-    rounds = 2 if traffic.kind == "all_reduce" else 1
-    ways = [rounds * around, rounds * in_two]
-    if traffic.kind == "all_reduce":
+    rounds = 2 if kind == "all_reduce" else 1
+    ways = {"ring": rounds * around, "two stages": rounds * in_two}
+    if kind == "all_reduce":
         depth = (near - 1) * inside.latency_seconds + log_hops
-        ways.append(2 * depth + 2 * num_bytes / sympy.Min(_rate(inside), near * _rate(between)))
-    start = card.collective_start_seconds
-    return traffic.count * sympy.Piecewise(
-        (sympy.Integer(0), sympy.Eq(ranks, 1)),
-        (start + rounds * in_one, sympy.Le(ranks, near)),
-        (start + sympy.Min(*ways, evaluate=False), True),
-    )
+        ways["trees"] = 2 * depth + 2 * num_bytes / sympy.Min(_rate(inside), near * _rate(between))
+    return rounds * in_one, ways
+
+
+def communication_lines(
+    traffic: Mapping[tuple[str, str], Traffic], in_node: Mapping[sympy.Symbol, sympy.Expr], card: HardwareCard
+) -> tuple[str, ...]:
+    """The seconds of communication for people: one formula for each kind of collective, and the sums of them by half.
+
+    Args:
+        traffic: collectives of one run of each half, by half and kind.
+        in_node: ranks of a group on one node, by its mesh axis.
+        card: the links.
+    """
+    size, ranks, near, nodes = (sympy.Symbol(name, positive=True) for name in "bnmk")
+    lines = [
+        "one collective: b bytes on n ranks, m of them in one node, k = ceiling(n/m) nodes; none for n = 1"
+    ]
+    start = f"{card.collective_start_seconds:.4g} + "
+    for kind in dict.fromkeys(one.kind for one in traffic.values()):
+        in_one, ways = ways_of(kind, size, ranks, near, nodes, card)
+        lines.append(f"{kind}(b, n, m) = {start}{_shown(in_one)} in one node, else the least of")
+        lines += [f"  {start}{_shown(way)} ({name})" for name, way in ways.items()]
+    for half in dict.fromkeys(half for half, _ in traffic):
+        by_axis: dict[sympy.Symbol, list[str]] = {}
+        for (of_half, _), one in traffic.items():
+            if of_half == half and one.count:
+                call = f"{one.kind}({_shown(one.num_bytes)}/{one.count}, {one.ranks}, {_shown(in_node[one.ranks])})"
+                by_axis.setdefault(one.ranks, []).append(f"{one.count} * {call}")
+        queues = [" + ".join(parts) for parts in by_axis.values()]
+        text = queues[0] if len(queues) == 1 else "the longest of: " + "; ".join(queues)
+        lines.append(f"{half} communication = {text if queues else '0'}")
+    return tuple(lines)
+
+
+def _shown(expression: sympy.Expr) -> str:
+    """An expression with four digits of its fractions; whole numbers are exact."""
+    fractions = {number: number.evalf(4) for number in expression.atoms(sympy.Float)}
+    text = sympy.sstr(expression.xreplace(fractions), full_prec=False)
+    return f"({text})" if expression.is_Add and not fractions else text
 
 
 def _moved(num_bytes: sympy.Expr, ranks: sympy.Expr) -> sympy.Expr:
@@ -93,12 +153,7 @@ def halves_seconds(
         optimizer: seconds of the optimizer's step.
         micro_batches: number of runs of the halves.
     """
-    per_node = sympy.Integer(int(card.ranks_per_node))
-    shard = symbols["shard"]
-    in_node = {shard: sympy.Min(shard, per_node)}
-    if "replicate" in symbols:  # the outer axis: the distance of neighbours along it is the number of shards
-        neighbours = sympy.Max(1, sympy.floor(per_node / shard))
-        in_node[symbols["replicate"]] = sympy.Min(symbols["replicate"], neighbours)
+    in_node = ranks_in_node(symbols, card)
     found: dict[str, sympy.Expr] = {}
     step = optimizer
     for half, seconds in compute.items():
@@ -111,6 +166,17 @@ def halves_seconds(
         found[f"{half} compute"], found[f"{half} communication"] = seconds, communication
         step = step + micro_batches * sympy.Max(seconds, communication, evaluate=False)
     return found | {"optimizer": optimizer, "step": step}
+
+
+def ranks_in_node(symbols: Mapping[str, sympy.Symbol], card: HardwareCard) -> dict[sympy.Symbol, sympy.Expr]:
+    """The ranks of a group that are on one node, by mesh axis."""
+    per_node = sympy.Integer(int(card.ranks_per_node))
+    shard = symbols["shard"]
+    found = {shard: sympy.Min(shard, per_node)}
+    if "replicate" in symbols:  # the outer axis: the distance of neighbours along it is the number of shards
+        neighbours = sympy.Max(1, sympy.floor(per_node / shard))
+        found[symbols["replicate"]] = sympy.Min(symbols["replicate"], neighbours)
+    return found
 
 
 def stops_hiding(formulas: Formulas, card: HardwareCard, most: int) -> int | None:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from ..._compat import lazy_graph_modules
 from ...backend import LOWERING
-from ...capture import CapturedStep, capture_step, no_garbage_collection, reshard_step
+from ...capture import (
+    CapturedStep,
+    StepNumbers,
+    capture_step,
+    no_garbage_collection,
+    numbers_of,
+    reshard_step,
+)
 from ...cost import (
     HardwareCard,
     Kernel,
@@ -19,6 +27,7 @@ from ...cost import (
     executed_flops,
     kernel_class,
     kernel_seconds,
+    kernels_merged_as,
     kernels_of,
     memory_seconds,
 )
@@ -27,6 +36,7 @@ from ...pipeline import PassContext
 from ...progress import Stages
 from ...report import CATEGORIES
 from .. import Inspection, Settings, always_bytes, persistent_bytes
+from .interpolation import GraphNumbers, Point
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,22 +44,23 @@ class Sample:
     """One capture, scheduled on one mesh.
 
     Attributes:
-        structure: names of the nodes, in order, of both halves before any pass.
         orders: names of the nodes of each half, with its collectives placed.
         persistent: see :func:`graphshard.inspection.persistent_bytes.persistent_bytes`.
         activations, gathered: bytes at the end of the forward.
         live: live bytes at each node of the forward, then of the backward, then in the optimizer's step.
-        kernels: kernels of each half with merged sums, without the kernels around its collectives.
+        kernels: kernels of each half with merged sums, without the kernels around its collectives. They are merged as
+            the sampler says.
+        is_merged_so: whether they would be merged like that at this point by themselves.
         copy_seconds: seconds of the kernels around the collectives of each half.
         traffic: (bytes, number) of the collectives of one micro-batch, by half and kind.
     """
 
-    structure: tuple[str, ...]
     persistent: Mapping[str, int]
     activations: int
     gathered: int
     live: tuple[int, ...]
     kernels: tuple[tuple[Kernel, ...], ...]
+    is_merged_so: bool
     copy_seconds: tuple[float, ...]
     orders: Mapping[str, tuple[str, ...]]
     traffic: Mapping[tuple[str, str], tuple[int, int]]
@@ -65,9 +76,19 @@ class Sample:
 Group = str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Sampler:
-    """Captures one model at any sizes of its dynamic dims."""
+    """The steps of one model at any sizes of its dynamic dims: captured, or interpolated between captures.
+
+    Attributes:
+        module, args, kwargs, loss, settings: of the inspection.
+        dynamic: the dims by name; ``sizes`` has their sizes in the inputs.
+        progress: takes each stage.
+        known: captured steps by point.
+        expected: the number of captures that are needed at least, for ``progress``.
+        graphs: gives the graphs at points that were not captured; None until :meth:`interpolate` finds it.
+        merged: names of the nodes of each kernel, by half, in all samples; None for those of each sample by itself.
+    """
 
     module: nn.Module
     args: Sequence[Any]
@@ -77,13 +98,19 @@ class Sampler:
     loss: Callable[[Any], torch.Tensor] | None
     settings: Settings
     progress: Callable[[str], None]
-    known: dict[tuple[int, ...], CapturedStep]
+    known: dict[Point, CapturedStep]
+    expected: int = 0
+    graphs: GraphNumbers | None = None
+    merged: Sequence[Sequence[Sequence[str]]] | None = None
+    _made: dict[Point, CapturedStep] = field(default_factory=dict)
 
     def captured(self, point: tuple[int, ...]) -> CapturedStep:
         """The step at a point, captured once."""
         if point not in self.known:
             sizes = dict(zip(self.dynamic, point, strict=True))
-            self.progress("capture " + ", ".join(f"{name}={size}" for name, size in sizes.items()))
+            number = len(self.known) + 1
+            of_all = f" ({number} of {self.expected}, then the fit)" if number <= self.expected else ""
+            self.progress(f"capture {self._text(point)}{of_all}")
             args, kwargs = self._resized(sizes)
             with remembered_results():
                 self.known[point] = capture_step(
@@ -93,6 +120,52 @@ class Sampler:
                 )  # fmt: skip
         return self.known[point]
 
+    def interpolate(self, points: Sequence[Point], checks: Sequence[Point]) -> None:
+        """Interpolates all other points from here on, if captures at some points predict those at others.
+
+        Args:
+            points: the reference, and one point for each dim, with another size there.
+            checks: the points at which every number has to agree.
+        """
+        graphs = GraphNumbers.through(points[0], {point: self._numbers(point) for point in points})
+        if graphs is not None and all(graphs.agrees(point, self._numbers(point)) for point in checks):
+            self.graphs = graphs
+
+    def confirms(self, point: Point) -> bool:
+        """Whether a capture at a point is what is interpolated there; if not, nothing is interpolated from here on."""
+        if self.graphs is not None and not self.graphs.agrees(point, self._numbers(point)):
+            self.graphs = None
+            return False
+        return True
+
+    def _numbers(self, point: Point) -> StepNumbers | None:
+        return numbers_of(self.captured(point), self.module, (), with_joint=False)
+
+    def step(self, point: Point) -> CapturedStep:
+        """The step at a point: interpolated if possible, without its joint graph; else captured."""
+        if point in self.known or self.graphs is None or 1 in point:  # torch treats sizes of 1 specially
+            return self.captured(point)
+        if point not in self._made:
+            self.progress(f"interpolate {self._text(point)}")
+            with no_garbage_collection(), remembered_results():
+                made = self.graphs.step(next(iter(self.known.values())), point)
+            self._made[point] = self.captured(point) if made is None else made
+        return self._made[point]
+
+    def merging(self, point: Point) -> list[list[tuple[str, ...]]]:
+        """The names of the nodes of each kernel at a point, by half."""
+        step = self.step(point)
+        return names_in([kernels_of(of_half) for of_half in self._nodes_before_placing(step, step.context)])
+
+    def _nodes_before_placing(self, step: CapturedStep, context: PassContext) -> list[list[fx.Node]]:
+        context = replace(context, device_type=self.settings.card.device_type)
+        with lazy_graph_modules():
+            halves = [_before_placing(gm, context) for gm in (step.forward, step.backward)]
+        return [list(half.graph.nodes) for half in halves]
+
+    def _text(self, point: Point) -> str:
+        return ", ".join(f"{name}={size}" for name, size in zip(self.dynamic, point, strict=True))
+
     def sample(
         self,
         point: tuple[int, ...],
@@ -100,16 +173,25 @@ class Sampler:
         orders: Mapping[str, Sequence[str]] | None = None,
     ) -> Sample:
         """The step at a point on a mesh, by default the reference mesh; in given orders, or as scheduled."""
-        mesh = mesh or self.settings.rules.mesh
+        with lazy_graph_modules():
+            return self._sample(self.step(point), mesh or self.settings.rules.mesh, orders or {})
+
+    def _sample(
+        self, found: CapturedStep, mesh: Mapping[str, int], orders: Mapping[str, Sequence[str]]
+    ) -> Sample:
         rules = replace(self.settings.rules, mesh=mesh)
         settings = replace(self.settings, rules=rules, budget_bytes=None)
-        step = reshard_step(self.captured(point), mesh)
+        step = reshard_step(found, mesh)
         inspection = Inspection(
-            settings=settings, captured=step, stages=Stages(None), is_brief=True, orders=orders or {}
+            settings=settings, captured=step, stages=Stages(None), is_brief=True, orders=orders
         )
-        captured = (self.captured(point).forward, self.captured(point).backward)
-        context = replace(step.context, device_type=settings.card.device_type)
-        kernels = tuple(tuple(kernels_of(list(_before_placing(gm, context).graph.nodes))) for gm in captured)
+        nodes = self._nodes_before_placing(found, step.context)
+        own = kernels = tuple(tuple(kernels_of(of_half)) for of_half in nodes)
+        if self.merged is not None:
+            kernels = tuple(
+                tuple(kernels_merged_as(of_half, names))
+                for of_half, names in zip(nodes, self.merged, strict=True)
+            )
         with no_garbage_collection(), remembered_results():
             persistent = persistent_bytes(self.module, step, settings.optimizer)
             halves = inspection.scheduled_halves(always_bytes(persistent, settings.micro_batches))
@@ -117,16 +199,17 @@ class Sampler:
         in_optimizer = sum(persistent[name] for name in ("parameters", "optimizer", "gradients", "inputs"))
         at_end = dict(zip(CATEGORIES, halves[0][1].live[-1], strict=True))
         return Sample(
-            structure=tuple(node.name for gm in captured for node in gm.graph.nodes),
             orders={half.name: tuple(node.name for node in half.gm.graph.nodes) for half, _, _ in halves},
             persistent=persistent,
             activations=at_end["activations"],
             gathered=at_end["gathered"],
             live=(*live, in_optimizer),
             kernels=kernels,
+            is_merged_so=names_in(own) == names_in(kernels),
             copy_seconds=tuple(
-                _seconds(kernels_of(list(half.gm.graph.nodes)), settings.card) - _seconds(own, settings.card)
-                for (half, _, _), own in zip(halves, kernels, strict=True)
+                _seconds(kernels_of(list(half.gm.graph.nodes)), settings.card)
+                - _seconds(before, settings.card)
+                for (half, _, _), before in zip(halves, own, strict=True)
             ),
             traffic={
                 (half.name, kind): found for half, _, _ in halves for kind, found in traffic_of(half.gm)
@@ -156,6 +239,11 @@ def _before_placing(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:
 
 def _seconds(kernels: Sequence[Kernel], card: HardwareCard) -> float:
     return sum(kernel_seconds(kernel, card) for kernel in kernels)
+
+
+def names_in(kernels: Sequence[Sequence[Kernel]]) -> list[list[tuple[str, ...]]]:
+    """Names of the nodes of each kernel, by half."""
+    return [[tuple(node.name for node in kernel.nodes) for kernel in of_half] for of_half in kernels]
 
 
 def traffic_of(gm: fx.GraphModule) -> Iterator[tuple[str, tuple[int, int]]]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ...units import size_text, time_text
 from .bound import Bounds, gap, lower_bounds
 from .machine import Machine, Step
 from .problem import Problem
@@ -97,14 +98,14 @@ class Plan:
 
     def _summary(self) -> list[str]:
         collectives = sum(len(bucket.names) for bucket in self.buckets)
-        before = "" if self.unplanned_seconds is None else f", {_ms(self.unplanned_seconds)} as it came"
-        budget = "no budget" if self.budget_bytes is None else f"budget {self.budget_bytes} bytes"
+        before = "" if self.unplanned_seconds is None else f", {time_text(self.unplanned_seconds)} as it came"
+        budget = "no budget" if self.budget_bytes is None else f"budget {size_text(self.budget_bytes)}"
         return [
-            f"{_ms(self.seconds)} predicted{before}; {_ms(self.compute_seconds)} compute, "
-            f"{_ms(self.exposed_seconds)} exposed",
-            f"at least {_ms(self.bounds.seconds)} with compute in this order: gap {100 * self.gap:.2f} % "
-            f"({self.solver}){self._any_order()}",
-            f"peak {self.peak_bytes} bytes, {budget}",
+            f"{time_text(self.seconds)} predicted{before}; {time_text(self.compute_seconds)} compute, "
+            f"{time_text(self.exposed_seconds)} exposed",
+            f"at least {time_text(self.bounds.seconds)} with compute in this order: gap {100 * self.gap:.2f} % "
+            f"({_SOLVERS.get(self.solver, self.solver)}){self._any_order()}",
+            f"peak {size_text(self.peak_bytes)}, {budget}",
             f"{collectives} collectives in {len(self.buckets)} buckets",
             *(f"{name} is split into {num_parts} parts" for name, num_parts in self.splits),
             *([f"{self.num_moved} pieces of compute moved beside collectives"] if self.num_moved else []),
@@ -114,18 +115,26 @@ class Plan:
         if not self.any_order_seconds:
             return ""
         share = self.seconds / self.any_order_seconds - 1.0
-        return f"; at least {_ms(self.any_order_seconds)} in any: {100 * share:.2f} %"
+        return f"; at least {time_text(self.any_order_seconds)} in any: {100 * share:.2f} %"
 
 
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3f} ms"
+#: Solvers in words.
+_SOLVERS = {
+    "exact": "the fastest schedule",
+    "beam": "the fastest that was found",
+    "leanest": "the smallest that was found",
+    "followed": "as planned by another rank",
+    "none": "as it came",
+}
 
 
 def _bucket_text(bucket: PlannedBucket) -> str:
     more = f" and {len(bucket.names) - 1} more" if len(bucket.names) > 1 else ""
-    exposed = f", exposed {_ms(bucket.exposed_seconds)}: {bucket.reason}" if bucket.exposed_seconds else ""
+    exposed = (
+        f", exposed {time_text(bucket.exposed_seconds)}: {bucket.reason}" if bucket.exposed_seconds else ""
+    )
     return (
-        f"  {bucket.kind} over {bucket.group} of {bucket.num_bytes} bytes ({bucket.names[0]}{more}): "
+        f"  {bucket.kind} over {bucket.group} of {size_text(bucket.num_bytes)} ({bucket.names[0]}{more}): "
         f"starts {bucket.start_where}, is waited for {bucket.wait_where}{exposed}"
     )
 
@@ -190,7 +199,7 @@ def _reason(problem: Problem, machine: Machine, simulation: Simulation, run: Buc
     """Why a bucket that compute waits for did not begin sooner."""
     bucket = machine.bucket(run.members)
     if run.finished <= run.needed:
-        return "it should have ended, and may be late"
+        return "it ends in time on average, but the times of collectives vary on this machine"
     if run.behind and run.began > run.issued:
         front = problem.collectives[run.behind[0]].name
         more = f" and {len(run.behind) - 1} more" if len(run.behind) > 1 else ""
@@ -204,7 +213,7 @@ def _reason(problem: Problem, machine: Machine, simulation: Simulation, run: Buc
         return "it comes after another collective"
     needed, budget = bucket.running_bytes, problem.budget_bytes
     if budget is not None and simulation.live_bytes[run.start - 1] + needed > budget:
-        return f"the budget: {needed} bytes do not fit {problem.where(run.start - 1)}"
+        return f"the budget: {size_text(needed)} more do not fit {problem.where(run.start - 1)}"
     if (problem.max_gathers and bucket.limit == "gather") or (
         problem.max_reductions and bucket.limit == "reduction"
     ):

@@ -185,9 +185,9 @@ class Problem:
         return replace(self, collectives=ones, fixed_buckets=(), prefetch=(), max_gathers=0, max_reductions=0)
 
     def where(self, position: int) -> str:
-        """A gap in words, for messages."""
+        """A gap in words, for messages: "before mm_3", "at the end"."""
         if position >= len(self.tasks):
-            return "the end"
+            return "at the end"
         named = self.position_names[position] if self.position_names else f"task {position}"
         return f"before {named}"
 

@@ -254,7 +254,8 @@ def test_a_plan_leaves_room_for_collectives_that_are_late():
     planned = plan(late)
     first = next(bucket for bucket in planned.buckets if "c0" in bucket.names)
     assert planned.seconds == 6.5625 and first.exposed_seconds == 0.0
-    assert make_plan(late, just_in_time, solver="none").buckets[0].reason == "it should have ended, and may be late"
+    reason = make_plan(late, just_in_time, solver="none").buckets[0].reason
+    assert reason == "it ends in time on average, but the times of collectives vary on this machine"
 
 
 def _gather(number, num_bytes, *, earliest=0, deadline, merge_key=("gather",)):

@@ -191,7 +191,7 @@ def test_the_bound_knows_the_budget():
     assert lower_bounds(problem).seconds == plan(problem).seconds == 20.0
     tight = plan(replace(problem, budget_bytes=107))
     assert tight.seconds == 32.0 and tight.bounds.memory > tight.bounds.queue
-    assert "the budget: 8 bytes do not fit before task 0" in str(tight)
+    assert "the budget: 8 B more do not fit before task 0" in str(tight)
 
 
 @pytest.mark.parametrize("merge_key", [("reduction",), None])

@@ -1,4 +1,4 @@
-"""Numbers as text with units."""
+"""Bytes and seconds as text with units, for people."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def time_text(seconds: float) -> str:
         if abs(seconds) >= size:
             return f"{seconds / size:.4g} {unit}"
     return f"{seconds * 1e6:.3g} us"
+
+
+def exact_size(num_bytes: int) -> str:
+    """Bytes for a message that asks for a number: "1.24 GiB (1331439861 bytes)", or "100 bytes"."""
+    return f"{num_bytes} bytes" if num_bytes < 1024 else f"{size_text(num_bytes)} ({num_bytes} bytes)"

@@ -1,0 +1,23 @@
+"""Bytes and seconds for people: a unit of their size, and the exact number where a message asks for one."""
+
+import pytest
+
+from graphshard.units import exact_size, size_text, time_text
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text", "exact"),
+    [
+        (0, "0 B", "0 bytes"),
+        (1023, "1023 B", "1023 bytes"),
+        (200_000, "195.3 KiB", "195.3 KiB (200000 bytes)"),
+        (3 * 2**20, "3 MiB", "3 MiB (3145728 bytes)"),
+        (60 * 2**30 + 1, "60 GiB", "60 GiB (64424509441 bytes)"),
+    ],
+)
+def test_bytes(num_bytes, text, exact):
+    assert (size_text(num_bytes), exact_size(num_bytes)) == (text, exact)
+
+
+def test_seconds():
+    assert [time_text(seconds) for seconds in (0.0, 2.5e-6, 1.5e-3, 12.0)] == ["0 us", "2.5 us", "1.5 ms", "12 s"]
