@@ -279,8 +279,12 @@ class FSDPModule(TorchFSDPModule):
         unit.refresh()
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Makes later work on the current stream wait for ``event``; the next gathers are among it."""
-        event.wait()
+        """Makes later work on the current stream wait for ``event``; the next gathers are among it.
+
+        On a CPU, ``torch.cpu.current_stream().record_event()`` gives nothing to wait for: its work is done.
+        """
+        if event is not None or _unit(self).settings.input_device is not None:
+            event.wait()
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True

@@ -169,6 +169,11 @@ def test_post_optim_event_is_waited_for(fake_group: Mesh) -> None:
     assert event.waited == 1
 
 
+def test_post_optim_event_of_a_cpu(fake_group: Mesh) -> None:
+    """The stream of a CPU records none."""
+    _sharded(fake_group(2)).set_post_optim_event(torch.cpu.current_stream().record_event())
+
+
 def test_share_comm_ctx(fake_group: Mesh) -> None:
     model = _sharded(fake_group(2))
     graphshard.share_comm_ctx([])
