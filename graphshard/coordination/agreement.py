@@ -63,20 +63,20 @@ class Agreement:
         exchange = f"{number}/{self.store.add(f'{number}/count/{self.rank}', 1)}"
         self.store.set(f"{exchange}/sequence/{self.rank}", "\n".join([digest, what, *sequence]))
         if self.rank == 0:
-            verdict = self._judge(exchange, number, digest)
+            verdict = self._judge(exchange, number, digest, what)
             if not verdict:
                 self.store.set(f"agreed/{digest}", "1")
             self.store.set(f"{exchange}/verdict", json.dumps(verdict))
         else:
             # Rank 0 itself may wait for the full time limit before it can name a missing rank.
-            verdict = self._read_verdict(exchange, number, limit=self.timeout_seconds + 10.0)
+            verdict = self._read_verdict(exchange, number, what, limit=self.timeout_seconds + 10.0)
         if verdict:
             raise AgreementError(f"before the first collective of {what}: {verdict}")
 
-    def _judge(self, exchange: str, number: int, digest: str) -> str:
+    def _judge(self, exchange: str, number: int, digest: str, what: str) -> str:
         """The first disagreement in words, or "" if there is none."""
         keys = [f"{exchange}/sequence/{rank}" for rank in range(self.num_ranks)]
-        if not self.refusals.wait(self.store, keys, number, self.timeout_seconds):
+        if not self.refusals.wait(self.store, keys, number, self.timeout_seconds, compiles=what):
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
             return (
                 f"rank(s) {missing} did not compile a graph with new collectives within "
@@ -94,9 +94,9 @@ class Agreement:
     def _published(self, key: str) -> list[str]:
         return self.store.get(key).decode().split("\n")
 
-    def _read_verdict(self, exchange: str, number: int, *, limit: float) -> str:
+    def _read_verdict(self, exchange: str, number: int, what: str, *, limit: float) -> str:
         key = f"{exchange}/verdict"
-        if not self.refusals.wait(self.store, [key], number, limit):
+        if not self.refusals.wait(self.store, [key], number, limit, compiles=what):
             return (
                 f"rank 0 published no verdict within {limit:.0f} s: it compiled no graph with new "
                 "collectives, or has stopped with an error of its own. Every rank must take the same "

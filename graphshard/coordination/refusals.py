@@ -15,15 +15,20 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from .._compat import TorchDynamoException, group_by_name
-from ..errors import RefusedError
+from ..errors import AgreementError, RefusedError
 from .group_store import group_store, is_fake_group
 
 #: Pause between two looks of a rank that waits: the least, the share of the time it has waited, and the most.
 _LEAST_SECONDS, _SHARE, _MOST_SECONDS = 0.001, 0.1, 1.0
+
+#: How long one rank must wait for a compile of others, while another waits to meet them, until both stop. A rank that
+#: goes on takes back that it waits within a pause.
+_CROSSED_SECONDS = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,28 +67,73 @@ class Refusals:
         if self.store.check([f"{number}/reason"]):
             raise RefusedError(self.store.get(f"{number}/reason").decode())
 
-    def wait(self, store: dist.Store, keys: Sequence[str], number: int, seconds: float) -> bool:
+    def wait(
+        self,
+        store: dist.Store,
+        keys: Sequence[str],
+        number: int,
+        seconds: float,
+        *,
+        compiles: str = "",
+        meets: str = "",
+        num_ranks: int = 0,
+    ) -> bool:
         """Waits for keys of ``store`` or for a refusal in this round, whichever comes first.
 
-        It polls: a store can wait for all of several keys, but not for one of them.
+        It polls: a store can wait for all of several keys, but not for one of them. A rank that waits to meet the
+        others, while another one waits for them to compile, ends the round for both: neither would come.
+
+        Args:
+            store: where the keys will be.
+            keys: all of them are waited for.
+            number: of this round.
+            seconds: the time limit.
+            compiles: the graph whose collectives this rank compares; "" elsewhere.
+            meets: what this rank is about to do with all others; "" elsewhere.
+            num_ranks: ranks of the group, where ``meets`` is given.
 
         Returns:
             True if all keys are there; False at the time limit, or if the store is gone with the rank that served it.
 
         Raises:
             RefusedError: a rank has refused while a key is missing.
+            AgreementError: another rank has waited for this one to compile a graph for some seconds.
         """
-        started = time.monotonic()
+        started, announced, crossed_at = time.monotonic(), False, None
         with suppress(dist.DistError):
-            while not store.check(list(keys)):
-                self.check(number)
-                waited = time.monotonic() - started
-                if waited >= seconds:
-                    return False
-                pause = min(max(_LEAST_SECONDS, _SHARE * waited), _MOST_SECONDS)
-                time.sleep(min(pause, seconds - waited))
-            return True
+            try:
+                while not store.check(list(keys)):
+                    self.check(number)
+                    waited = time.monotonic() - started
+                    if waited >= seconds:
+                        return False
+                    if compiles and not announced and waited >= _MOST_SECONDS:
+                        self.store.set(f"{number}/compiles/{self.rank}", compiles)
+                        announced = True
+                    other = self._that_compiles(number, num_ranks if waited >= _MOST_SECONDS else 0)
+                    crossed_at = None if other is None else waited if crossed_at is None else crossed_at
+                    if other is not None and waited - (crossed_at or 0.0) >= _CROSSED_SECONDS:
+                        self._refuse_crossed(number, other, meets)
+                    pause = min(max(_LEAST_SECONDS, _SHARE * waited), _MOST_SECONDS)
+                    time.sleep(min(pause, seconds - waited))
+                return True
+            finally:
+                if announced:
+                    self.store.delete_key(f"{number}/compiles/{self.rank}")
         return False
+
+    def _that_compiles(self, number: int, num_ranks: int) -> int | None:
+        ranks = (rank for rank in range(num_ranks) if rank != self.rank)
+        return next((rank for rank in ranks if self.store.check([f"{number}/compiles/{rank}"])), None)
+
+    def _refuse_crossed(self, number: int, other: int, meets: str) -> NoReturn:
+        graph = self.store.get(f"{number}/compiles/{other}").decode()
+        reason = (
+            f"rank {other} waits for all ranks to compile {graph}, but rank {self.rank} is about to {meets}. Every "
+            "rank must take the same branches of compiled code"
+        )
+        self.refuse(number, reason)
+        raise AgreementError(reason)
 
 
 @contextmanager

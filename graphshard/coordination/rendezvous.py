@@ -25,8 +25,8 @@ def meet(group_name: str, step: str, *, what: str, remedy: str) -> None:
         remedy: what to do about a difference, as a sentence.
 
     Raises:
-        AgreementError: on every rank that has come, if one of them has another step, or if some have not come at the
-            group's time limit.
+        AgreementError: on every rank that has come, if one of them has another step, if another rank waits for them to
+            compile a graph, or if some have not come at the group's time limit.
         RefusedError: a rank has refused a graph and does not come.
     """
     group = group_by_name(group_name)
@@ -53,7 +53,9 @@ def meet(group_name: str, step: str, *, what: str, remedy: str) -> None:
         return
     seconds = group_timeout_seconds(group)
     try:
-        is_here = refusals.wait(store, [f"{turn}/verdict"], number, seconds)
+        is_here = refusals.wait(
+            store, [f"{turn}/verdict"], number, seconds, meets=what, num_ranks=group.size()
+        )
     except RefusedError:
         refusals.leave(number)
         raise

@@ -1,9 +1,11 @@
 """Ranks that would issue different collectives get an error on every rank, within the time limit."""
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -68,3 +70,26 @@ def _verify_off() -> int:
 
 def test_verify_off_exchanges_nothing(run_on_gloo_ranks: Callable[..., list[Any]]) -> None:
     assert run_on_gloo_ranks(2, _verify_off) == [0, 0]
+
+
+def _one_compiles_and_one_gathers() -> tuple[str, float]:
+    mesh = _mesh()
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    other = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    started = time.monotonic()
+    if dist.get_rank() == 0:
+        return _error_of_compiling(model), time.monotonic() - started
+    with pytest.raises(AgreementError) as caught:
+        other(torch.ones(2, 4))
+    return str(caught.value), time.monotonic() - started
+
+
+def test_a_rank_that_compiles_and_one_that_gathers_stop_in_seconds(
+    run_on_gloo_ranks: Callable[..., list[Any]],
+) -> None:
+    for message, seconds in run_on_gloo_ranks(2, _one_compiles_and_one_gathers):
+        assert (
+            "rank 0 waits for all ranks to compile graph 0 (forward), but rank 1 is about to gather"
+            in message
+        )
+        assert seconds < COME_S / 3

@@ -96,7 +96,10 @@ def linearize_model() -> None:
     reference, model = build()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, also without sharding
-        assert_close(linearize(model, X)[1](X.cos()), linearize(reference, X)[1](X.cos()))
+        expected = linearize(reference, X)[1](X.cos())
+        assert_close(linearize(model, X)[1](X.cos()), expected)
+        compiled = torch.compile(lambda x: linearize(model, x)[1](x.cos()), backend="graphshard")
+        assert_close(compiled(X), expected)
 
 
 def test_linearize(run_on_gloo_ranks):
