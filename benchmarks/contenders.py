@@ -185,7 +185,12 @@ CONTENDERS: dict[str, Contender] = {
         same_kernels_as="fsdp2-compile",
     ),
     "ddp-compile": Contender(summary="DDP, compiled", build=_build_ddp_compile),
-    "graphshard": Contender(summary="graphshard, whole model compiled", build=_build_graphshard),
+    "graphshard": Contender(summary="graphshard, nothing set: planned on a card of its own", build=_build_graphshard),
+    "graphshard-rules": Contender(
+        summary="as graphshard, collectives placed by rules, without a plan",
+        build=partial(_build_graphshard, hardware=None),
+        same_kernels_as="graphshard",
+    ),
     "graphshard-always": Contender(
         summary="as graphshard, every collective overlapped whatever it holds",
         build=partial(_build_graphshard, overlap="always"),

@@ -154,6 +154,7 @@ def read_cpu_s() -> float:
 def use_cache(job: StepJob, rank: int, name: str) -> None:
     """Make the compiler keep its files under `name`, and forget the kernels it holds in memory."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(job.cache_folder, f"rank{rank}", name))
+    os.environ["GRAPHSHARD_CACHE"] = str(Path(job.cache_folder, f"rank{rank}", "graphshard"))
     clear_caches()
 
 
