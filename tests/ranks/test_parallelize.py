@@ -178,3 +178,35 @@ def exchange_checkpoints(folder: str) -> None:
 
 def test_checkpoints_interchange_with_torch(run_on_gloo_ranks, tmp_path):
     run_on_gloo_ranks(4, exchange_checkpoints, str(tmp_path))
+
+
+def train_hugging_face() -> None:
+    """A Llama of Hugging Face with the plan that its class brings."""
+    import transformers
+
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=12, use_cache=False,
+    )  # fmt: skip
+    reference = transformers.LlamaForCausalLM(config)
+    mesh = named_mesh((1, 2), ("dp", "tp"))
+    model = graphshard.parallelize(copy.deepcopy(reference), mesh["tp"], reference.tp_plan)
+    graphshard.fully_shard(model, mesh=mesh["dp"])
+    forward = compile_if_asked("compiled", model)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=False) for each in (reference, model)]
+    for step in range(2):
+        tokens = torch.randint(12, (2, 8), generator=torch.Generator().manual_seed(step))
+        losses = [each(input_ids=tokens, labels=tokens).loss for each in (reference, forward)]
+        assert_close(losses[1].detach(), losses[0].detach())
+        for loss in losses:
+            loss.backward()
+        check_like(reference, model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_hugging_face_with_its_own_plan(run_on_gloo_ranks):
+    pytest.importorskip("transformers")
+    run_on_gloo_ranks(2, train_hugging_face)
