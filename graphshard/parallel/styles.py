@@ -58,8 +58,8 @@ def read_styles(styles: Mapping[str, Any], modules: Mapping[str, nn.Module], pro
         if not _read(style, name, modules[name], stated):
             words = ", ".join(_WORDS)
             problems.append(
-                f"module {name!r} ({type(modules[name]).__name__}): {given!r} is no style for it; give ColwiseParallel, "
-                "RowwiseParallel (linear layers, embeddings), SequenceParallel, PrepareModuleInput or "
+                f"module {name!r} ({type(modules[name]).__name__}): {given!r} is no style for it; give "
+                "ColwiseParallel, RowwiseParallel (linear layers, embeddings), SequenceParallel, PrepareModuleInput or "
                 f"PrepareModuleOutput, or a word: {words}; or name its parameters"
             )
     return stated

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing import assert_close
 
 import graphshard
+from graphshard.errors import AgreementError
 
 HAND_WRITTEN = {
     "layers.*.attention.w[qkv]": ColwiseParallel(),
@@ -142,6 +143,21 @@ def train_with_dropout() -> None:
 
 def test_dropout_draws_what_one_rank_draws(run_on_gloo_ranks):
     run_on_gloo_ranks(2, train_with_dropout)
+
+
+def compile_with_other_seeds() -> str:
+    _, model = make_pair("gpt with dropout", (1, 2), ("dp", "tp"))
+    torch.manual_seed(dist.get_rank())
+    batch = PARALLEL_MODELS["gpt with dropout"].draw(torch.Generator().manual_seed(0))
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as error:
+        compile_if_asked("compiled", model)(*batch)
+    assert isinstance(error.value.inner_exception, AgreementError)
+    return str(error.value.inner_exception)
+
+
+def test_ranks_that_would_draw_different_numbers_are_refused(run_on_gloo_ranks):
+    for text in run_on_gloo_ranks(2, compile_with_other_seeds):
+        assert "on the axis tp" in text and "seed 0" in text and "seed 1" in text
 
 
 def exchange_checkpoints(folder: str) -> None:
