@@ -44,6 +44,7 @@ inspect: $(VENV)/.installed
 examples: $(VENV)/.installed
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/finetune_llama.py
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_vit.py
+	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_tp.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import fx
 
-from ..ir import RESHARD
+from ..coordination import agree_on_group
+from ..ir import RESHARD, ReshardCall
 from ..memory import step_bytes
 from ..pipeline import PassContext, context_from_shard_ops, pieces_of, read_shards_as_they_are
+from ..propagation import draws_numbers
 from .dynamo_graph import DynamoGraph
 from .observer import Observer
 from .pipelines import RESHARDING, joint_pipeline
@@ -40,7 +43,8 @@ def run_joint_passes(gm: fx.GraphModule, graph: DynamoGraph, observer: Observer)
     step: what else a step holds beside a part of it is not known. Ranks that are not compared must not differ.
 
     Raises:
-        AgreementError: the ranks would choose for different parameters.
+        AgreementError: the ranks would choose for different parameters, or ranks of one axis that share a batch would
+            draw different numbers.
         InfeasibleBudgetError: no choice keeps the memory budget.
     """
     options = graph.options
@@ -48,7 +52,10 @@ def run_joint_passes(gm: fx.GraphModule, graph: DynamoGraph, observer: Observer)
     context = context_from_shard_ops(gm, full_checks=options.verify == "full")
     observer.graph("joint", "0-captured", gm, context)
     first, tag = joint_pipeline(options).split(-1)
-    records = RESHARDING.run(gm, context) if gm.graph.find_nodes(op="call_function", target=RESHARD) else []
+    records = []
+    if gm.graph.find_nodes(op="call_function", target=RESHARD):
+        _compare_seeds(gm, graph)
+        records += RESHARDING.run(gm, context)
     records += first.run(gm, context)
     is_whole = graph.are_ranks_compared and graph.is_whole_step(context)
     is_chosen = options.memory_budget is not None or is_whole
@@ -82,3 +89,16 @@ def run_joint_passes(gm: fx.GraphModule, graph: DynamoGraph, observer: Observer)
         kept_between=frozenset(choice.kept_between) if choice is not None else frozenset(),
         chosen=f"{choice} {choice.input_bytes}" if choice is not None else "",
     )
+
+
+def _compare_seeds(gm: fx.GraphModule, graph: DynamoGraph) -> None:
+    """Has the ranks of the axes of reshards agree on a seed if the graph draws numbers: each draws whole tensors."""
+    draws = [node for node in gm.graph.nodes if node.op == "call_function" and draws_numbers(node)]
+    if not draws or not graph.are_ranks_compared:
+        return
+    calls = [ReshardCall(*node.args) for node in gm.graph.find_nodes(op="call_function", target=RESHARD)]
+    seed = (
+        f"random numbers of seed {torch.initial_seed()} (torch.manual_seed: equal on all ranks of the axis)"
+    )
+    for group in dict.fromkeys(call.group_name for call in calls):
+        agree_on_group(group, [seed], what=f"graph {graph.index}, on the axis {calls[0].axis}")

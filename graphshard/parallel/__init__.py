@@ -1,7 +1,7 @@
 """Placements on a further mesh axis for a plain model: tensor and sequence parallelism without other modules.
 
 Imports: ``errors``, ``ir``. In reading order: ``names`` (patterns), ``held_values`` (values of modules that are to be
-cut), ``parallelize`` (the public function).
+cut), ``styles`` (plans of others), ``parallelize`` (the public function).
 """
 
 from .parallelize import parallelize

@@ -14,11 +14,13 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..errors import ShardingError
 from ..ir import READ_WHOLE, axis_of
 from .held_values import Axis, Held, argument_names, hold_inputs, hold_outputs
 from .names import resolve
+from .styles import is_style, read_styles
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -26,7 +28,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 def parallelize(
     module: ModuleT,
     mesh: DeviceMesh,
-    placements: Mapping[str, Placement],
+    placements: Mapping[str, Placement | ParallelStyle | str],
     *,
     inputs: Mapping[str, Held] | None = None,
     outputs: Mapping[str, Placement] | None = None,
@@ -40,7 +42,9 @@ def parallelize(
     Args:
         module: a plain model, with the code for one device. All ranks of the axis call it with the same batch.
         mesh: the axis, a 1-D mesh with a name: ``mesh["tp"]``.
-        placements: ``Shard(dim)`` or ``Replicate()`` by pattern of parameter names.
+        placements: ``Shard(dim)`` or ``Replicate()`` by pattern of parameter names; or, by pattern of module names, a
+            style of torch (``ColwiseParallel()``) or a word of Hugging Face ("colwise"). So the plan for
+            ``parallelize_module`` can be given, and ``model.tp_plan`` of a Hugging Face model.
         inputs: by pattern of module names ("" for ``module``), how compiled code holds the first argument, or
             placements by argument name. ``Shard(1)`` cuts it along the sequence; ``Replicate()`` gathers it.
         outputs: by pattern of module names, how compiled code holds what the module returns.
@@ -61,9 +65,12 @@ def parallelize(
         )
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     modules = dict(module.named_modules())
-    chosen = resolve(placements, names, "parameter", problems)
-    taken = resolve(inputs or {}, modules, "module", problems)
-    returned = resolve(outputs or {}, modules, "module", problems)
+    of_modules = {pattern: each for pattern, each in placements.items() if is_style(each)}
+    of_parameters = {pattern: each for pattern, each in placements.items() if pattern not in of_modules}
+    plan = read_styles(resolve(of_modules, modules, "module", problems), modules, problems)
+    chosen = {**plan.parameters, **resolve(of_parameters, names, "parameter", problems)}
+    taken = {**plan.inputs, **resolve(inputs or {}, modules, "module", problems)}
+    returned = {**plan.outputs, **resolve(outputs or {}, modules, "module", problems)}
     by_param = _placements_of_tied(module, chosen, problems)
     _check_parameters(module, chosen, problems)
     _check_arguments(modules, taken, returned, problems)

@@ -5,7 +5,7 @@ Imports: ``errors``, ``ir``. In reading order: ``values`` (a value of a graph an
 """
 
 from .local_graph import LocalGraph
-from .rules import OpRules, Verdict
+from .rules import OpRules, Verdict, draws_numbers
 from .values import PlacedValue
 
-__all__ = ["LocalGraph", "OpRules", "PlacedValue", "Verdict"]
+__all__ = ["LocalGraph", "OpRules", "PlacedValue", "Verdict", "draws_numbers"]

@@ -94,7 +94,7 @@ class OpRules:
         """
         if not isinstance(node.target, torch._ops.OpOverload):
             return self.gathered(node, values, "is no op of one kernel")
-        if _draws_numbers(node):
+        if draws_numbers(node):
             return self.gathered(node, values, "draws random numbers")
         if node.target._schema.is_mutable:
             return self.gathered(node, values, "writes to its input")
@@ -227,8 +227,10 @@ def _with(args: Any, placements: Mapping[fx.Node, Placement]) -> tuple[Any, ...]
     )
 
 
-def _draws_numbers(node: fx.Node) -> bool:
+def draws_numbers(node: fx.Node) -> bool:
     """Whether the result depends on the generator: attention without dropout does not."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     names = [each.name for each in node.target._schema.arguments]

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing import assert_close
 
 import graphshard
+from graphshard.errors import AgreementError
 
 HAND_WRITTEN = {
     "layers.*.attention.w[qkv]": ColwiseParallel(),
@@ -144,6 +145,21 @@ def test_dropout_draws_what_one_rank_draws(run_on_gloo_ranks):
     run_on_gloo_ranks(2, train_with_dropout)
 
 
+def compile_with_other_seeds() -> str:
+    _, model = make_pair("gpt with dropout", (1, 2), ("dp", "tp"))
+    torch.manual_seed(dist.get_rank())
+    batch = PARALLEL_MODELS["gpt with dropout"].draw(torch.Generator().manual_seed(0))
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as error:
+        compile_if_asked("compiled", model)(*batch)
+    assert isinstance(error.value.inner_exception, AgreementError)
+    return str(error.value.inner_exception)
+
+
+def test_ranks_that_would_draw_different_numbers_are_refused(run_on_gloo_ranks):
+    for text in run_on_gloo_ranks(2, compile_with_other_seeds):
+        assert "on the axis tp" in text and "seed 0" in text and "seed 1" in text
+
+
 def exchange_checkpoints(folder: str) -> None:
     """A checkpoint of `parallelize_module` and FSDP2 loads here, and the other way round; equal shards."""
     mesh = named_mesh((2, 2), ("dp", "tp"))
@@ -178,3 +194,35 @@ def exchange_checkpoints(folder: str) -> None:
 
 def test_checkpoints_interchange_with_torch(run_on_gloo_ranks, tmp_path):
     run_on_gloo_ranks(4, exchange_checkpoints, str(tmp_path))
+
+
+def train_hugging_face() -> None:
+    """A Llama of Hugging Face with the plan that its class brings."""
+    import transformers
+
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=12, use_cache=False,
+    )  # fmt: skip
+    reference = transformers.LlamaForCausalLM(config)
+    mesh = named_mesh((1, 2), ("dp", "tp"))
+    model = graphshard.parallelize(copy.deepcopy(reference), mesh["tp"], reference.tp_plan)
+    graphshard.fully_shard(model, mesh=mesh["dp"])
+    forward = compile_if_asked("compiled", model)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=False) for each in (reference, model)]
+    for step in range(2):
+        tokens = torch.randint(12, (2, 8), generator=torch.Generator().manual_seed(step))
+        losses = [each(input_ids=tokens, labels=tokens).loss for each in (reference, forward)]
+        assert_close(losses[1].detach(), losses[0].detach())
+        for loss in losses:
+            loss.backward()
+        check_like(reference, model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_hugging_face_with_its_own_plan(run_on_gloo_ranks):
+    pytest.importorskip("transformers")
+    run_on_gloo_ranks(2, train_hugging_face)

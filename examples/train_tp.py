@@ -1,0 +1,118 @@
+"""Train a small Llama with tensor parallelism on one mesh axis and fully sharded over the other.
+
+    torchrun --standalone --nproc-per-node 4 examples/train_tp.py
+
+The model is the plain one of llama_model.py. Placements by name turn it into one of two ranks of tensor
+parallelism; the two groups of two ranks share the batch. The task: each token follows from the one before.
+All steps run once more unsharded; a failed check makes the exit code 1.
+"""
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import graphshard
+from distributed_setup import Ranks, UsageError, run_example, running_ranks
+from llama_model import Llama, LlamaConfig
+from unsharded_reference import Batch, StepResult, compare_steps, train_steps
+
+CONFIG = LlamaConfig(num_layers=2, width=64, hidden=128, num_heads=4, num_kv_heads=2, vocabulary=96)
+TENSOR_RANKS = 2
+NUM_STEPS = 40
+BATCH_SIZE = 16
+LENGTH = 32
+MAX_GRAD_NORM = 1.0
+LOSS_BELOW = 1.0
+
+#: Columns of what expands, rows of what contracts; the vocabulary of embedding and output.
+PLACEMENTS = {
+    "tokens.weight": Shard(0),
+    "layers.*.attention.query.weight": Shard(0),
+    "layers.*.attention.key.weight": Shard(0),
+    "layers.*.attention.value.weight": Shard(0),
+    "layers.*.attention.output.weight": Shard(1),
+    "layers.*.feed_forward.gate.weight": Shard(0),
+    "layers.*.feed_forward.up.weight": Shard(0),
+    "layers.*.feed_forward.down.weight": Shard(1),
+    "output.weight": Shard(0),
+}
+
+
+def training_batches() -> Iterator[Batch]:
+    """Batches of all ranks together, drawn from a seed; the same on every rank."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(NUM_STEPS):
+        tokens = torch.randint(CONFIG.vocabulary, (BATCH_SIZE, LENGTH), generator=generator)
+        yield tokens, (5 * tokens + 7) % CONFIG.vocabulary
+
+
+def make_model() -> Llama:
+    """The plain model, with the same weights on every rank."""
+    torch.manual_seed(0)
+    return Llama(CONFIG)
+
+
+def make_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
+    """Made after sharding, so that its state is sharded too."""
+    return torch.optim.AdamW(model.parameters(), lr=5e-3)
+
+
+def train_parallel(ranks: Ranks) -> list[StepResult]:
+    """Place, shard, compile and train on a mesh of two axes."""
+    num_batches = ranks.world_size // TENSOR_RANKS
+    mesh = init_device_mesh(ranks.device.type, (num_batches, TENSOR_RANKS), mesh_dim_names=("dp", "tp"))
+    model = graphshard.parallelize(make_model().to(ranks.device), mesh["tp"], PLACEMENTS)
+    for layer in model.layers:
+        graphshard.fully_shard(layer, mesh=mesh["dp"])
+    graphshard.fully_shard(model, mesh=mesh["dp"])
+    compiled = torch.compile(model, backend="graphshard", fullgraph=True)
+    own = mesh["dp"].get_local_rank()
+
+    def rows_of(batch: Batch) -> tuple[Tensor, ...]:
+        return tuple(part.chunk(num_batches)[own].to(ranks.device) for part in batch)
+
+    return train_steps(
+        model,
+        make_optimizer(model),
+        compiled,
+        map(rows_of, training_batches()),
+        MAX_GRAD_NORM,
+        mean_over_ranks=ranks.mean_over_ranks,
+    )
+
+
+def train_unsharded(ranks: Ranks) -> list[StepResult]:
+    """The same steps in this process alone, on the whole batches."""
+    model = make_model().to(ranks.device)
+    batches = ((tokens.to(ranks.device), targets.to(ranks.device)) for tokens, targets in training_batches())
+    return train_steps(model, make_optimizer(model), model, batches, MAX_GRAD_NORM)
+
+
+def check(parallel: list[StepResult], unsharded: list[StepResult]) -> bool:
+    """Print one line; True if the model learnt, and its steps were those of the unsharded model."""
+    agrees, differences = compare_steps(parallel, unsharded)
+    passed = agrees and parallel[-1].loss < LOSS_BELOW
+    print(
+        f"checked: loss {parallel[0].loss:.2f} -> {parallel[-1].loss:.2f}, {differences}: "
+        f"{'ok' if passed else 'FAILED'}"
+    )
+    return passed
+
+
+def main() -> bool:
+    """Train on all ranks, and unsharded on rank 0; True if the checks hold."""
+    with running_ranks() as ranks:
+        if ranks.world_size % TENSOR_RANKS or BATCH_SIZE % (ranks.world_size // TENSOR_RANKS):
+            raise UsageError(f"{ranks.world_size} ranks: start 2, 4, 8 or 16")
+        parallel = train_parallel(ranks)
+        passed = check(parallel, train_unsharded(ranks)) if ranks.rank == 0 else True
+        ranks.wait_for_all(timedelta(minutes=5))
+        return passed
+
+
+if __name__ == "__main__":
+    run_example(main)
