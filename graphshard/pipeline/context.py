@@ -80,7 +80,7 @@ class PassContext:
     default_peak_bytes: int | None = None
     device_type: str | None = None
     scratch: KernelScratch = UNMEASURED
-    limit: TimeLimit = field(default_factory=TimeLimit, repr=False)
+    limit: TimeLimit = field(default_factory=TimeLimit, repr=False, compare=False)
 
     def binding(self, placeholder: str) -> ParameterBinding | None:
         """The parameter whose shard or kept piece enters through the placeholder of this name."""

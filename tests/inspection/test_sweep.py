@@ -414,7 +414,7 @@ def test_everything_is_written(here, capsys):
     outputs = ["--csv", "out.csv", "--json", "out.json", "--plot", "out.png", "--processes", "1"]
     assert main(["sweep", "swept_factories:sized", *GOOD, *outputs]) == 0
     printed = capsys.readouterr()
-    assert "6/6" in printed.err and "done" in printed.err
+    assert printed.err == ""  # progress is for terminals
     assert printed.out.startswith("Model on round\n") and "6 points, 2 captures in " in printed.out
     assert printed.out.endswith("wrote out.csv\nwrote out.json\nwrote out.png\n")
     data = json.loads((here / "out.json").read_text())
@@ -438,7 +438,7 @@ def test_processes_give_the_same(here, capsys):
         arguments = [*GOOD, "--batch", "2,3,4", "--processes", processes, "--json", "out.json"]
         assert main(["sweep", f"swept_factories:{factory}", *arguments]) == 0
         tables.append(json.loads((here / "out.json").read_text())["points"])
-    assert "9/9" in capsys.readouterr().err
+    assert capsys.readouterr().err == ""
     assert tables[0] == tables[1]
 
 

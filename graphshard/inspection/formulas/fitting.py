@@ -19,6 +19,7 @@ import sympy
 import torch
 from torch import nn
 
+from ...capture import no_garbage_collection
 from ...cost import HardwareCard, Kernel, kernel_seconds, warn_of
 from ...errors import FormulaError, OptionError
 from ...report import Formulas
@@ -101,7 +102,8 @@ def formulas(
         module=module, args=args, kwargs=kwargs, dynamic=dynamic, sizes=sizes, loss=loss,
         settings=settings, progress=progress or (lambda stage: None), known={},
     )  # fmt: skip
-    found = _Fitted.through(sampler, random.Random(seed)).formulas()
+    with no_garbage_collection():
+        found = _Fitted.through(sampler, random.Random(seed)).formulas()
     warn_of(settings.told, stacklevel=2)
     return found
 
@@ -171,7 +173,7 @@ class _Fitted:
         def numbers(point: tuple[int, ...]) -> list[int]:
             if structure_at(point) != structure:
                 refuse("the graph", point, reference, "start from larger sizes")
-            sample = sampler.sample(point, orders=first.orders)
+            sample = first if point == reference else sampler.sample(point, orders=first.orders)
             if point in checks and not sample.is_merged_so:
                 remedy = "start from other sizes (a batch of 3 instead of 2, say)"
                 refuse("the merging of kernels", point, typical, remedy)
