@@ -468,7 +468,7 @@ def test_a_known_plan_of_more_or_less_compute_is_followed(captured, half, scale)
 @pytest.mark.parametrize("half", ["forward", "backward"])
 def test_a_known_plan_gives_way_to_the_budget_of_this_rank(captured, monkeypatch, half):
     """Same collectives in the same order, but close to where their results are read."""
-    monkeypatch.setattr(solve, "polished", lambda problem, steps: list(steps))  # which leaves nothing to give
+    monkeypatch.setattr(solve, "polished", lambda problem, steps, limit: list(steps))  # which leaves nothing to give
     gm, ctx = _half(captured, "blocks_2", half, CHEAP)
     free, late = copy_graph(gm), copy_graph(gm)
     known = run_pass(PlanCollectives(merge=False), free, ctx, *HELD).report.planned.known
