@@ -1,6 +1,5 @@
 """Two ranks as threads of one process, which compile at the same moment: run by test_threaded_ranks in a process."""
 
-import copy
 import threading
 import traceback
 
@@ -8,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 from torch.testing._internal.distributed.multi_threaded_pg import (
     ProcessLocalGroup,
@@ -29,22 +29,31 @@ def build() -> nn.Module:
     return model
 
 
+def check_that_shards_are_shown(model: nn.Module) -> None:
+    """As torch's test_param_registration_after_backward does."""
+    kinds = {name: type(param) for name, param in model.named_parameters()}
+    assert len(kinds) == 4 and set(kinds.values()) == {DTensor}, kinds
+
+
 def train(rank: int, store: dist.Store, start: threading.Barrier, done: list[int]) -> None:
     dist.init_process_group("threaded", rank=rank, world_size=NUM_RANKS, store=store)
     try:
         reference = build()
-        model = copy.deepcopy(reference)
         mesh = init_device_mesh("cpu", (NUM_RANKS,))
-        for module in (model[0], model):
-            graphshard.fully_shard(module, mesh=mesh)
-        start.wait()
-        forward = torch.compile(model, backend="graphshard")
         batch = torch.linspace(-1, 2, 12).view(3, 4)
         for _ in range(2):
-            forward(batch).square().sum().backward()
             reference(batch).square().sum().backward()
-        for name, param in model.named_parameters():
-            assert_close(param.grad.full_tensor(), reference.get_parameter(name).grad)
+        for reshards in (True, False):
+            model = build()
+            for module in (model[0], model):
+                graphshard.fully_shard(module, mesh=mesh, reshard_after_forward=reshards)
+            start.wait()
+            forward = torch.compile(model, backend="graphshard")
+            for _ in range(2):
+                forward(batch).square().sum().backward()
+                check_that_shards_are_shown(model)
+            for name, param in model.named_parameters():
+                assert_close(param.grad.full_tensor(), reference.get_parameter(name).grad)
         done.append(rank)
     except BaseException as error:
         traceback.print_exc()
