@@ -56,7 +56,8 @@ class Budgeted:
         """The larger peak of the two halves, and what of the budget is held beside that half."""
         found = []
         for path in self.dump.glob("graph*.plan.txt"):
-            peak, budget = re.search(r"^peak (\d+) bytes, budget (\d+)", path.read_text(), re.MULTILINE).groups()
+            line = r"^peak .*?(\d+) bytes\)?, budget .*?(\d+) bytes"
+            peak, budget = re.search(line, path.read_text(), re.MULTILINE).groups()
             found.append(int(peak) + self.budget_bytes - int(budget))
         return max(found)
 
@@ -98,7 +99,8 @@ def smallest_budget(config: GptConfig, mesh: dist.DeviceMesh, folder: Path, toke
     try:
         build("refused", 1, config, mesh, folder).step(tokens)
     except torch._dynamo.exc.BackendCompilerFailed as error:
-        return most_of_all_ranks(int(re.search(r"is (\d+) bytes", str(error))[1]))  # on the rank that plans, and others
+        smallest = re.search(r"is [^(]*\(?(\d+) bytes", str(error))[1]
+        return most_of_all_ranks(int(smallest))  # on the rank that plans, and others
     raise RuntimeError("a budget of one byte was kept")
 
 

@@ -16,11 +16,13 @@ NAMES = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
 
 
 def every_name() -> dict[str, object]:
-    """All attributes of all loaded modules, but those of this file, by place."""
+    """All attributes of all loaded modules, by place; not those of this file and of hypothesis, which keeps times."""
     return {
         f"{module_name}.{name}": value
         for module_name, module in list(sys.modules.items())
-        if isinstance(module, types.ModuleType) and module_name != __name__
+        if isinstance(module, types.ModuleType)
+        and module_name != __name__
+        and not module_name.startswith("hypothesis.")
         for name, value in list(vars(module).items())
     }
 

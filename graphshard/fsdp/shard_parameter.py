@@ -140,7 +140,10 @@ def lay_out(unit: Unit) -> None:
             for param, moved in zip(members, moved_to_row(pieces), strict=True):
                 _replace_shard(param, moved)
     for slot in unit.slots:
-        if slot.owners and isinstance(slot.param, DTensor):
+        has_param = any(
+            slot.hidden is not None or name in stored_parameters(owner) for owner, name in slot.owners[:1]
+        )
+        if has_param and isinstance(slot.param, DTensor):  # a user may have deleted it
             note_storage(slot.param, anew=False)
 
 

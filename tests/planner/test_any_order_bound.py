@@ -11,6 +11,7 @@ from graphshard.ir.rewrite import apply_order, copy_graph
 from graphshard.planner.any_order_bound import any_order_seconds
 from graphshard.planner.from_graph import problem_of_graph
 from graphshard.planner.plan_graph import plan_graph
+from graphshard.units import time_text
 
 #: A product takes 1.28 s, anything else 0.01 s, a collective 0.3 s and 0.001 s for two bytes of its larger side.
 PRODUCT, SMALL, SUM = 1.28, 0.01, 0.3 + 512 / 2000
@@ -95,7 +96,7 @@ def test_plans_say_how_far_they_are_from_it():
     came = plan_graph(tensor_parallel_backward(), PRICES, move_compute=False).plan
     assert moved.any_order_seconds == came.any_order_seconds <= moved.seconds
     share = 100 * (moved.seconds / moved.any_order_seconds - 1)
-    text = f"at least {1e3 * moved.any_order_seconds:.3f} ms in any: {share:.2f} %"
+    text = f"at least {time_text(moved.any_order_seconds)} in any: {share:.2f} %"
     assert text in str(moved) and "with compute in this order" in str(came)
 
 

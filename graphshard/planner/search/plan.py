@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ...units import size_text, time_text
+from ...units import exact_size, size_text, time_text
 from .bound import Bounds, gap, lower_bounds
 from .machine import Machine, Step
 from .problem import Problem
@@ -99,13 +99,13 @@ class Plan:
     def _summary(self) -> list[str]:
         collectives = sum(len(bucket.names) for bucket in self.buckets)
         before = "" if self.unplanned_seconds is None else f", {time_text(self.unplanned_seconds)} as it came"
-        budget = "no budget" if self.budget_bytes is None else f"budget {size_text(self.budget_bytes)}"
+        budget = "no budget" if self.budget_bytes is None else f"budget {exact_size(self.budget_bytes)}"
         return [
             f"{time_text(self.seconds)} predicted{before}; {time_text(self.compute_seconds)} compute, "
             f"{time_text(self.exposed_seconds)} exposed",
             f"at least {time_text(self.bounds.seconds)} with compute in this order: gap {100 * self.gap:.2f} % "
             f"({_SOLVERS.get(self.solver, self.solver)}){self._any_order()}",
-            f"peak {size_text(self.peak_bytes)}, {budget}",
+            f"peak {exact_size(self.peak_bytes)}, {budget}",
             f"{collectives} collectives in {len(self.buckets)} buckets",
             *(f"{name} is split into {num_parts} parts" for name, num_parts in self.splits),
             *([f"{self.num_moved} pieces of compute moved beside collectives"] if self.num_moved else []),

@@ -164,10 +164,10 @@ def test_less_memory_is_tried_where_the_budget_binds(monkeypatch):
     asked, again = [], []
     real = solve._searched
 
-    def searched(problem, searches=None):
+    def searched(problem, searches=None, *, limit):
         asked.append(problem.budget_bytes)
         again.append(searches)
-        found = list(real(problem, searches))
+        found = list(real(problem, searches, limit=limit))
         if searches is None:
             done.append(sorted((simulate(problem, steps).seconds, place) for place, (_, steps) in enumerate(found)))
             names.append([search for search, _ in found])
