@@ -92,7 +92,10 @@ def run_joint_passes(gm: fx.GraphModule, graph: DynamoGraph, observer: Observer)
 
 
 def _compare_seeds(gm: fx.GraphModule, graph: DynamoGraph) -> None:
-    """Has the ranks of the axes of reshards agree on a seed if the graph draws numbers: each draws whole tensors."""
+    """Has the ranks of the axes of reshards agree on a seed if the graph draws numbers: each draws whole tensors.
+
+    A seed on which they have agreed is not compared again, so that a rank may compile alone.
+    """
     draws = [node for node in gm.graph.nodes if node.op == "call_function" and draws_numbers(node)]
     if not draws or not graph.are_ranks_compared:
         return
