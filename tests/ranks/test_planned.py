@@ -234,7 +234,7 @@ def test_all_ranks_follow_one_plan(run_on_gloo_ranks):
 
 def test_a_budget_that_nothing_keeps_is_refused_on_every_rank(run_on_gloo_ranks):
     first, second = run_on_gloo_ranks(2, exceed_the_budget)
-    words = r"no schedule keeps a memory budget of 100 bytes(, in which 632 bytes outside .*)?; the smallest found "
+    words = r"no schedule keeps a memory budget of 100 bytes(, in which \d+ bytes outside .*)?; the smallest found "
     assert re.match(words, first)  # with torch before 2.13 it is the backward that does not keep it
     assert second == f"rank 0 could not compile graph 0 (joint): {first}"
 
