@@ -16,7 +16,8 @@ from graphshard.ir.shard_rows import lie_in_a_row, moved_to_row
 
 #: The same on the CPU, so that the tests themselves are tested.
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
+#: The CPU runs the same lines without a GPU.
+DEVICES = [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=NEEDS_GPU)]
 
 
 @contextlib.contextmanager
