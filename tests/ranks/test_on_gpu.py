@@ -14,9 +14,8 @@ import graphshard
 from graphshard.ir.bucket_ops import ADD_ROWS, JOIN, PACK, UNPACK
 from graphshard.ir.shard_rows import lie_in_a_row, moved_to_row
 
-#: The same on the CPU, so that the tests themselves are tested.
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-#: The CPU runs the same lines without a GPU.
+#: The same on the CPU, so that the tests themselves are tested.
 DEVICES = [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=NEEDS_GPU)]
 
 
