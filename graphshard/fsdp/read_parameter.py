@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._compat import get_proxy_mode, in_backward, in_recomputation, outside_transforms, transforms_active
-from .._compat_frames import operator_traced, trace_again
+from .._compat_frames import CONSTANT_CALLS_TAKE_OBJECTS, operator_traced, trace_again
 from ..errors import ParameterStateError, UnsupportedShardingError
 from ..ir import UNSHARD, unshard_outside_transforms
 from .eager_autograd import full_parameter
@@ -68,7 +68,8 @@ def _read_in_operator(slot: ParameterSlot, operator: str) -> torch.Tensor:
     """The full parameter in a function that an operator traces: the forward gathers it before the operator."""
     full = slot.unit.tree.ahead.get(slot.name)
     if full is None:
-        _read_ahead_from_now_on(slot)
+        if CONSTANT_CALLS_TAKE_OBJECTS:
+            _read_ahead_from_now_on(slot)
         raise UnsupportedShardingError(
             f"parameter {slot.name} of unit {slot.unit.label} is read in a function given to {operator}, which takes "
             "plain tensors only, and it is a DTensor in a forward or has an all-gather extension: call the module that "

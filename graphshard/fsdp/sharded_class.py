@@ -19,7 +19,12 @@ from torch import nn
 
 from .._compat import is_tracing, outside_transforms, register_backend
 from .._compat_composable import watch_torch_sharding
-from .._compat_frames import leave_frame_to_python, leave_frames_to_python, place_run_in_python
+from .._compat_frames import (
+    CONSTANT_CALLS_TAKE_OBJECTS,
+    leave_frame_to_python,
+    leave_frames_to_python,
+    place_run_in_python,
+)
 from ..errors import ShardingError, UnsupportedShardingError
 from ..ir import UNIT
 from .eager_autograd import drop_prefetched, finish_reads, take_part_unused, watch_backward, watch_outputs
@@ -327,7 +332,7 @@ def run_inside_tree(
         args, kwargs = cast_tensors((args, kwargs), policy.param_dtype)
     is_compiling = torch.compiler.is_compiling()
     was_in_forward = tree.in_forward
-    if not was_in_forward:
+    if not was_in_forward and (CONSTANT_CALLS_TAKE_OBJECTS or not is_compiling):
         _find_ties(tree)
     if not was_in_forward:  # Dynamo of torch 2.11 cannot trace a write in a checkpointed region
         tree.forwards.append(True)
