@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +18,10 @@ from torch import fx
 from .._compat import storage_id
 from .._compat_frames import ENTER_AUTOCAST, EXIT_AUTOCAST, LOG_USAGE, SET_GRAD_ENABLED
 from ..ir import type_key
+from ..periods import periodic_stretch
 
 #: The fewest repetitions for which an export of one block pays.
 _MIN_BLOCKS = 3
-
-#: Distances between equal calls that are tried as the period, the most frequent first.
-_MAX_PERIODS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +51,7 @@ def find_blocks(gm: fx.GraphModule) -> tuple[Block, ...]:
     calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
     typed: dict[Any, int] = {}
     words = [typed.setdefault(_word(gm, node), len(typed)) for node in calls]
-    start, period, length = _periodic_stretch(words)
+    start, period, length = periodic_stretch(words)
     if length < _MIN_BLOCKS * period or not _is_mode_default(calls[:start]):
         return ()
     for first in _beginnings(calls, start, period, length):
@@ -148,24 +145,6 @@ def _value_type(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return (type(value), *map(_value_type, value))
     return (type(value), repr(value))
-
-
-def _periodic_stretch(words: Sequence[int]) -> tuple[int, int, int]:
-    """Start, period and length of the stretch with the most repeated words; the shortest period breaks ties."""
-    seen: dict[int, int] = {}
-    distances: Counter[int] = Counter()
-    for index, word in enumerate(words):
-        if word in seen:
-            distances[index - seen[word]] += 1
-        seen[word] = index
-    best, longest = (0, 1, 0), 0
-    for period, _ in sorted(distances.most_common(_MAX_PERIODS)):
-        differ = (index for index in range(len(words) - period) if words[index] != words[index + period])
-        ends = [-1, *differ, len(words) - period]
-        run, first = max((end - before - 1, -before) for before, end in itertools.pairwise(ends))
-        if run > longest:
-            best, longest = (1 - first, period, run + period), run
-    return best
 
 
 def _beginnings(calls: Sequence[fx.Node], start: int, period: int, length: int) -> Iterator[int]:
