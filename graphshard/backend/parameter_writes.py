@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from .._compat import FakeTensor, is_to_local, storage_id
 from ..errors import ParameterStateError
-from ..fsdp import unit_of
+from ..fsdp import Writable, unit_of
 from ..ir import UNSHARD, UnshardCall
 
 #: Functions that write to an argument, though their names do not end in an underscore.
@@ -185,21 +185,9 @@ def _hand_on(outputs: Sequence[Any], results: Sequence[HandedOn], args: Sequence
         if isinstance(shown, DTensor):
             unit.note_read(result.name, shown._local_tensor, shown)
         else:
-            handed[result.index] = shown = _Writable.apply(shown)
+            handed[result.index] = shown = Writable.apply(shown)
             unit.note_read(result.name, shown, shown)
     return handed
-
-
-class _Writable(torch.autograd.Function):
-    """The result of a graph as a tensor that is no view, to which autograd lets nobody write in place."""
-
-    @staticmethod
-    def forward(ctx: Any, result: Tensor) -> Tensor:
-        return result.data
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
 
 
 def _store(write: ParameterWrite, holder: Any, value: Tensor) -> None:

@@ -10,6 +10,7 @@ Without a compiler: ``eager_autograd``, ``saved_parameters``, ``eager_collective
 Further: ``deepcopy``, ``tensor_trees``.
 """
 
+from .eager_autograd import Writable
 from .fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from .fully_shard import fully_shard
 from .parameter_slot import SUMMONED, ParameterSlot, as_complex, slots_of
@@ -31,6 +32,7 @@ __all__ = [
     "Unit",
     "UnshardHandle",
     "Version",
+    "Writable",
     "as_complex",
     "cast_tensors",
     "fully_shard",

@@ -100,10 +100,11 @@ def _reduce_once(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     return _GatherUnit.reduce(ctx, list(grads))
 
 
-class _ReadHeld(torch.autograd.Function):
-    """As the full parameter a tensor that is held anyway: the shard, where one rank holds it all, or what is shown.
+class Writable(torch.autograd.Function):
+    """The same memory as a tensor that is no view: autograd lets nobody write in place to results of some functions.
 
-    It is no view, so a forward may write to it.
+    It stands for a full parameter that is held anyway: the shard, where one rank holds it all, what is shown, or the
+    result of a graph.
     """
 
     @staticmethod
@@ -250,7 +251,7 @@ def _gather(unit: Unit, slots: list[ParameterSlot], in_use: ForwardReads) -> Non
                 missing.append(slot)
             else:
                 with torch.enable_grad():
-                    fulls[slot.name] = _ReadHeld.apply(shown)
+                    fulls[slot.name] = Writable.apply(shown)
         if missing:
             given = _gathered(unit, missing, reads=in_use if in_use is unit.in_use else None)
             fulls.update({slot.name: full for slot, full in zip(missing, given, strict=True)})
