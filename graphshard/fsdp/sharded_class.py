@@ -20,7 +20,6 @@ from torch import nn
 from .._compat import is_tracing, outside_transforms, register_backend
 from .._compat_composable import watch_torch_sharding
 from .._compat_frames import (
-    CONSTANT_CALLS_TAKE_OBJECTS,
     leave_frame_to_python,
     leave_frames_to_python,
     place_run_in_python,
@@ -33,7 +32,7 @@ from .parameter_slot import ParameterSlot, slots_of, stored_parameters
 from .read_parameter import is_reading, read_ahead, read_parameter
 from .tensor_trees import cast_tensors, move_tensors
 from .tree import SLOTS, STORED, Tree, relabel
-from .unit import Unit, owner_of
+from .unit import Unit, owner_of, unit_of
 
 
 def _make_property(name: str) -> property:
@@ -96,10 +95,24 @@ def _tie(module: nn.Module, name: str, slot: ParameterSlot, other: ParameterSlot
 
 
 @torch.compiler.assume_constant_result
+def _find_ties_while_tracing(marker: torch.Tensor) -> None:
+    """:func:`_find_ties` in the model of a unit's marker; Dynamo calls it as it traces.
+
+    The argument is a tensor. Dynamo would guard the identity of another object, so that models of one class could not
+    share a graph; and that of torch 2.11 passes no other object.
+    """
+    unit = unit_of(marker)
+    if unit is not None:
+        _tie_found(unit.tree)
+
+
 def _find_ties(tree: Tree) -> None:
-    """Ties parameters that were written into the ``_parameters`` of other modules; Dynamo calls it as it traces."""
-    if not (tree.may_be_tied or torch.compiler.is_compiling()):
-        return
+    """Ties parameters that were written into the ``_parameters`` of other modules."""
+    if tree.may_be_tied:
+        _tie_found(tree)
+
+
+def _tie_found(tree: Tree) -> None:
     tree.may_be_tied = False
     first: dict[int, ParameterSlot] = {}
     for unit in tree.units():
@@ -332,8 +345,8 @@ def run_inside_tree(
         args, kwargs = cast_tensors((args, kwargs), policy.param_dtype)
     is_compiling = torch.compiler.is_compiling()
     was_in_forward = tree.in_forward
-    if not was_in_forward and (CONSTANT_CALLS_TAKE_OBJECTS or not is_compiling):
-        _find_ties(tree)
+    if not was_in_forward:
+        _find_ties_while_tracing(unit.marker) if is_compiling else _find_ties(tree)
     if not was_in_forward:  # Dynamo of torch 2.11 cannot trace a write in a checkpointed region
         tree.forwards.append(True)
     outer = None if is_compiling else unit.begin_forward()

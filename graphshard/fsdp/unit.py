@@ -84,6 +84,7 @@ class Unit(UnitGradients):
         all_reduce_grads: whether they also sum over the replicate axis; False keeps the partial sums.
         reshard_after_backward: whether the backward frees parameters that the forward kept.
         reduces_unused: whether parameters without a gradient take part in the reductions, with zeros.
+        marker: leads to the unit as the handle does, for calls that Dynamo runs as it traces; no graph takes it.
         unshards_in_backward: whether an uncompiled backward gathers again; if not, autograd keeps full parameters.
         successors: the units that uncompiled forwards have gathered right after this one.
         in_backward: a backward has gathered the unit, and has not left it.
@@ -107,14 +108,16 @@ class Unit(UnitGradients):
     in_backward: bool = False
     is_entered: bool = False
     handle: Tensor = field(init=False)
+    marker: Tensor = field(init=False)
     in_use: ForwardReads | None = None
     for_backward: KeptForBackward = field(default_factory=KeptForBackward)
     _gathered: dict[str, _Gathered] = field(default_factory=dict)
     _prefetched: PendingGather | None = None
 
     def __post_init__(self) -> None:
-        self.handle = torch.empty(0, dtype=torch.int8)
+        self.handle, self.marker = torch.empty(0, dtype=torch.int8), torch.empty(0, dtype=torch.int8)
         setattr(self.handle, UNIT, self)
+        setattr(self.marker, UNIT, self)
         setattr(self.handle, COMMS, self.settings.comms)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
