@@ -11,13 +11,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .._compat import get_proxy_mode, in_backward, in_recomputation, outside_transforms, transforms_active
-from .._compat_frames import CONSTANT_CALLS_TAKE_OBJECTS, operator_traced, trace_again
+from .._compat_frames import operator_traced, trace_again
 from ..errors import ParameterStateError, UnsupportedShardingError
 from ..ir import UNSHARD, unshard_outside_transforms
 from .eager_autograd import full_parameter
 from .parameter_slot import ParameterSlot, is_substitute, local_shard, replaced, stored_parameters
 from .shard_versions import FullParameter, version_of
 from .tree import SLOTS, Tree
+from .unit import owner_of, unit_of
 
 
 def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
@@ -68,8 +69,7 @@ def _read_in_operator(slot: ParameterSlot, operator: str) -> torch.Tensor:
     """The full parameter in a function that an operator traces: the forward gathers it before the operator."""
     full = slot.unit.tree.ahead.get(slot.name)
     if full is None:
-        if CONSTANT_CALLS_TAKE_OBJECTS:
-            _read_ahead_from_now_on(slot)
+        _read_ahead_from_now_on(owner_of(slot).marker, slot.name)
         raise UnsupportedShardingError(
             f"parameter {slot.name} of unit {slot.unit.label} is read in a function given to {operator}, which takes "
             "plain tensors only, and it is a DTensor in a forward or has an all-gather extension: call the module that "
@@ -79,8 +79,17 @@ def _read_in_operator(slot: ParameterSlot, operator: str) -> torch.Tensor:
 
 
 @torch.compiler.assume_constant_result
-def _read_ahead_from_now_on(slot: ParameterSlot) -> None:
-    """Has forwards of the model gather the parameter at their begin; Dynamo calls it when it traces a call of it."""
+def _read_ahead_from_now_on(marker: torch.Tensor, name: str) -> None:
+    """Has forwards of the model gather a parameter at their begin; Dynamo calls it when it traces a call of it.
+
+    Args:
+        marker: of its unit.
+        name: of the parameter.
+    """
+    unit = unit_of(marker)
+    if unit is None:
+        return
+    slot = unit.slot_of(name)
     tree, owner = slot.unit.tree, slot.owners[0]
     if owner in tree.reads_ahead or slot.outer is not None or slot.is_extended:
         return
