@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 import sys
 import types
@@ -16,10 +15,6 @@ from torch._dynamo.exc import TorchRuntimeError as TorchRuntimeError  # checked:
 from torch._dynamo.exc import UnspecializeRestartAnalysis  # checked: 2.13
 from torch._dynamo.symbolic_convert import InstructionTranslator  # checked: 2.13
 from torch._dynamo.types import FrameAction, FrameExecStrategy  # checked: 2.13
-from torch._dynamo.variables.functions import invoke_and_store_as_constant  # checked: 2.11, 2.13
-
-#: Whether a function whose result is taken for constant may have any object as an argument; not on 2.11.
-CONSTANT_CALLS_TAKE_OBJECTS = "ID_MATCH" in inspect.getsource(invoke_and_store_as_constant)
 
 #: Calls of Dynamo's graphs that give no result (checked: 2.13). The first leaves the mode of torch alone.
 LOG_USAGE = torch._C._log_api_usage_once
