@@ -60,6 +60,27 @@ def test_waiting_ends_with_the_key_the_limit_or_a_refusal():
     timer.join()
 
 
+class ComesLate(dist.Store):
+    """A store whose first key, and a refusal after it, come right after the first look."""
+
+    def __init__(self, refusing_board):
+        super().__init__()
+        self.looks, self.refusing_board = 0, refusing_board
+
+    def check(self, keys):
+        self.looks += 1
+        if self.looks == 1:
+            self.refusing_board.refuse(0, "the verdict")
+        return self.looks > 1
+
+
+def test_a_key_written_before_a_refusal_counts():
+    first, second = _boards()
+    assert second.wait(ComesLate(first), ["key"], 0, 30.0)
+    with pytest.raises(RefusedError, match="the verdict"):
+        second.check(0)
+
+
 def test_waiting_on_a_store_that_is_gone_ends():
     limit = timedelta(seconds=5)
     server = dist.TCPStore("localhost", 0, None, is_master=True, wait_for_workers=False, timeout=limit)
