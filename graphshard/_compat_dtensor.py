@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # checked: 2.13
 from torch.distributed.tensor._op_schema import OpSchema  # checked: 2.13
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # checked: 2.13
 from torch.utils._python_dispatch import _disable_current_modes  # checked: 2.13
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten  # checked: 2.13
 
@@ -55,6 +56,16 @@ def mesh_without_groups(num_ranks: int, rank: int) -> DeviceMesh:
     with _disable_current_modes():  # a graph is traced with fake tensors; this tensor is real
         ranks = torch.arange(num_ranks)
         return DeviceMesh("cpu", ranks, mesh_dim_names=("axis",), _init_backend=False, _rank=rank)
+
+
+def drop_dtensor_results() -> None:
+    """Empties the cache of what DTensor's ops result in; call it before parameters are cut over a mesh.
+
+    Meshes of the same ranks are equal, and DTensor keeps the result of an op by its inputs (checked: 2.13). So an op on
+    a new mesh could give an equal one over other process groups, and autograd keeps gradients on it. Ranks whose caches
+    differ would then gather a gradient over different groups, and hang.
+    """
+    _clear_sharding_prop_cache()
 
 
 def placements_of_op(

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from .._compat_composable import is_replicated_by_torch, is_sharded_by_torch, set_state_for_torch
+from .._compat_dtensor import drop_dtensor_results
 from ..errors import (
     AlreadyShardedError,
     GraphShardError,
@@ -118,6 +119,7 @@ def fully_shard(
         mp_policy=mp_policy,
         regather=_regather_axis(axes.mesh, reshard_after_forward),
     )
+    drop_dtensor_results()
     if mesh.device_type != "cpu":
         settings.input_device = mesh_device(mesh)
         settings.compute_device = (

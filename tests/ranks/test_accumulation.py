@@ -150,3 +150,23 @@ CASES = {
 def test_counts_and_gradients(run_on_gloo_ranks, implementation, is_hybrid, reshard, patterns):
     num_ranks = 4 if is_hybrid or reshard == 2 else 2
     run_on_gloo_ranks(num_ranks, _accumulate, implementation, is_hybrid, reshard, patterns)
+
+
+def accumulate_on_another_group() -> None:
+    """Ranks know different ops on an equal mesh of other groups, so DTensor's caches of results differ."""
+    for attempt in range(2):
+        mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+        model = pick_fully_shard("sharded")(nn.Linear(3, 4), mesh=mesh)
+        if attempt == 0:
+            if dist.get_rank() == 0:
+                weight = model.weight.detach()
+                weight.add_(weight + torch.zeros_like(weight))
+            continue
+        for _ in range(2):
+            model(torch.ones(2, 3)).sum().backward()
+            group = model.weight.grad.device_mesh.get_group().group_name
+            assert group == model.weight.device_mesh.get_group().group_name == mesh.get_group().group_name
+
+
+def test_gradients_stay_on_the_mesh_of_their_parameter(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, accumulate_on_another_group)

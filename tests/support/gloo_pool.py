@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from support.interpreted_halves import interpreted_halves
 
@@ -144,7 +143,6 @@ def run_task(task: Task) -> Any:
     arguments = pickle.loads(task.arguments)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    _clear_sharding_prop_cache()  # it gives results meshes of earlier tests: equal ones, over other process groups
     gc.collect()
     random.seed(0)
     torch.manual_seed(0)
