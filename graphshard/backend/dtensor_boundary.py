@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from .._compat import detect_fake_mode, is_to_local
 from ..errors import ParameterStateError
-from ..fsdp import Version, as_complex, refuse_lost_data, unit_of, version_of
+from ..fsdp import Version, as_complex, refuse_lost_data, slot_of_shard, unit_of, version_of
 from ..ir import UNSHARD, UnshardCall, padded_shape, unshard_outside_transforms
 from .parameter_writes import (
     HandedOn,
@@ -66,7 +66,7 @@ class Boundary:
         crossings: the parameters that enter as padded shards.
         writes: the parameters that the graph writes to, in the order of its last results.
         results: full parameters among the results of the graph.
-        models: positions of handles, one for each model.
+        models: positions of arguments that lead to units, one for each model: handles, or the shards of one rank.
     """
 
     inputs: list[Any]
@@ -141,6 +141,10 @@ def enter_boundary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boundar
         module.recompile()
     units = {position: unit_of(value) for position, value in enumerate(example_inputs)}
     models = {id(unit.tree): position for position, unit in units.items() if unit is not None}
+    for crossing in crossings:
+        slot = None if crossing.names else slot_of_shard(example_inputs[crossing.source])
+        if slot is not None:
+            models.setdefault(id(slot.unit.tree), crossing.source)
     return Boundary(
         inputs=inputs,
         crossings=tuple(crossings),

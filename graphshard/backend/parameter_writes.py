@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from .._compat import FakeTensor, is_to_local, storage_id
 from ..errors import ParameterStateError
-from ..fsdp import Writable, unit_of
+from ..fsdp import Unit, Writable, owner_of, slot_of_shard, unit_of
 from ..ir import UNSHARD, UnshardCall
 
 #: Functions that write to an argument, though their names do not end in an underscore.
@@ -59,8 +59,8 @@ class HandedOn:
     """A full parameter among a graph's results: code behind a graph break may write to it.
 
     Attributes:
-        name: of the parameter.
-        position: of the argument that is the handle of its unit.
+        name: of the parameter; "" if it is the shard itself, at one rank.
+        position: of the argument that leads to its shard, as in :class:`ParameterWrite`.
         index: of the result.
     """
 
@@ -81,6 +81,8 @@ def handed_on(gm: fx.GraphModule) -> tuple[HandedOn, ...]:
             call = UnshardCall(*value.args)
             if call.handle in positions:
                 found.append(HandedOn(name=call.name, position=positions[call.handle], index=index))
+        elif isinstance(value, fx.Node) and _is_read(value) and value.args[0] in positions:
+            found.append(HandedOn(name="", position=positions[value.args[0]], index=index))
     return tuple(found)
 
 
@@ -141,7 +143,7 @@ def store_written(
     Args:
         run: the graph; its last results are the changed values.
         writes: the parameters.
-        models: positions of handles, one for each model.
+        models: positions of arguments that lead to units, one for each model: handles, or the shards of one rank.
         results: full parameters among the results of the graph, without those of ``writes``.
         gathered: names of the parameters that the graph gathers.
 
@@ -151,7 +153,7 @@ def store_written(
     """
 
     def run_and_store(*args: Any) -> Any:
-        units = [unit_of(args[position]) for position in models]
+        units = [_read_of("", args[position])[1] for position in models]
         trees = [unit.tree for unit in units if unit is not None]
         for tree in trees:
             tree.write_back()
@@ -178,16 +180,22 @@ def _hand_on(outputs: Sequence[Any], results: Sequence[HandedOn], args: Sequence
     """The results of a graph, with full parameters that the rest of the forward may write to."""
     handed = list(outputs)
     for result in results:
-        unit = unit_of(args[result.position])
+        name, unit = _read_of(result.name, args[result.position])
         if unit is None or not unit.tree.in_forward:
             continue
         shown = handed[result.index]
         if isinstance(shown, DTensor):
-            unit.note_read(result.name, shown._local_tensor, shown)
+            unit.note_read(name, shown._local_tensor, shown)
         else:
             handed[result.index] = shown = Writable.apply(shown)
-            unit.note_read(result.name, shown, shown)
+            unit.note_read(name, shown, shown)
     return handed
+
+
+def _read_of(name: str, holder: Any) -> tuple[str, Unit | None]:
+    """The name and the unit of a parameter; ``holder`` is the handle of its unit or, at one rank, its shard."""
+    slot = slot_of_shard(holder) if isinstance(holder, DTensor) else None
+    return (name, unit_of(holder)) if slot is None else (slot.name, owner_of(slot))
 
 
 def _store(write: ParameterWrite, holder: Any, value: Tensor) -> None:

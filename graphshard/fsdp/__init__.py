@@ -13,13 +13,13 @@ Further: ``deepcopy``, ``tensor_trees``.
 from .eager_autograd import Writable
 from .fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from .fully_shard import fully_shard
-from .parameter_slot import SUMMONED, ParameterSlot, as_complex, slots_of
+from .parameter_slot import SUMMONED, ParameterSlot, as_complex, slot_of_shard, slots_of
 from .shard_parameter import mesh_device
 from .shard_versions import Version, refuse_lost_data, version_of
 from .sharded_class import place_of_forward_in_python, register_fsdp_forward_method
 from .tensor_trees import cast_tensors, tensors_in
 from .tree import ROOT, SLOTS, Tree, TreeUnit
-from .unit import Unit, unit_of
+from .unit import Unit, owner_of, unit_of
 
 __all__ = [
     "ROOT",
@@ -37,10 +37,12 @@ __all__ = [
     "cast_tensors",
     "fully_shard",
     "mesh_device",
+    "owner_of",
     "place_of_forward_in_python",
     "refuse_lost_data",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "slot_of_shard",
     "slots_of",
     "tensors_in",
     "unit_of",

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,9 @@ from .tree import SLOTS, STORED, TreeUnit
 
 #: Attribute of a whole parameter that ``FullyShardedDataParallel.summon_full_params`` shows; a forward reads it as is.
 SUMMONED = "_graphshard_summoned"
+
+#: Attribute of a shard: a :class:`_Link` to its slot.
+_SLOT = "_graphshard_slot"
 
 
 @dataclass(eq=False, kw_only=True)
@@ -174,7 +178,11 @@ class ParameterSlot:
         for hook in (param._backward_hooks or {}).values():
             changed = hook(grad)
             grad = grad if changed is None else changed
-        param.grad = grad if param.grad is None else param.grad + grad
+        if param.grad is None:
+            param.grad = grad
+        else:
+            with torch.no_grad():
+                param.grad += grad
         for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(param)
 
@@ -189,6 +197,30 @@ class ParameterSlot:
             for owner, name in self.owners:
                 stored_parameters(owner)[name] = self.hidden
             self.hidden = self.shown = None
+
+
+class _Link:
+    """Leads from a shard to its slot. One that is copied or loaded with a shard leads nowhere."""
+
+    def __init__(self, slot: ParameterSlot | None = None) -> None:
+        self.slot = ref(slot) if slot is not None else None
+
+    def __reduce__(self) -> tuple[type[_Link], tuple[()]]:
+        return _Link, ()
+
+
+def link_shard(slot: ParameterSlot) -> None:
+    """Lets :func:`slot_of_shard` find the slot."""
+    vars(slot.param)[_SLOT] = _Link(slot)
+
+
+def slot_of_shard(param: DTensor) -> ParameterSlot | None:
+    """The slot of a sharded parameter that its model shows; None for another tensor."""
+    link = vars(param).get(_SLOT)
+    slot = link.slot() if link is not None and link.slot is not None else None
+    if slot is None or not any(stored_parameters(owner).get(name) is param for owner, name in slot.owners):
+        return None
+    return slot
 
 
 def local_shard(slot: ParameterSlot) -> Tensor:

@@ -29,7 +29,7 @@ from ..ir import (
     shard_shape,
 )
 from .gather_extensions import check_gather, copy_extended, cut_extended, is_quantised
-from .parameter_slot import stored_parameters
+from .parameter_slot import link_shard, stored_parameters
 from .placements import Layout
 from .shard_versions import SUCCESSOR, note_storage
 from .unit import Unit
@@ -145,6 +145,7 @@ def lay_out(unit: Unit) -> None:
         )
         if has_param and isinstance(slot.param, DTensor):  # a user may have deleted it
             note_storage(slot.param, anew=False)
+            link_shard(slot)
 
 
 def _replace_shard(param: DTensor, local: Tensor) -> None:

@@ -72,8 +72,19 @@ def batch_of(rank: int) -> Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
 
 
+def check_whole_parity(reference: nn.Module, model: nn.Module) -> None:
+    """As ``check_sharded_parity``, on whatever mesh."""
+    for name, param in model.named_parameters():
+        expected = reference.get_parameter(name)
+        assert_close((param.full_tensor(), param.grad.full_tensor()), (expected, expected.grad))
+
+
 def train_beside(
-    reference: nn.Module, model: nn.Module, forward: Callable[..., Tensor], steps: int = 2
+    reference: nn.Module,
+    model: nn.Module,
+    forward: Callable[..., Tensor],
+    steps: int = 2,
+    check: Callable[[nn.Module, nn.Module], None] = check_sharded_parity,
 ) -> None:
     """Trains both; the reference sees one batch, as every rank of the model does."""
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
@@ -82,11 +93,13 @@ def train_beside(
         assert_close(found, expected)
         expected.square().mean().backward()
         found.square().mean().backward()
-        check_sharded_parity(reference, model)
+        check(reference, model)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    check_sharded_parity(reference, model)
+    with torch.no_grad():
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert_close(param.full_tensor(), expected)
 
 
 def train_writing(implementation: str, write: str) -> None:
@@ -131,17 +144,34 @@ class WritingLists(Writing):
         return self.last(torch.tanh(F.linear(x, self.weight)))
 
 
-def train_replacing(implementation: str, kind: type[Writing]) -> None:
+class AssigningLater(Writing):
+    """Assigns to ``.data`` of what it has read before a graph break, and reads both again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        torch._dynamo.graph_break()
+        weight.data = weight.detach() * 0.5
+        first = F.linear(x, weight)
+        torch._dynamo.graph_break()
+        return self.last(torch.tanh(first + F.linear(x, weight) + F.linear(x, self.weight)))
+
+
+def train_replacing(implementation: str, kind: type[Writing], num_shards: int) -> None:
     torch.manual_seed(0)
     reference = kind("copy")
-    model = shard_units(implementation, copy.deepcopy(reference), [])
-    train_beside(reference, model, compile_if_asked(implementation, model, fullgraph=kind is WritingLists))
+    mesh = init_device_mesh("cpu", (2 // num_shards, num_shards), mesh_dim_names=("other", "shard"))
+    model = pick_fully_shard(implementation)(copy.deepcopy(reference), mesh=mesh["shard"])
+    forward = compile_if_asked(implementation, model, fullgraph=kind is WritingLists)
+    train_beside(reference, model, forward, check=check_whole_parity)
 
 
-@pytest.mark.parametrize("kind", [Replacing, WritingLater, WritingLists])
+@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("kind", [Replacing, WritingLater, WritingLists, AssigningLater])
 @pytest.mark.parametrize("implementation", GRAPHSHARD)
-def test_assignments_and_writes_behind_a_graph_break_are_kept(run_on_gloo_ranks, implementation, kind):
-    run_on_gloo_ranks(2, train_replacing, implementation, kind)
+def test_assignments_and_writes_behind_a_graph_break_are_kept(
+    run_on_gloo_ranks, implementation, kind, num_shards
+):
+    run_on_gloo_ranks(2, train_replacing, implementation, kind, num_shards)
 
 
 class ReadingOld(Writing):
