@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch._inductor.config as inductor_config
+from support.pinned_models import LateNorm, LateScale
 from support.small_graphs import GraphBuilder, aten
 from support.torch_versions import NEEDS_MESSAGES
 from torch._dynamo.exc import BackendCompilerFailed
@@ -373,38 +374,6 @@ def test_kernels_write_over_what_dies_under_a_budget_unless_the_user_forbids_it(
     assert seen == [True, True, False, False]
 
 
-class _LateScale(torch.nn.Module):
-    """Its first kernel and the scale in front of its tail read the same input: fused, they need the last gather."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8, bias=False) for _ in range(4))
-        self.scale = torch.nn.Parameter(torch.ones(8))
-        self.head, self.tail = (torch.nn.Linear(8, 8, bias=False) for _ in range(2))
-
-    def forward(self, x):
-        hidden = x.sin()
-        for block in self.blocks:
-            hidden = block(hidden).relu()
-        return self.head(hidden) * self.tail(x * self.scale)
-
-
-class _LateNorm(torch.nn.Module):
-    """Waits for two gathers in a row, in front of a start."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList(
-            torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
-            for _ in range(4)
-        )
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "options",
@@ -417,7 +386,7 @@ class _LateNorm(torch.nn.Module):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", [_LateScale, _LateNorm])
+@pytest.mark.parametrize("kind", [LateScale, LateNorm])
 def test_compute_stays_between_the_collectives_it_was_planned_between(kind, options, fake_group, monkeypatch):
     """Only the order counts: nothing is compiled, or computed."""
     orders = []
