@@ -75,6 +75,7 @@ TOLERATED_WARNINGS = [
     (UserWarning, r"DTensor random operators may not have complete support on cpu"),
     (UserWarning, r"Warning: Profiler clears events at the end of each cycle"),  # on 2.11
     (UserWarning, r"Torchinductor does not support code generation for complex operators"),
+    (FutureWarning, r"`torch\._prims_common\.check` is deprecated"),  # Inductor's lowering of diagonal
     (FutureWarning, r"`torch\.jit\.script` is deprecated"),  # forward-mode derivatives, on 2.14
     (UserWarning, r"graphshard: a graph break cuts the model"),  # tested by itself
 ]

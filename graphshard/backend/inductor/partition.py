@@ -68,6 +68,10 @@ class JointPass(CustomGraphPass, Generic[Result]):
         assert graph.owning_module is not None
         self.result = self._run(graph.owning_module)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> JointPass[Result]:
+        """Itself: torch copies Inductor's settings where an operator such as ``scan`` compiles its function."""
+        return self
+
     def uuid(self) -> str | None:
         """The key; None for Inductor not to cache."""
         return self._key() if self._key is not None else None
