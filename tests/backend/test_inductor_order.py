@@ -2,6 +2,7 @@
 
 import operator
 import sys
+import threading
 import warnings
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from torch._inductor.async_compile import AsyncCompile
 
 import graphshard
 from graphshard.backend import compilation
+from graphshard.backend.inductor import JOINT_PASS, JointPass
 from graphshard.backend.inductor.emitted_order import emitted_order, order_difference, planned_order
 from graphshard.backend.inductor.inductor_config import config_patches, functorch_patch
 from graphshard.backend.inductor.order_pinning import pinning_patch
@@ -278,6 +280,15 @@ def test_a_joint_pass_of_the_user_is_not_dropped_silently():
     """The backend's own joint passes hang on this option."""
     with pytest.raises(OptionError, match="joint_custom_pre_pass"):
         config_patches({"joint_custom_pre_pass": lambda graph: None})
+
+
+def test_settings_can_be_copied_while_a_joint_pass_is_set():
+    """Operators such as ``scan`` compile their functions under a copy of Inductor's settings."""
+    holder = SimpleNamespace(lock=threading.RLock())  # as a graph of Dynamo holds
+    joint_pass = JointPass(lambda gm: None)
+    joint_pass.result = holder
+    with inductor_config.patch({JOINT_PASS: joint_pass}):
+        assert inductor_config.get_config_copy()[JOINT_PASS] is joint_pass
 
 
 def test_every_patch_is_a_setting_of_this_torch():
