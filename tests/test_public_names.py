@@ -102,6 +102,10 @@ _OF_STEPS = """
 COMMANDS = {
     "inspect": f"{_OF_STEPS} --formulas --batch --html --text --all-blocks --trace --json",
     "sweep": f"{_OF_STEPS} --meshes --batch --processes --captures --csv --json --plot",
+    "precompile": """
+        factory --hf --sequence --batch --mesh --out --unit --param-dtype --reduce-dtype --reshard-after-forward
+        --micro-batches --hardware --option --device --threads --rank
+    """,
     "diff": "before after --json",
     "cards": "names --delete",
     "calibrate": "--out --nproc --device --like --quick",

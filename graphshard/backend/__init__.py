@@ -10,22 +10,29 @@ Read first: ``entry``, then in the order of a compile:
   (choices by cost for both halves);
 - ``compilation`` (the steps that compile a half), ``pipelines``, ``half`` and ``half_variants`` (one half in the states
   of its units), ``dynamic_sizes``, ``observer`` (log lines and dumps);
+- ``precompile`` (the same for a later run, without its other ranks);
 - ``inductor`` (a room of its own: the hand-over).
 """
 
 from .dtensor_boundary import cross_boundary
 from .entry import graphshard
 from .inductor import drop_rng_states, functorch_patch, inductor_decompositions, partition_as_inductor
-from .options import BackendOptions
+from .options import HARDWARE_VARIABLE, BackendOptions
 from .pipelines import JOINT_PIPELINE, LOWERING, half_pipeline
+from .precompile import INDUCTOR_CACHE_VARIABLE, INDUCTOR_FOLDER, Precompiled, ShardedAs, precompile
 from .step_choice import StepChoice
 from .step_trials import JointTrials
 
 __all__ = [
+    "HARDWARE_VARIABLE",
+    "INDUCTOR_CACHE_VARIABLE",
+    "INDUCTOR_FOLDER",
     "JOINT_PIPELINE",
     "LOWERING",
     "BackendOptions",
     "JointTrials",
+    "Precompiled",
+    "ShardedAs",
     "StepChoice",
     "cross_boundary",
     "drop_rng_states",
@@ -34,4 +41,5 @@ __all__ = [
     "half_pipeline",
     "inductor_decompositions",
     "partition_as_inductor",
+    "precompile",
 ]

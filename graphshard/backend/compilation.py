@@ -20,7 +20,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from .. import passes
 from .._compat import group_by_name, uses_gloo
@@ -50,6 +51,7 @@ from .inductor import (
     compile_later,
     emitted_order,
     memory_patch,
+    name_groups_by_axis,
     order_difference,
     pinning_patch,
     planned_order,
@@ -251,7 +253,7 @@ def hand_over(task: HalfTask, half: HalfGraph) -> CompiledVariant:
     """
     gm, options = half.gm, task.graph.options
     refuse_gloo_on_gpus(gm)
-    if groups := _gloo_groups(gm):
+    if groups := _gloo_groups(task, gm):
         exchange = Pipeline(
             passes.ExchangeReductions(groups=groups), given=half_pipeline(options).facts_at_end
         )
@@ -261,13 +263,33 @@ def hand_over(task: HalfTask, half: HalfGraph) -> CompiledVariant:
     copied_from = start_copies(gm) if task.graph.are_shards_pinned else None
     has_budget = options.memory_budget is not None
     fusions = memory_patch(options.inductor) if has_budget else nullcontext()
-    pinned = pinning_patch(releases=has_budget and _is_on_gloo(gm))
+    pinned = pinning_patch(releases=has_budget and _is_on_gloo(task, gm))
+    name_groups_by_axis(gm, half.context.mesh)
+    without_computing = _empty_results(gm)  # what follows edits the graph
     with task.observer.inductor(half.stage), fusions, pinned:
         compiled = compile_fx_inner(gm, half.example_inputs, **task.compiler_arguments)
     if planned and task.graph.are_ranks_compared:
         _check_order(planned, getattr(compiled, "source_code", None), task)
     run = compiled if copied_from is None else waiting(compiled, copied_from)
+    if task.graph.is_ahead and not has_symbolic_sizes(gm):
+        run = without_computing
     return CompiledVariant(run=run, regathered=regathered)
+
+
+def _empty_results(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """Stands for the code of a graph that is compiled ahead: memory for its results, which nobody writes."""
+    values = [value.meta["val"] if isinstance(value, fx.Node) else value for value in output_values(gm.graph)]
+
+    def run(inputs: list[Any]) -> list[Any]:
+        inputs.clear()
+        return [_empty_like(value) if isinstance(value, Tensor) else value for value in values]
+
+    return run
+
+
+def _empty_like(value: Tensor) -> Tensor:
+    """Memory like a fake value's."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _check_order(planned: list[str], source: str | None, task: HalfTask) -> None:
@@ -320,14 +342,14 @@ def refuse_gloo_on_gpus(gm: fx.GraphModule) -> None:
             )
 
 
-def _gloo_groups(gm: fx.GraphModule) -> tuple[str, ...]:
+def _gloo_groups(task: HalfTask, gm: fx.GraphModule) -> tuple[str, ...]:
     """Names of the process groups of the reduce-scatters that gloo runs."""
     reductions = gm.graph.find_nodes(op="call_function", target=REDUCE_SCATTER)
     names = {group_name(node) for node in reductions if node.meta["val"].device.type == "cpu"}
-    return tuple(sorted(name for name in names if uses_gloo(group_by_name(name))))
+    return tuple(sorted(filter(task.graph.is_on_gloo, names)))
 
 
-def _is_on_gloo(gm: fx.GraphModule) -> bool:
+def _is_on_gloo(task: HalfTask, gm: fx.GraphModule) -> bool:
     """Whether gloo runs all collectives of a graph."""
     groups = {group_name(node) for node in gm.graph.nodes if is_collective(node)}
-    return all(uses_gloo(group_by_name(name)) for name in groups)
+    return all(map(task.graph.is_on_gloo, groups))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from .._compat import graph_break_after
+from .._compat import graph_break_after, group_by_name, uses_gloo
 from .._compat_composable import is_sharded_by_torch
 from ..coordination import count_in_group, is_fake_group, refusing
 from ..cost import HardwareCard, load_card
@@ -51,6 +51,8 @@ class DynamoGraph:
         are_shards_pinned: shards lie in pinned memory of the CPU, so gradients may as well.
         planning: how long its planning may take.
         progress: shows, on rank 0, what takes long.
+        is_ahead: it is compiled for a later run, and never computes.
+        stands_for_gloo: its fake process groups stand for groups of gloo in that run.
     """
 
     options: BackendOptions
@@ -65,11 +67,17 @@ class DynamoGraph:
     are_shards_pinned: bool = False
     planning: PlanningTime = field(default_factory=PlanningTime)
     progress: ShownProgress = field(default_factory=lambda: ShownProgress(is_on=False))
+    is_ahead: bool = False
+    stands_for_gloo: bool = False
 
     @property
     def are_ranks_compared(self) -> bool:
         """Whether the ranks agree on collectives and plans before they run."""
         return self.options.verify != "off"
+
+    def is_on_gloo(self, name: str) -> bool:
+        """Whether gloo communicates the CPU tensors of a process group, here or in the run that it stands for."""
+        return uses_gloo(group_by_name(name)) or (self.stands_for_gloo and is_fake_group(name))
 
     def refusing(self, half: str, gm: fx.GraphModule, verb: str = "compile") -> AbstractContextManager[None]:
         """A context whose errors reach all ranks that communicate with this one in the models, or in ``gm``."""
@@ -91,8 +99,16 @@ class DynamoGraph:
         return not self.is_broken and bool(units - {ROOT}) and missing <= units | {ROOT}
 
 
-def read_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions) -> DynamoGraph:
+def read_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions, *, is_ahead: bool = False
+) -> DynamoGraph:
     """Reads what a graph and its inputs say; tells their models if a graph break follows.
+
+    Args:
+        gm: what Dynamo captured.
+        example_inputs: its inputs.
+        options: the user's.
+        is_ahead: see :class:`DynamoGraph`.
 
     Warns:
         UserWarning: no parameter is sharded, a graph break follows, or the hardware card is of another kind of device.
@@ -134,6 +150,8 @@ def read_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Backe
         ),
         planning=PlanningTime(seconds=options.planning_seconds),
         progress=progress,
+        is_ahead=is_ahead,
+        stands_for_gloo=is_ahead and all(map(_is_on_cpu, example_inputs)),
     )
 
 
@@ -182,6 +200,10 @@ def label_models(trees: Sequence[Tree]) -> dict[str, str]:
                 tree.numbers[name] = count_in_group(name, "models")
             labels.setdefault(name, []).append(str(tree.numbers[name]))
     return {name: "+".join(numbers) for name, numbers in labels.items()}
+
+
+def _is_on_cpu(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or value.device.type == "cpu"
 
 
 def _is_pinned(parameter: torch.nn.Parameter) -> bool:

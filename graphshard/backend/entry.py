@@ -57,9 +57,22 @@ def graphshard(
             f"(torch._inductor.list_mode_options({mode!r})) in options={{'inductor': {{...}}}}"
         )
     leave_frames_to_python("graphshard.backend")
-    parsed = BackendOptions.parse(options)
-    half_pipelines(parsed)  # passes that do not fit are refused before anything runs
-    graph = read_graph(gm, example_inputs, parsed)
+    return compile_graph(gm, example_inputs, BackendOptions.parse(options))
+
+
+def compile_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions, *, is_ahead: bool = False
+) -> Callable[..., Any]:
+    """:func:`graphshard` with options that were read.
+
+    Args:
+        gm: what Dynamo captured.
+        example_inputs: its inputs.
+        options: the user's.
+        is_ahead: it is compiled for a later run. What is returned computes nothing: its results are empty memory.
+    """
+    half_pipelines(options)  # passes that do not fit are refused before anything runs
+    graph = read_graph(gm, example_inputs, options, is_ahead=is_ahead)
     callbacks = _Callbacks(graph)
     with graph.refusing("", gm):
         boundary = enter_boundary(gm, example_inputs)

@@ -283,7 +283,7 @@ class StepPlanner:
         groups = sorted(
             (labels.get(name, name), repr(group)) for name, group in self._prices(gm).groups.items()
         )
-        known = replace(context, prices=None, known_plan=None, scratch=UNMEASURED)
+        known = replace(context.without_group_names(), prices=None, known_plan=None, scratch=UNMEASURED)
         parts = [
             key,
             self.halves.uuid(),

@@ -13,7 +13,7 @@ from .change_batch import StepNumbers, numbers_of, step_between, step_with_numbe
 from .change_mesh import can_reshard, reshard_step
 from .from_sharded import is_sharded, plain_copy
 from .gc_pauses import no_garbage_collection, spared_by_garbage_collection
-from .rules import ShardingRules
+from .rules import ShardingRules, refuse_patterns_without_modules
 
 __all__ = [
     "CapturedStep",
@@ -26,6 +26,7 @@ __all__ = [
     "numbers_of",
     "plain_copy",
     "plain_module",
+    "refuse_patterns_without_modules",
     "reshard_step",
     "spared_by_garbage_collection",
     "step_between",

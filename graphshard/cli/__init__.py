@@ -1,4 +1,4 @@
-"""The command line: ``graphshard inspect``, ``sweep``, ``diff``, ``cards`` and ``calibrate``.
+"""The command line: ``graphshard inspect``, ``sweep``, ``precompile``, ``diff``, ``cards`` and ``calibrate``.
 
 Imports: all rooms below.
 

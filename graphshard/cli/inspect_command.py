@@ -18,8 +18,10 @@ from .hf_model import add_hf_arguments, hf_factory
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
-_RESHARD = {"default": None, "true": True, "false": False}
+#: Values of ``--reshard-after-forward``.
+RESHARD = {"default": None, "true": True, "false": False}
 _OUTPUTS = ("html", "text", "trace", "json")
 
 
@@ -62,7 +64,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--loss", metavar="PKG.MODULE:FUNCTION", help="turns the model's output into a scalar")
     add("--param-dtype", metavar="DTYPE", help="of compute and gathers: bfloat16")
     add("--reduce-dtype", metavar="DTYPE", help="of reductions: float32")
-    add("--reshard-after-forward", choices=tuple(_RESHARD), default="default", help="as in fully_shard")
+    add("--reshard-after-forward", choices=tuple(RESHARD), default="default", help="as in fully_shard")
     add("--optimizer", default="adamw", help="adamw, adam, sgd, sgd-momentum, adagrad, rmsprop or none")
     add("--micro-batches", type=int, default=1, metavar="N", help="forwards and backwards in a step")
     add("--memory-budget", metavar="BYTES", help='the most a rank may hold: "60GiB"')
@@ -162,23 +164,32 @@ def inspect_options(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UsageError: a dtype that torch does not have.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     return {
         "hardware": options.hardware,
         "tables": options.tables,
         "units": options.unit,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=_dtype("--param-dtype", options.param_dtype),
-            reduce_dtype=_dtype("--reduce-dtype", options.reduce_dtype),
-        ),
-        "reshard_after_forward": _RESHARD[options.reshard_after_forward],
+        "mp_policy": mp_policy_of(options),
+        "reshard_after_forward": RESHARD[options.reshard_after_forward],
         "optimizer": options.optimizer,
         "micro_batches": options.micro_batches,
         "memory_budget": options.memory_budget,
         "plan": options.plan,
         "checkpoint": options.checkpoint,
     }
+
+
+def mp_policy_of(options: argparse.Namespace) -> MixedPrecisionPolicy:
+    """The dtypes of ``--param-dtype`` and ``--reduce-dtype``.
+
+    Raises:
+        UsageError: a dtype that torch does not have.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy(
+        param_dtype=_dtype("--param-dtype", options.param_dtype),
+        reduce_dtype=_dtype("--reduce-dtype", options.reduce_dtype),
+    )
 
 
 def parse_mesh(words: list[str], option: str = "--mesh") -> dict[str, int]:

@@ -18,6 +18,7 @@ from .calibrate_command import add_calibrate_arguments, run_calibrate
 from .cards_command import add_cards_arguments, run_cards
 from .diff_command import add_diff_arguments, run_diff
 from .inspect_command import add_arguments, run_inspect
+from .precompile_command import add_precompile_arguments, run_precompile
 from .sweep_command import add_sweep_arguments, run_sweep
 
 
@@ -82,6 +83,11 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         summary="predict a training step on many meshes and batch sizes",
         add_arguments=add_sweep_arguments,
         run=run_sweep,
+    ),
+    "precompile": Subcommand(
+        summary="compile a model for a later run, on one machine",
+        add_arguments=add_precompile_arguments,
+        run=run_precompile,
     ),
     "diff": Subcommand(
         summary="compare two reports of inspect", add_arguments=add_diff_arguments, run=run_diff

@@ -8,7 +8,7 @@ collective), ``refusals`` (a rank that stops tells the others), ``shared_plan`` 
 """
 
 from .agreement import agree_on_group
-from .group_store import can_wait_in_compilation, count_in_group, is_fake_group
+from .group_store import can_wait_in_compilation, count_in_group, has_threads_as_ranks, is_fake_group
 from .kept_plans import keep_plan, read_plan
 from .refusals import Refusals, refusing
 from .rendezvous import meet
@@ -22,6 +22,7 @@ __all__ = [
     "can_wait_in_compilation",
     "count_in_group",
     "decide_together",
+    "has_threads_as_ranks",
     "is_fake_group",
     "keep_plan",
     "meet",

@@ -36,3 +36,8 @@ def count_in_group(name: str, what: str) -> int:
     Ranks that count in the same order get the same numbers.
     """
     return int(group_store(name, what).add(str(group_by_name(name).rank()), 1))
+
+
+def has_threads_as_ranks(name: str) -> bool:
+    """Whether the ranks of a process group are threads of this process (torch's "threaded" groups, for tests)."""
+    return dist.get_backend(group_by_name(name)) == "threaded"

@@ -11,7 +11,7 @@ from .graph_need import GraphNeed, need_of_graph
 from .kept_cards import KeptCard, delete_cards, kept_cards
 from .live_probes import STAND_INS
 from .machine_need import GroupNeed, MachineNeed
-from .named_devices import shipped_card_of
+from .named_devices import shipped_card_of, shipped_card_of_device
 from .own_card import OwnCard, own_card
 
 __all__ = [
@@ -26,4 +26,5 @@ __all__ = [
     "need_of_graph",
     "own_card",
     "shipped_card_of",
+    "shipped_card_of_device",
 ]

@@ -98,6 +98,14 @@ def group_name(node: fx.Node) -> str:
     return str(call_arguments(node)["group_name"])
 
 
+def set_group_name(node: fx.Node, name: str) -> None:
+    """Has a collective call its process group by another name."""
+    if "group_name" in node.kwargs:
+        node.update_kwarg("group_name", name)
+    else:
+        node.update_arg([each.name for each in node.target._schema.arguments].index("group_name"), name)
+
+
 def operands(node: fx.Node) -> list[fx.Node]:
     """The values that a collective communicates.
 

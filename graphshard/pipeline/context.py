@@ -92,6 +92,20 @@ class PassContext:
         order = self.forward_prefetch if self.first_gradient is None else self.backward_prefetch
         return next((units for name, units in order if name == unit), ())
 
+    def without_group_names(self) -> PassContext:
+        """The same on every rank and in every process: axes by their labels, without names of process groups."""
+        labels = {axis.group_name: axis.label for axis in self.mesh.axes}
+
+        def unnamed(binding: ParameterBinding) -> ParameterBinding:
+            return replace(binding, group_names=tuple(labels.get(name, "") for name in binding.group_names))
+
+        return replace(
+            self,
+            mesh=MeshLayout(axes=tuple(replace(axis, group_name="") for axis in self.mesh.axes)),
+            parameters=tuple(map(unnamed, self.parameters)),
+            pieces=tuple(map(unnamed, self.pieces)),
+        )
+
     def for_forward(self) -> PassContext:
         """The context of the forward (or inference) half."""
         return replace(self, first_gradient=None)

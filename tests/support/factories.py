@@ -34,6 +34,9 @@ def short():
     with torch.device("meta"):
         return Model(), (torch.empty(2, 4),)
 
+def exported():
+    return torch.export.export(Model(), (torch.ones(2, 4),)), (torch.ones(2, 4),)
+
 def wide():
     with torch.device("meta"):
         return Model(), (torch.empty(2, 5),)

@@ -40,10 +40,17 @@ def pick_fsdp_module(implementation: str) -> type:
     return FSDPModule
 
 
-def shard_units(implementation: str, model: nn.Module, units: list[nn.Module], **options: Any) -> nn.Module:
-    """Shard each unit, then the model itself, over all ranks; returns the model."""
+def shard_units(
+    implementation: str,
+    model: nn.Module,
+    units: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Shard each unit, then the model itself, over all ranks or those of a mesh; returns the model."""
     fully_shard = pick_fully_shard(implementation)
-    mesh = world_mesh()
+    mesh = mesh or world_mesh()
     for module in [*units, model]:
         fully_shard(module, mesh=mesh, **options)
     return model

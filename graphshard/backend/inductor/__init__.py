@@ -3,11 +3,12 @@
 Imports: ``errors``, ``ir``, ``memory``. Private names of Inductor are allowed here and nowhere else in the backend.
 
 Read first: ``inductor_config`` (what is switched off), ``partition`` (the joint graph in two halves), ``order_pinning``
-(kernels keep the planned order), ``emitted_order`` (the check of that), ``gloo_release`` (waits that free memory),
-``host_copies`` (results copied to the CPU).
+(kernels keep the planned order), ``emitted_order`` (the check of that), ``group_aliases`` (names of process groups in
+generated code), ``gloo_release`` (waits that free memory), ``host_copies`` (results copied to the CPU).
 """
 
 from .emitted_order import emitted_order, order_difference, planned_order
+from .group_aliases import name_groups_by_axis
 from .host_copies import start_copies, waiting
 from .inductor_config import (
     JOINT_PASS,
@@ -15,6 +16,7 @@ from .inductor_config import (
     compile_fx_inner,
     compile_later,
     config_patches,
+    count_compiled,
     functorch_patch,
     memory_patch,
 )
@@ -38,11 +40,13 @@ __all__ = [
     "compile_fx_inner",
     "compile_later",
     "config_patches",
+    "count_compiled",
     "drop_rng_states",
     "emitted_order",
     "functorch_patch",
     "inductor_decompositions",
     "memory_patch",
+    "name_groups_by_axis",
     "order_difference",
     "partition_as_inductor",
     "partitioner_settings",

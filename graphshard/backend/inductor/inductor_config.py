@@ -13,6 +13,7 @@ from typing import Any
 
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+from torch._dynamo.utils import counters
 from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.virtualized import V
@@ -25,6 +26,7 @@ __all__ = [
     "compile_fx_inner",
     "compile_later",
     "config_patches",
+    "count_compiled",
     "functorch_patch",
     "memory_patch",
 ]
@@ -132,6 +134,12 @@ def compile_later(patches: Mapping[str, Any]) -> Callable[[], contextlib.Abstrac
             yield
 
     return enter
+
+
+def count_compiled() -> tuple[int, int, int]:
+    """How many graphs Inductor has found in its cache, has compiled for it, and has compiled without it."""
+    found = counters["inductor"]
+    return tuple(found[f"fxgraph_cache_{what}"] for what in ("hit", "miss", "bypass"))  # type: ignore[return-value]
 
 
 def _has(name: str) -> bool:
