@@ -20,7 +20,8 @@ from ..errors import ShardingError
 from ..ir import READ_WHOLE, axis_of
 from .held_values import Axis, Held, argument_names, hold_inputs, hold_outputs
 from .names import resolve
-from .styles import is_style, read_styles
+from .ready_plans import ready_plan
+from .styles import Stated, is_style, read_styles
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -28,7 +29,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 def parallelize(
     module: ModuleT,
     mesh: DeviceMesh,
-    placements: Mapping[str, Placement | ParallelStyle | str],
+    placements: Mapping[str, Placement | ParallelStyle | str] | str,
     *,
     inputs: Mapping[str, Held] | None = None,
     outputs: Mapping[str, Placement] | None = None,
@@ -44,7 +45,8 @@ def parallelize(
         mesh: the axis, a 1-D mesh with a name: ``mesh["tp"]``.
         placements: ``Shard(dim)`` or ``Replicate()`` by pattern of parameter names; or, by pattern of module names, a
             style of torch (``ColwiseParallel()``) or a word of Hugging Face ("colwise"). So the plan for
-            ``parallelize_module`` can be given, and ``model.tp_plan`` of a Hugging Face model.
+            ``parallelize_module`` can be given, and ``model.tp_plan`` of a Hugging Face model. Or the name of a ready
+            plan: "llama", "gpt", "vit", and along the sequence "llama-sequence", "gpt-sequence".
         inputs: by pattern of module names ("" for ``module``), how compiled code holds the first argument, or
             placements by argument name. ``Shard(1)`` cuts it along the sequence; ``Replicate()`` gathers it.
         outputs: by pattern of module names, how compiled code holds what the module returns.
@@ -55,41 +57,70 @@ def parallelize(
 
     Raises:
         ShardingError: (a ValueError) lists all: patterns that match nothing or match what another matches, dims that a
-            parameter lacks, arguments that a module lacks, parameters that are sharded already, a mesh without a name.
+            parameter lacks, arguments that a module lacks, parameters that are sharded already, a mesh without a name;
+            or a ready plan does not fit the model.
     """
-    problems: list[str] = []
     if mesh.ndim != 1 or mesh.mesh_dim_names is None:
         raise ShardingError(
             f"parallelize: the mesh must be one named axis, such as mesh['tp'], not {mesh.ndim} dimensions named "
             f"{mesh.mesh_dim_names}"
         )
-    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    modules = dict(module.named_modules())
-    of_modules = {pattern: each for pattern, each in placements.items() if is_style(each)}
-    of_parameters = {pattern: each for pattern, each in placements.items() if pattern not in of_modules}
-    plan = read_styles(resolve(of_modules, modules, "module", problems), modules, problems)
-    chosen = {**plan.parameters, **resolve(of_parameters, names, "parameter", problems)}
-    taken = {**plan.inputs, **resolve(inputs or {}, modules, "module", problems)}
-    returned = {**plan.outputs, **resolve(outputs or {}, modules, "module", problems)}
-    by_param = _placements_of_tied(module, chosen, problems)
-    _check_parameters(module, chosen, problems)
-    _check_arguments(modules, taken, returned, problems)
-    if problems:
-        raise ShardingError("parallelize: " + "; ".join(problems))
+    stated = state_placements(module, placements, inputs, outputs)
+    by_param = {
+        id(param): stated.parameters[name]
+        for name, param in module.named_parameters(remove_duplicate=False)
+        if name in stated.parameters
+    }
     _distribute(module, mesh, by_param, src_data_rank)
     label = axis_of(mesh)
-    axis: Axis = (label.label, label.size, label.group_name, mesh.get_local_rank())
-    for name, held in taken.items():
-        hold_inputs(modules[name], held, axis)
-    for name, placement in returned.items():
-        hold_outputs(modules[name], placement, axis)
+    hold_values(module, stated, (label.label, label.size, label.group_name, mesh.get_local_rank()))
     return module
 
 
-def _placements_of_tied(
-    module: nn.Module, chosen: Mapping[str, Placement], problems: list[str]
-) -> dict[int, Placement]:
-    """Placements by the id of the parameter; a tied one has one placement, whichever of its names has it."""
+def state_placements(
+    module: nn.Module,
+    placements: Mapping[str, Placement | ParallelStyle | str] | str,
+    inputs: Mapping[str, Held] | None = None,
+    outputs: Mapping[str, Placement] | None = None,
+) -> Stated:
+    """The placements that the arguments of :func:`parallelize` state, by name of a parameter or a module.
+
+    Raises:
+        ShardingError: as :func:`parallelize` does.
+    """
+    problems: list[str] = []
+    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    modules = dict(module.named_modules())
+    if isinstance(placements, str):
+        plan, of_parameters = ready_plan(placements, module), {}
+    else:
+        of_modules = {pattern: each for pattern, each in placements.items() if is_style(each)}
+        of_parameters = {pattern: each for pattern, each in placements.items() if pattern not in of_modules}
+        plan = read_styles(resolve(of_modules, modules, "module", problems), modules, problems)
+    stated = Stated(
+        parameters={**plan.parameters, **resolve(of_parameters, names, "parameter", problems)},
+        inputs={**plan.inputs, **resolve(inputs or {}, modules, "module", problems)},
+        outputs={**plan.outputs, **resolve(outputs or {}, modules, "module", problems)},
+    )
+    _check_tied(module, stated.parameters, problems)
+    _check_parameters(module, stated.parameters, problems)
+    _check_arguments(modules, stated.inputs, stated.outputs, problems)
+    if problems:
+        raise ShardingError("parallelize: " + "; ".join(problems))
+    return stated
+
+
+def hold_values(module: nn.Module, stated: Stated, axis: Axis) -> None:
+    """Has compiled code hold the stated inputs and outputs of modules in their placements."""
+    modules = dict(module.named_modules())
+    for name, held in stated.inputs.items():
+        hold_inputs(modules[name], held, axis)
+    for name, placement in stated.outputs.items():
+        hold_outputs(modules[name], placement, axis)
+
+
+def _check_tied(module: nn.Module, chosen: Mapping[str, Placement], problems: list[str]) -> None:
+    """A tied parameter has one placement, whichever of its names has it."""
     found: dict[int, tuple[str, Placement]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         if name not in chosen:
@@ -100,7 +131,6 @@ def _placements_of_tied(
                 f"{other!r} and {name!r} are one tied parameter, with {placement} and {chosen[name]}: give it one "
                 "placement"
             )
-    return {key: placement for key, (_, placement) in found.items()}
 
 
 def _check_parameters(module: nn.Module, chosen: Mapping[str, Placement], problems: list[str]) -> None:

@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as checkpoint
 from support.implementations import compile_if_asked
 from support.meshes_parity import named_mesh
 from support.parallel_models import PARALLEL_MODELS
+from support.ready_plan_models import READY_PLAN_MODELS
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
@@ -18,6 +19,7 @@ from torch.testing import assert_close
 import graphshard
 from graphshard.errors import AgreementError
 
+MODELS = {**PARALLEL_MODELS, **{f"ready {name}": each for name, each in READY_PLAN_MODELS.items()}}
 HAND_WRITTEN = {
     "layers.*.attention.w[qkv]": ColwiseParallel(),
     "layers.*.attention.wo": RowwiseParallel(),
@@ -31,7 +33,7 @@ INSIDE_LAYERS = {
 
 def make_pair(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[nn.Module, nn.Module]:
     """The unsharded model, and its copy on a mesh whose last axis is that of tensor parallelism."""
-    given = PARALLEL_MODELS[name]
+    given = MODELS[name]
     mesh = named_mesh(shape, axes)
     torch.manual_seed(42)
     reference = given.build()
@@ -45,7 +47,7 @@ def train(
     name: str, implementation: str, shape: tuple[int, ...], axes: tuple[str, ...], num_steps: int
 ) -> None:
     """AdamW steps; losses, gradients and parameters are those of the unsharded model on all batches."""
-    given = PARALLEL_MODELS[name]
+    given = MODELS[name]
     reference, model = make_pair(name, shape, axes)
     forward = compile_if_asked(implementation, model)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=False) for each in (reference, model)]
@@ -93,8 +95,12 @@ def test_trains_like_the_unsharded_model(run_on_gloo_ranks):
     run_on_gloo_ranks(4, train_several, ["llama along the sequence"], "compiled", (2, 2), 3)
 
 
+def test_ready_plans(run_on_gloo_ranks):
+    run_on_gloo_ranks(4, train_several, ["ready gpt-sequence", "ready vit"], "compiled", (2, 2), 1)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in PARALLEL_MODELS if "dropout" not in name])
+@pytest.mark.parametrize("name", [name for name in MODELS if "dropout" not in name])
 def test_ten_steps_of_every_model(run_on_gloo_ranks, name):
     run_on_gloo_ranks(4, train_several, [name], "compiled", (2, 2), 10)
 

@@ -148,12 +148,12 @@ class ParallelModel:
 
     build: Callable[[], nn.Module]
     draw: Callable[[torch.Generator], tuple[Tensor, Tensor]]
-    placements: Mapping[str, Placement]
+    placements: Mapping[str, Placement] | str
     units: Callable[[nn.Module], list[nn.Module]] = lambda model: list(model.layers)
     held: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _draw_tokens(vocabulary: int) -> Callable[[torch.Generator], tuple[Tensor, Tensor]]:
+def draw_tokens(vocabulary: int) -> Callable[[torch.Generator], tuple[Tensor, Tensor]]:
     return lambda generator: (
         torch.randint(vocabulary, (2, 8), generator=generator),
         torch.randint(vocabulary, (2, 8), generator=generator),
@@ -209,18 +209,18 @@ PARALLEL_MODELS = {
         placements={"layers.0.*": Shard(0), "layers.1.weight": Shard(1), "layers.2.weight": Shard(1)},
         units=lambda model: [],
     ),
-    "llama": ParallelModel(build=Llama, draw=_draw_tokens(12), placements=LLAMA),
+    "llama": ParallelModel(build=Llama, draw=draw_tokens(12), placements=LLAMA),
     "llama along the sequence": ParallelModel(
-        build=lambda: Llama(num_layers=1), draw=_draw_tokens(12), placements=LLAMA, held=_ALONG_SEQUENCE
+        build=lambda: Llama(num_layers=1), draw=draw_tokens(12), placements=LLAMA, held=_ALONG_SEQUENCE
     ),
     "llama with one key head": ParallelModel(
-        build=lambda: Llama(num_kv_heads=1, num_layers=1), draw=_draw_tokens(12), placements=LLAMA
+        build=lambda: Llama(num_kv_heads=1, num_layers=1), draw=draw_tokens(12), placements=LLAMA
     ),
     "gpt": ParallelModel(
-        build=TiedGpt, draw=_draw_tokens(10), placements=GPT, units=lambda model: list(model.body.layers)
+        build=TiedGpt, draw=draw_tokens(10), placements=GPT, units=lambda model: list(model.body.layers)
     ),
     "gpt with dropout": ParallelModel(
-        build=lambda: TiedGpt(0.2), draw=_draw_tokens(10), placements=GPT, units=lambda model: list(model.body.layers)
+        build=lambda: TiedGpt(0.2), draw=draw_tokens(10), placements=GPT, units=lambda model: list(model.body.layers)
     ),
     "vit": ParallelModel(
         build=Vit,
