@@ -139,7 +139,7 @@ def compile_later(patches: Mapping[str, Any]) -> Callable[[], contextlib.Abstrac
 def count_compiled() -> tuple[int, int, int]:
     """How many graphs Inductor has found in its cache, has compiled for it, and has compiled without it."""
     found = counters["inductor"]
-    return tuple(found[f"fxgraph_cache_{what}"] for what in ("hit", "miss", "bypass"))  # type: ignore[return-value]
+    return tuple(found[f"fxgraph_cache_{what}"] for what in ("hit", "miss", "bypass"))
 
 
 def _has(name: str) -> bool:
