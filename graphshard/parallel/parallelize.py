@@ -80,9 +80,9 @@ def parallelize(
     label = axis_of(mesh)
     axis: Axis = (label.label, label.size, label.group_name, mesh.get_local_rank())
     for name, held in taken.items():
-        hold_inputs(modules[name], held, axis)
+        hold_inputs(modules[name], name, held, axis)
     for name, placement in returned.items():
-        hold_outputs(modules[name], placement, axis)
+        hold_outputs(modules[name], name, placement, axis)
     return module
 
 
@@ -129,7 +129,8 @@ def _check_arguments(
         by_name = held if isinstance(held, Mapping) else {known[0] if known else "": held}
         if missing := [each for each in by_name if each not in known]:
             problems.append(
-                f"inputs: module {name!r} has no argument {', '.join(map(repr, missing))}; it takes {', '.join(known)}"
+                f"inputs: module {name!r} has no argument {', '.join(map(repr, missing)) if known else 'at all'}; "
+                f"it takes {', '.join(known) or 'nothing'}"
             )
         problems += _odd_placements("inputs", name, by_name.values())
     for name, placement in returned.items():
