@@ -5,7 +5,7 @@ file can be copied. For a pass of your own, copy ``keep_gathered`` (small) or ``
 collectives).
 
 In reading order. Any captured joint graph: ``insert_shards``. A joint graph with reshards:
-``propagate_sharding``, ``lower_reshards``. The
+``propagate_sharding``, ``move_reshards``, ``merge_reshards``, ``lower_reshards``. The
 joint graph: ``merge_waits``, ``merge_unshards``,
 ``spread_parameters``, ``keep_gathered``, ``tag_recompute``, ``recompute_activations``. Each half: ``lower_shards``,
 ``merge_sums``, ``join_pointwise``, ``bucket_collectives``, ``schedule_collectives`` or ``plan_collectives``,
@@ -24,9 +24,11 @@ from .join_pointwise import JoinPointwise
 from .keep_gathered import KeepGathered
 from .lower_reshards import LowerReshards
 from .lower_shards import LowerShards
+from .merge_reshards import MergeReshards
 from .merge_sums import MergeSums
 from .merge_unshards import MergeUnshards
 from .merge_waits import MergeWaits
+from .move_reshards import MoveReshards
 from .plan_collectives import PlanCollectives
 from .propagate_sharding import PropagateSharding
 from .recompute_activations import RecomputeActivations
@@ -39,6 +41,8 @@ KNOWN = {
     for step in (
         InsertShards,
         PropagateSharding,
+        MoveReshards,
+        MergeReshards,
         LowerReshards,
         MergeWaits,
         MergeUnshards,
@@ -65,9 +69,11 @@ __all__ = [
     "KeepGathered",
     "LowerReshards",
     "LowerShards",
+    "MergeReshards",
     "MergeSums",
     "MergeUnshards",
     "MergeWaits",
+    "MoveReshards",
     "PlanCollectives",
     "PropagateSharding",
     "RecomputeActivations",

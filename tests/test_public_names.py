@@ -22,8 +22,8 @@ DOORS = {
     """,
     "graphshard.passes": """
         KNOWN BucketCollectives ExchangeReductions InsertShards JoinPointwise KeepGathered LowerReshards LowerShards
-        MergeSums MergeUnshards MergeWaits PlanCollectives PropagateSharding RecomputeActivations ScheduleCollectives
-        SpreadParameters TagRecompute
+        MergeReshards MergeSums MergeUnshards MergeWaits MoveReshards PlanCollectives PropagateSharding
+        RecomputeActivations ScheduleCollectives SpreadParameters TagRecompute
     """,
     "graphshard.testing": "CapturedGraphs CollectiveMismatchError capture_graphs check_golden run_on_all_ranks",
 }
@@ -52,9 +52,9 @@ ERRORS = """
 """
 
 PASSES = """
-    insert_shards propagate_sharding lower_reshards merge_waits merge_unshards spread_parameters keep_gathered
-    tag_recompute recompute_activations lower_shards merge_sums join_pointwise bucket_collectives schedule_collectives
-    plan_collectives exchange_reductions
+    insert_shards propagate_sharding move_reshards merge_reshards lower_reshards merge_waits merge_unshards
+    spread_parameters keep_gathered tag_recompute recompute_activations lower_shards merge_sums join_pointwise
+    bucket_collectives schedule_collectives plan_collectives exchange_reductions
 """
 
 BACKEND_OPTIONS = """

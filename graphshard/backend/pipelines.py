@@ -15,7 +15,9 @@ from ..pipeline import Pass, Pipeline
 from .options import DEFAULT_PLACE, BackendOptions
 
 #: The passes on a joint graph with reshards, before all others.
-RESHARDING = Pipeline(passes.PropagateSharding(), passes.LowerReshards())
+RESHARDING = Pipeline(
+    passes.PropagateSharding(), passes.MoveReshards(), passes.MergeReshards(), passes.LowerReshards()
+)
 
 #: The passes on the joint graph. The last one tags it for the partitioner.
 JOINT_PIPELINE = Pipeline(

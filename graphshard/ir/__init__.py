@@ -102,9 +102,11 @@ from .reshard import (
     bytes_sent,
     cut_dim,
     emit_reshard,
+    expected_bytes_sent,
     local_shape,
     of_gradient,
     placement_text,
+    reshard_exists,
 )
 from .rewrite import (
     GraphEmitter,
@@ -195,6 +197,7 @@ __all__ = [
     "emit_reshard",
     "emit_sum_of_exchange",
     "emit_unshard",
+    "expected_bytes_sent",
     "fake_result",
     "functional_form",
     "fusion_runs",
@@ -229,6 +232,7 @@ __all__ = [
     "recompute_tags",
     "remembered_results",
     "repeated_waits",
+    "reshard_exists",
     "returns_nothing",
     "row_offsets",
     "schema_call",

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from ..errors import UnsupportedShardingError
@@ -35,6 +35,7 @@ from .lowering import (
     emit_ranks_to_dim,
 )
 from .params import padded_rows, padded_shape, shard_shape
+from .tensor_sizes import size_hint
 
 REPLICATE = "Replicate"
 
@@ -125,6 +126,19 @@ def bytes_sent(call: ReshardCall, dtype: torch.dtype) -> int | None:
     if dst is not None and _reduction(call.src) in _SCATTERED:
         return piece * (ranks - 1)
     return -(-math.prod(call.shape) * dtype.itemsize // ranks) * (ranks - 1) * 2
+
+
+def expected_bytes_sent(call: ReshardCall, dtype: torch.dtype) -> int:
+    """:func:`bytes_sent` of a node's call, with the sizes seen while tracing in place of symbolic ones."""
+    values = [size.meta["val"] if isinstance(size, fx.Node) else size for size in call.shape]
+    sent = bytes_sent(call._replace(shape=[size_hint(each) for each in values]), dtype)
+    assert sent is not None, "hints are numbers"
+    return sent
+
+
+def reshard_exists(src: str, dst: str) -> bool:
+    """Whether :func:`emit_reshard` can write a reshard from one placement to another that holds the same values."""
+    return src == dst or _reduction(dst) is None
 
 
 def emit_reshard(emit: Emitter, call: ReshardCall) -> Any:

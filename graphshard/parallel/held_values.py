@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from ..errors import ShardingError
 from ..ir import REPLICATE, RESHARD
 
 #: Label, size, group name and rank: the arguments of a reshard behind the shape.
@@ -25,11 +26,22 @@ Axis: TypeAlias = tuple[str, int, str, int]
 Held: TypeAlias = Placement | Mapping[str, Placement]
 
 
-def hold(value: Any, placement: Placement, axis: Axis) -> Any:
-    """Marks a tensor, or those of a tuple or list."""
+def hold(value: Any, placement: Placement, axis: Axis, what: str) -> Any:
+    """Marks a tensor, or those of a tuple or list, while it is compiled.
+
+    Raises:
+        ShardingError: a tensor lacks the dim, uncompiled too; ``what`` names it.
+    """
     if isinstance(value, (tuple, list)):
-        return type(value)(hold(each, placement, axis) for each in value)
+        return type(value)(hold(each, placement, axis, what) for each in value)
     if not isinstance(value, Tensor):
+        return value
+    if isinstance(placement, Shard) and not -value.ndim <= placement.dim < value.ndim:
+        raise ShardingError(
+            f"parallelize: {what} of shape {list(value.shape)} has no dim {placement.dim}: give Shard of a dim that it "
+            "has, or Replicate()"
+        )
+    if not torch.compiler.is_compiling():
         return value
     if isinstance(placement, Replicate):
         return RESHARD(value, REPLICATE, REPLICATE, list(value.shape), *axis)
@@ -39,17 +51,17 @@ def hold(value: Any, placement: Placement, axis: Axis) -> Any:
     return RESHARD(pieces, cut, REPLICATE, list(value.shape), *axis)
 
 
-def hold_inputs(module: nn.Module, held: Held, axis: Axis) -> None:
-    """Marks what a module takes."""
+def hold_inputs(module: nn.Module, path: str, held: Held, axis: Axis) -> None:
+    """Marks what a module takes; ``path`` is its name."""
     by_name = dict(held) if isinstance(held, Mapping) else {argument_names(module)[0]: held}
     names = tuple(argument_names(module))
-    hook = functools.partial(_before, names=names, held=tuple(by_name.items()), axis=axis)
+    hook = functools.partial(_before, path=path, names=names, held=tuple(by_name.items()), axis=axis)
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def hold_outputs(module: nn.Module, placement: Placement, axis: Axis) -> None:
-    """Marks what a module returns."""
-    module.register_forward_hook(functools.partial(_after, placement=placement, axis=axis))
+def hold_outputs(module: nn.Module, path: str, placement: Placement, axis: Axis) -> None:
+    """Marks what a module returns; ``path`` is its name."""
+    module.register_forward_hook(functools.partial(_after, path=path, placement=placement, axis=axis))
 
 
 def argument_names(module: nn.Module) -> list[str]:
@@ -62,20 +74,22 @@ def _before(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
+    path: str,
     names: tuple[str, ...],
     held: tuple[tuple[str, Placement], ...],
     axis: Axis,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if not torch.compiler.is_compiling():
-        return args, kwargs
     placed, by_name = list(args), dict(kwargs)
     for name, placement in held:
+        what = f"inputs: argument {name!r} of module {path!r}"
         if name in by_name:
-            by_name[name] = hold(by_name[name], placement, axis)
+            by_name[name] = hold(by_name[name], placement, axis, what)
         elif (position := names.index(name)) < len(placed):
-            placed[position] = hold(placed[position], placement, axis)
+            placed[position] = hold(placed[position], placement, axis, what)
     return tuple(placed), by_name
 
 
-def _after(module: nn.Module, args: tuple[Any, ...], result: Any, *, placement: Placement, axis: Axis) -> Any:
-    return hold(result, placement, axis) if torch.compiler.is_compiling() else result
+def _after(
+    module: nn.Module, args: tuple[Any, ...], result: Any, *, path: str, placement: Placement, axis: Axis
+) -> Any:
+    return hold(result, placement, axis, f"outputs: the result of module {path!r}")

@@ -114,9 +114,9 @@ def hold_values(module: nn.Module, stated: Stated, axis: Axis) -> None:
     """Has compiled code hold the stated inputs and outputs of modules in their placements."""
     modules = dict(module.named_modules())
     for name, held in stated.inputs.items():
-        hold_inputs(modules[name], held, axis)
+        hold_inputs(modules[name], name, held, axis)
     for name, placement in stated.outputs.items():
-        hold_outputs(modules[name], placement, axis)
+        hold_outputs(modules[name], name, placement, axis)
 
 
 def _check_tied(module: nn.Module, chosen: Mapping[str, Placement], problems: list[str]) -> None:
@@ -159,7 +159,8 @@ def _check_arguments(
         by_name = held if isinstance(held, Mapping) else {known[0] if known else "": held}
         if missing := [each for each in by_name if each not in known]:
             problems.append(
-                f"inputs: module {name!r} has no argument {', '.join(map(repr, missing))}; it takes {', '.join(known)}"
+                f"inputs: module {name!r} has no argument {', '.join(map(repr, missing)) if known else 'at all'}; "
+                f"it takes {', '.join(known) or 'nothing'}"
             )
         problems += _odd_placements("inputs", name, by_name.values())
     for name, placement in returned.items():

@@ -55,7 +55,13 @@ def read_styles(styles: Mapping[str, Any], modules: Mapping[str, nn.Module], pro
     stated = Stated()
     for name, given in styles.items():
         style = _WORDS.get(given) if isinstance(given, str) else given
-        if not _read(style, name, modules[name], stated):
+        taken = argument_names(modules[name])
+        if (number := _num_inputs(style)) > len(taken):
+            problems.append(
+                f"module {name!r} ({type(modules[name]).__name__}): {type(style).__name__} has layouts for {number} "
+                f"arguments, but its forward takes {', '.join(taken) or 'nothing'}"
+            )
+        elif not _read(style, name, modules[name], stated):
             words = ", ".join(_WORDS)
             problems.append(
                 f"module {name!r} ({type(modules[name]).__name__}): {given!r} is no style for it; give "
@@ -63,6 +69,15 @@ def read_styles(styles: Mapping[str, Any], modules: Mapping[str, nn.Module], pro
                 f"PrepareModuleOutput, or a word: {words}; or name its parameters"
             )
     return stated
+
+
+def _num_inputs(style: Any) -> int:
+    """How many arguments of its module a style names by position."""
+    if type(style) is PrepareModuleInputOutput:
+        return _num_inputs(style.prepare_module_input)
+    if type(style) is PrepareModuleInput:
+        return len(style.desired_input_layouts or ())
+    return int(type(style) is SequenceParallel)
 
 
 def _read(style: Any, name: str, module: nn.Module, stated: Stated) -> bool:

@@ -1,5 +1,7 @@
 """parallelize: what it states, and one error for all that is wrong. Training is tested on real ranks."""
 
+import re
+
 import pytest
 import torch
 from support.parallel_models import PARALLEL_MODELS, TiedGpt
@@ -73,6 +75,19 @@ def test_one_error_lists_all_that_is_wrong(tp):
     ):
         assert part in text.replace("Partial(reduce_op='sum')", "Partial(sum)").replace("P(sum)", "Partial(sum)"), part
     assert not any(isinstance(param, DTensor) for param in model.parameters())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_values_that_lack_the_dim_are_named(tp, compiled):
+    """A dim beyond the last one is none of the first dims."""
+    for held, message in (
+        ({"inputs": {"0": Shard(2)}}, "inputs: argument 'input' of module '0' of shape [3, 4] has no dim 2: give "),
+        ({"outputs": {"": Shard(-3)}}, "outputs: the result of module '' of shape [3, 4] has no dim -3: give "),
+    ):
+        model = graphshard.parallelize(nn.Sequential(nn.ReLU()), tp, {}, **held)
+        step = torch.compile(model, backend="eager") if compiled else model
+        with pytest.raises(ShardingError, match=re.escape(message)):
+            step(torch.ones(3, 4))
 
 
 def test_refuses_two_placements_of_a_tied_parameter(tp):

@@ -117,6 +117,35 @@ def test_styles_of_inputs_and_outputs():
     assert stated.parameters == {"c.weight": Shard(1), "c.bias": Replicate(), "d.weight": Shard(1)}
 
 
+class Takes(nn.Module):
+    def forward(self):
+        return torch.ones(2)
+
+
+def test_refuses_layouts_of_arguments_that_do_not_exist(mesh):
+    """All in one error; nothing is placed."""
+    model = nn.ModuleDict({"linear": nn.Linear(2, 2), "source": Takes(), "pair": Pair()})
+    layouts = (Replicate(), Replicate())
+    plan = {
+        "linear": PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts),
+        "source": SequenceParallel(),
+        "pair": PrepareModuleInput(
+            input_kwarg_layouts={"mask": Replicate()}, desired_input_kwarg_layouts={"mask": Shard(0)}
+        ),
+    }
+    with pytest.raises(ShardingError) as error:
+        graphshard.parallelize(model, mesh["tp"], plan, inputs={"source": Shard(0)})
+    text = str(error.value)
+    for part in (
+        "module 'linear' (Linear): PrepareModuleInput has layouts for 2 arguments, but its forward takes input",
+        "module 'source' (Takes): SequenceParallel has layouts for 1 arguments, but its forward takes nothing",
+        "inputs: module 'pair' has no argument 'mask'; it takes x, y, z",
+        "inputs: module 'source' has no argument at all; it takes nothing",
+    ):
+        assert part in text, part
+    assert type(model["linear"].weight) is nn.Parameter
+
+
 def test_refuses_styles_that_do_not_fit(mesh):
     model = Llama()
     with pytest.raises(ShardingError) as error:

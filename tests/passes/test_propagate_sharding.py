@@ -9,6 +9,7 @@ from support.small_graphs import GraphBuilder, aten, reshard, run_pass, run_twic
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -27,7 +28,7 @@ from graphshard.ir import (
     tensor_bytes,
 )
 from graphshard.ir.collectives import ALL_REDUCE, short_name
-from graphshard.passes import LowerReshards, PropagateSharding
+from graphshard.passes import LowerReshards, MergeReshards, MoveReshards, PropagateSharding
 from graphshard.pipeline import PassContext, Pipeline
 from graphshard.testing import capture_graphs, run_on_all_ranks
 
@@ -270,6 +271,30 @@ def test_sends_no_more_than_a_plan_written_by_hand(fake_group):
     assert ours[1][0] <= hand[1][0] and ours[1][1] <= hand[1][1]
     # torch sums the gradient behind each column-wise layer: three of attention, two of the feed-forward. We sum once.
     assert (ours[1][0], hand[1][0]) == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("held", "before", "after"), [("all", (18, 17280), (16, 13184)), ("norms", (19, 19328), (16, 13184))]
+)
+def test_clean_ups_of_a_block_along_the_sequence(fake_group, held, before, after):
+    """Marks of the norms' inputs alone lead to the collectives of the whole plan. Number and bytes over two ranks."""
+    fake_group(4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    given = PARALLEL_MODELS["llama along the sequence"]
+    marks = dict(given.held)
+    if held == "norms":
+        cut = dict.fromkeys(("layers.*.attention_norm", "layers.*.ffn_norm", "norm"), Shard(1))
+        marks = {"inputs": {**marks["inputs"], **cut}}
+    model = given.build()
+    graphshard.parallelize(model, mesh["tp"], given.placements, src_data_rank=None, **marks)
+    for unit in [*given.units(model), model]:
+        graphshard.fully_shard(unit, mesh=mesh["dp"])
+    dp = mesh["dp"].get_group().group_name
+    for clean_ups, expected in (((), before), ((MoveReshards(), MergeReshards()), after)):
+        passes = (PropagateSharding(), *clean_ups, LowerReshards(), *JOINT_PIPELINE.passes)
+        graphs = capture_graphs(model, *given.draw(torch.Generator()), pipeline=Pipeline(*passes))
+        found = [_traffic(half, dp) for half in (graphs.forward, graphs.backward)]
+        assert tuple(map(sum, zip(*found, strict=True))) == expected
 
 
 def test_report_counts_bytes():

@@ -179,8 +179,7 @@ def parameter_graph(specs: Sequence[ParameterSpec], num_ranks: int) -> tuple[fx.
         for i, spec in enumerate(specs)
     ]
     grads = [
-        build.input(f"tangents_{i}", *spec.shape, dtype=spec.param_dtype or spec.dtype)
-        for i, spec in enumerate(specs)
+        build.input(f"tangents_{i}", *spec.shape, dtype=spec.param_dtype or spec.dtype) for i, spec in enumerate(specs)
     ]
     full = [
         unshard(build, shard, f"p{i}", spec, num_ranks)
@@ -244,6 +243,7 @@ def reshard(
     shape: Sequence[int],
     num_ranks: int = 2,
     rank: int = 0,
+    placed: bool = False,
 ) -> fx.Node:
     """A reshard over the axis "tp"."""
-    return build(RESHARD, *ReshardCall(value, src, dst, list(shape), "tp", num_ranks, TENSOR_GROUP, rank))
+    return build(RESHARD, *ReshardCall(value, src, dst, list(shape), "tp", num_ranks, TENSOR_GROUP, rank, placed))

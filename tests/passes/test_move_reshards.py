@@ -1,0 +1,224 @@
+"""move_reshards: pointwise ops run on pieces where the ranks then send fewer bytes."""
+
+import pytest
+import torch
+from support.small_graphs import GraphBuilder, aten, reshard, run_pass, run_twice, tensor_axis, text_of
+
+from graphshard.ir import RESHARD, ReshardCall, bytes_sent, copy_graph, local_shape
+from graphshard.passes import MoveReshards
+from graphshard.pipeline import PassContext
+from graphshard.testing import run_on_all_ranks
+
+CONTEXT = PassContext(mesh=tensor_axis(2))
+
+
+class Program:
+    """A graph of one rank; inputs are of a whole shape and a placement."""
+
+    def __init__(self, num_ranks=2, rank=0):
+        self.build, self.num_ranks, self.rank, self.given = GraphBuilder(), num_ranks, rank, []
+
+    def input(self, placement, *shape, dtype=torch.float64):
+        self.given.append((placement, shape, dtype))
+        piece = local_shape(shape, placement, self.num_ranks, self.rank)
+        return self.build.input(f"primals_{len(self.given)}", *piece, dtype=dtype)
+
+    def move(self, node, src, dst, shape=None):
+        shape = shape or list(node.meta["val"].shape)
+        return reshard(self.build, node, src, dst, shape, self.num_ranks, self.rank, placed=True)
+
+    def moved(self, src, dst, *shape):
+        return self.move(self.input(src, *shape), src, dst, shape)
+
+    def __call__(self, target, *args, **kwargs):
+        return self.build(target, *args, **kwargs)
+
+
+def _to_a_reduce_scatter(program, rows=4):
+    """The result of a sum is multiplied and then cut; two readers."""
+    total = program.moved("Partial(sum)", "Replicate", rows, 6)
+    scaled = program(aten.mul.Tensor, total, program.input("Replicate", 6))
+    first = program(aten.relu.default, program.move(scaled, "Replicate", "Shard(0)"))
+    return first, program.move(program(aten.neg.default, scaled), "Replicate", "Shard(0)")
+
+
+def _residuals(program):
+    """A chain of sums; each is read by a norm that is cut, and by the next."""
+    total = program.moved("Partial(sum)", "Replicate", 2, 4, 6)
+    outputs = []
+    for _ in range(2):
+        outputs.append(program(aten.mean.dim, program.move(total, "Replicate", "Shard(1)"), [2], True))
+        total = program(aten.add.Tensor, total, program.moved("Partial(sum)", "Replicate", 2, 4, 6))
+    return *outputs, program.move(total, "Replicate", "Shard(1)")
+
+
+def _two_gathers(program):
+    """A gate: silu of one gathered value times another; the result is read whole."""
+    gate = program(aten.silu.default, program.moved("Shard(1)", "Replicate", 4, 8))
+    return (program(aten.mul.Tensor, gate, program.moved("Shard(1)", "Replicate", 4, 8)),)
+
+
+def _two_sums(program):
+    """As above with pending sums: their all-reduces are split."""
+    gate = program(aten.sigmoid.default, program.moved("Partial(sum)", "Replicate", 4, 8))
+    return (program(aten.mul.Tensor, gate, program.moved("Partial(sum)", "Replicate", 4, 8)),)
+
+
+def _a_cast(program):
+    return (program(aten._to_copy.default, program.moved("Shard(0)", "Replicate", 4, 8), dtype=torch.float32),)
+
+
+def _through_a_view(program):
+    """Cut along the sequence, then along the width: an exchange in place of a gather."""
+    rows = program(aten.view.default, program.moved("Shard(1)", "Replicate", 2, 4, 8), [8, 8])
+    return (program.move(program(aten.exp.default, rows), "Replicate", "Shard(1)"),)
+
+
+PROGRAMS = {
+    "to a reduce-scatter": _to_a_reduce_scatter,
+    "residuals": _residuals,
+    "two gathers": _two_gathers,
+    "two sums": _two_sums,
+    "a cast": _a_cast,
+    "through a view": _through_a_view,
+}
+
+
+def _graph(write, num_ranks=2, rank=0, **kwargs):
+    program = Program(num_ranks, rank)
+    return program.build.finish(*write(program, **kwargs)), program
+
+
+def _moves(gm):
+    """Source, destination and bytes of the reshards that send something."""
+    nodes = gm.graph.find_nodes(op="call_function", target=RESHARD)
+    calls = [(ReshardCall(*node.args), node.meta["val"].dtype) for node in nodes]
+    found = [(call.src, call.dst, bytes_sent(call, dtype)) for call, dtype in calls]
+    return [each for each in found if each[2]]
+
+
+def test_golden(golden):
+    gm, _ = _graph(_to_a_reduce_scatter)
+    golden(text_of(gm, CONTEXT), "move_reshards.before")
+    record = run_pass(MoveReshards(), gm, CONTEXT)
+    golden(text_of(gm, CONTEXT), "move_reshards.after")
+    assert record.report.counts == {"regions": 1, "bytes": 4 * 6 * 8 // 2}
+
+
+def test_golden_of_split_all_reduces(golden):
+    gm, _ = _graph(_two_sums)
+    run_pass(MoveReshards(), gm, CONTEXT)
+    golden(text_of(gm, CONTEXT), "move_reshards.split")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("residuals", [("Partial(sum)", "Shard(1)", 192)] * 3),
+        ("two gathers", [("Shard(1)", "Replicate", 128)]),
+        ("two sums", [("Partial(sum)", "Shard(0)", 128)] * 2 + [("Shard(0)", "Replicate", 128)]),
+        ("a cast", [("Shard(0)", "Replicate", 64)]),
+        ("through a view", [("Shard(1)", "Shard(2)", 128)]),
+    ],
+)
+def test_sends_fewer_bytes(name, expected):
+    gm, _ = _graph(PROGRAMS[name])
+    before = sum(sent for *_, sent in _moves(gm))
+    report = run_pass(MoveReshards(), gm, CONTEXT).report
+    assert _moves(gm) == expected
+    assert report.counts["bytes"] == before - sum(sent for *_, sent in expected) > 0
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_second_run_changes_nothing(name):
+    first, second = run_twice(MoveReshards(), _graph(PROGRAMS[name])[0], CONTEXT)
+    assert first.report.changed and not second.report.changed
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_computes_what_it_computed(name, num_ranks):
+    mesh = tensor_axis(num_ranks)
+    context = PassContext(mesh=mesh, full_checks=True)
+    pairs = [_graph(PROGRAMS[name], num_ranks, rank) for rank in range(num_ranks)]
+    before = [gm for gm, _ in pairs]
+    after = [copy_graph(gm) for gm in before]
+    for gm in after:
+        assert run_pass(MoveReshards(), gm, context).report.changed
+    generator = torch.Generator().manual_seed(0)
+    given = pairs[0][1].given
+    alike = [torch.rand(shape, generator=generator, dtype=dtype) for _, shape, dtype in given]
+    rows = [
+        [
+            whole
+            if placement == "Replicate"
+            else torch.rand(local_shape(whole.shape, placement, num_ranks, rank), generator=generator, dtype=dtype)
+            for whole, (placement, _, dtype) in zip(alike, given, strict=True)
+        ]
+        for rank in range(num_ranks)
+    ]
+    expected, found = (run_on_all_ranks(graphs, rows, mesh) for graphs in (before, after))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def _read_whole_too(program):
+    total = program.moved("Partial(sum)", "Replicate", 4, 6)
+    return program(aten.relu.default, total), program.move(total, "Replicate", "Shard(0)")
+
+
+def _beside_an_unknown_value(program):
+    """The other operand may differ between the ranks, so its product cannot be gathered."""
+    product = program(aten.mul.Tensor, program.moved("Shard(0)", "Replicate", 4, 6), program.input("Replicate", 4, 6))
+    return (program(aten._to_copy.default, product, dtype=torch.float32),)
+
+
+def _minus_a_number_of_the_rank(program):
+    rows = program(aten.sub.Tensor, program.moved("Shard(0)", "Replicate", 4, 6), 3 * program.rank)
+    return (program(aten.lt.Scalar, rows, 0),)
+
+
+def _random(program):
+    drawn = program(aten.bernoulli.p, program.moved("Shard(0)", "Replicate", 4, 6), 0.5)
+    product = program(aten.mul.Tensor, program.moved("Shard(0)", "Replicate", 4, 6), drawn)
+    return (program(aten._to_copy.default, product, dtype=torch.float32),)
+
+
+def _along_two_dims(program):
+    total = program.moved("Partial(sum)", "Replicate", 4, 6)
+    return program.move(total, "Replicate", "Shard(0)"), program.move(total, "Replicate", "Shard(1)")
+
+
+def _not_in_a_row(program):
+    """The gathered result would lie in memory otherwise than its reader expects."""
+    turned = program(aten.t.default, program.moved("Shard(0)", "Replicate", 6, 4))
+    product = program(aten.mul.Tensor, turned, program.moved("Shard(0)", "Replicate", 6))
+    return (program(aten.lt.Scalar, product, 0),)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        _read_whole_too,
+        _beside_an_unknown_value,
+        _minus_a_number_of_the_rank,
+        _random,
+        _along_two_dims,
+        _not_in_a_row,
+    ],
+)
+def test_leaves_alone_what_would_send_no_less_or_something_else(write):
+    gm, _ = _graph(write)
+    assert not run_pass(MoveReshards(), gm, CONTEXT).report.changed
+
+
+def test_leaves_sizes_alone_that_the_ranks_do_not_divide():
+    gm, _ = _graph(_to_a_reduce_scatter, rows=5)
+    assert not run_pass(MoveReshards(), gm, CONTEXT).report.changed
+
+
+def test_leaves_reshards_of_the_program_alone():
+    build = GraphBuilder()
+    total = reshard(build, build.input("primals_1", 4, 6), "Partial(sum)", "Replicate", (4, 6))
+    piece = reshard(build, build(aten.relu.default, total), "Replicate", "Shard(0)", (4, 6), placed=True)
+    gm = build.finish(reshard(build, piece, "Shard(0)", "Replicate", (4, 6), placed=True))
+    assert not run_pass(MoveReshards(), gm, CONTEXT).report.changed
