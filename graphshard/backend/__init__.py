@@ -17,13 +17,14 @@ from .dtensor_boundary import cross_boundary
 from .entry import graphshard
 from .inductor import drop_rng_states, functorch_patch, inductor_decompositions, partition_as_inductor
 from .options import BackendOptions
-from .pipelines import JOINT_PIPELINE, LOWERING, half_pipeline
+from .pipelines import JOINT_PIPELINE, LOWERING, RESHARDING, half_pipeline
 from .step_choice import StepChoice
 from .step_trials import JointTrials
 
 __all__ = [
     "JOINT_PIPELINE",
     "LOWERING",
+    "RESHARDING",
     "BackendOptions",
     "JointTrials",
     "StepChoice",

@@ -97,6 +97,7 @@ from .piece_ops import KEEP_PIECE, SPREAD, piece_of
 from .reshard import (
     REPLICATE,
     RESHARD,
+    PlacedParameter,
     ReshardCall,
     bytes_sent,
     cut_dim,
@@ -154,6 +155,7 @@ __all__ = [
     "MeshAxis",
     "MeshLayout",
     "ParameterBinding",
+    "PlacedParameter",
     "PlainParameter",
     "ReduceGradCall",
     "ReshardCall",
