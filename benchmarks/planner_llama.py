@@ -4,6 +4,7 @@
     python benchmarks/planner_llama.py --model 405b --layers 8 32 126 --mesh shard=1024
     python benchmarks/planner_llama.py --mesh replicate=16,shard=64 --tokens 2048
     python benchmarks/planner_llama.py --mesh shard=8,tp=8               # tensor parallelism inside a node
+    python benchmarks/planner_llama.py --device cuda --no-inductor       # few, large buckets, as on GPUs
 
 A step is captured on fake tensors and sharded by layers, bf16 with fp32 reductions; nothing runs. All
 schedules are priced by one cost model and one simulation. Per half of a step, in milliseconds: "unit" is
@@ -45,7 +46,8 @@ from llama_tensor_parallel import capture_tensor_parallel
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 llama = importlib.import_module("llama_model")
 
-MODELS = {"8b": llama.LLAMA_3_8B, "70b": llama.LLAMA_3_70B, "405b": llama.LLAMA_3_405B}
+LLAMA_1B = llama.LlamaConfig(num_layers=16, width=2048, hidden=8192, num_heads=32)
+MODELS = {"1b": LLAMA_1B, "8b": llama.LLAMA_3_8B, "70b": llama.LLAMA_3_70B, "405b": llama.LLAMA_3_405B}
 MESHES = [{"shard": 8}, {"shard": 64}, {"shard": 256}, {"shard": 1024}]
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 TO_LEVEL_2 = Pipeline(passes.LowerShards(), given=PLAIN_PIPELINE.facts_at_end)
@@ -96,20 +98,24 @@ def short(simulation: Simulation | Plan) -> str:
     return f"{1e3 * simulation.seconds:9.2f} {simulation.peak_bytes / 2**30:6.1f}"
 
 
-def row(name: str, gm: fx.GraphModule, ctx: PassContext, layout: MeshLayout, with_inductor: bool) -> str:
+def row(
+    name: str, gm: fx.GraphModule, ctx: PassContext, layout: MeshLayout, device: str, with_inductor: bool
+) -> str:
     """One line of the table."""
     model = CostModel.of_mesh(load_card("h100-sxm"), layout)
     places = row_places(gm, ctx)
     before = user_seconds()
-    found = plan_graph(gm, model, places=places).plan
+    found = plan_graph(gm, model, places=places, device_type=device).plan
     seconds = user_seconds() - before
-    in_order = plan_graph(gm, model, places=places, move_compute=False).plan if found.num_moved else found
+    in_order = found
+    if found.num_moved:
+        in_order = plan_graph(gm, model, places=places, device_type=device, move_compute=False).plan
     assert found.any_order_seconds is not None
     text = (
         f"{name} {len(gm.graph.nodes):>6} {sum(map(is_collective, gm.graph.nodes)):>5} "
         f"{short(unit_schedule(gm, ctx, model))} {1e3 * in_order.seconds:9.2f} {short(found)} "
         f"{1e3 * found.bounds.seconds:9.2f} {100 * found.gap:6.2f} {1e3 * found.any_order_seconds:9.2f} "
-        f"{len(found.buckets):>7} {seconds:6.1f}"
+        f"{len(found.buckets):>7} {min(one.num_bytes for one in found.buckets) / 2**10:9.0f} {seconds:6.1f}"
     )
     if with_inductor:
         for merges in (False, True):
@@ -132,14 +138,17 @@ if __name__ == "__main__":
     parser.add_argument("--mesh", type=parsed_mesh, nargs="+", default=MESHES)
     parser.add_argument("--tokens", type=int, default=8192, help="of the one sequence of a rank")
     parser.add_argument(
+        "--device", default="cpu", help='"cuda": few, large buckets; else buckets of any size'
+    )
+    parser.add_argument(
         "--no-inductor", action="store_true", help="leave Inductor's pass out: it takes longest"
     )
     options = parser.parse_args()
     print(f"{'mesh':>16} {'layers':>6} {'half':>8}  nodes coll.   unit ms   peak  in order   plan ms   peak  bound ms  "
-          "gap %    any ms buckets plan s  Inductor   peak   merging   peak", flush=True)  # fmt: skip
+          "gap %    any ms buckets  smallest plan s  Inductor   peak   merging   peak", flush=True)  # fmt: skip
     for num_layers in options.layers or [MODELS[options.model].num_layers]:
         for mesh in options.mesh:
             halves, layout = captured(options.model, num_layers, mesh, options.tokens)
             for half, (gm, ctx) in halves.items():
                 name = f"{' x '.join(map(str, mesh.values())):>16} {num_layers:>6} {half:>8}"
-                print(row(name, gm, ctx, layout, not options.no_inductor), flush=True)
+                print(row(name, gm, ctx, layout, options.device, not options.no_inductor), flush=True)

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import fx
 from .._compat import graph_break_after, group_by_name, uses_gloo
 from .._compat_composable import is_sharded_by_torch
 from ..coordination import count_in_group, is_fake_group, refusing
-from ..cost import HardwareCard, load_card
+from ..cost import HardwareCard, load_card, missing_peaks
 from ..fsdp import ROOT, Tree, place_of_forward_in_python, unit_of
 from ..hardware import STAND_INS, OwnCard, need_of_graph, own_card
 from ..ir import UNSHARD, group_name, is_collective
@@ -41,6 +41,7 @@ class DynamoGraph:
         options: the user's.
         index: number of the graph, for errors, log lines and dumps.
         inductor: Inductor's settings for its compilation.
+        has_own_card: the card is that of ``hardware="auto"``; the user has named none.
         models: by process group, a label of the models that the graph is a part of; see :func:`label_models`.
         groups: process groups of the models, whose ranks are told if this rank stops with an error; none where ranks
             do not compare what they do (``verify="off"``).
@@ -58,6 +59,7 @@ class DynamoGraph:
     options: BackendOptions
     index: int = 0
     inductor: Mapping[str, Any] = field(default_factory=dict)
+    has_own_card: bool = False
     models: Mapping[str, str] = field(default_factory=dict)
     groups: tuple[str, ...] = ()
     parameters: Mapping[str, str] = field(default_factory=dict)
@@ -78,6 +80,23 @@ class DynamoGraph:
     def is_on_gloo(self, name: str) -> bool:
         """Whether gloo communicates the CPU tensors of a process group, here or in the run that it stands for."""
         return uses_gloo(group_by_name(name)) or (self.stands_for_gloo and is_fake_group(name))
+
+    def priced(self, gm: fx.GraphModule) -> DynamoGraph:
+        """The same with rules in place of a card of ``hardware="auto"`` that cannot price a product of ``gm``.
+
+        Dtypes are known only when AOTAutograd has traced what Dynamo captured: tensor subclasses hide them. All ranks
+        have the same products and the same card, so all decide alike.
+
+        Raises:
+            OptionError: an option needs the card.
+        """
+        card = self.options.card
+        missing = missing_peaks(gm, card) if self.has_own_card and card is not None else []
+        if not missing or card is None:
+            return self
+        reason = f"card {card.name!r} has no peak_flops for {', '.join(missing)}"
+        LOGGER.warning("graph %d: collectives are placed by rules, without a plan: %s", self.index, reason)
+        return replace(self, options=self.options.with_card(None, reason), has_own_card=False, models={})
 
     def refusing(self, half: str, gm: fx.GraphModule, verb: str = "compile") -> AbstractContextManager[None]:
         """A context whose errors reach all ranks that communicate with this one in the models, or in ``gm``."""
@@ -122,6 +141,7 @@ def read_graph(
     is_shared = options.verify != "off"
     index = next_index(options.dump)
     groups = tuple(dict.fromkeys(name for tree in trees for name in tree.groups())) if is_shared else ()
+    is_own = options.hardware == AUTO
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     progress = ShownProgress(is_on=options.progress and is_first)
     with (
@@ -139,6 +159,7 @@ def read_graph(
         options=options,
         index=index,
         inductor=inductor,
+        has_own_card=is_own,
         models=label_models(trees) if is_shared and options.card is not None else {},
         groups=groups,
         parameters={slot.name: unit.label for tree in trees for unit in tree.units() for slot in unit.slots},

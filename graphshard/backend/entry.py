@@ -115,11 +115,14 @@ class _Callbacks:
 
     def _run_joint(self, gm: fx.GraphModule) -> JointResult:
         with self._graph.refusing(" (joint)", gm), self._observer.passes("joint", gm):
+            self._graph = self._graph.priced(gm)
             return run_joint_passes(gm, self._graph, self._observer)
 
     def compile_half(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **arguments: Any) -> Any:
         """Stands for Inductor's inner compiler; ``arguments`` are those of that compiler."""
         type_rng_states(gm)
+        with self._graph.refusing("", gm):
+            self._graph = self._graph.priced(gm)  # a graph without gradients has no joint passes
         is_backward = bool(arguments.get("is_backward"))
         if is_backward:
             take_back_donations(gm, self.forward.with_parameters)

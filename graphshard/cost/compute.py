@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from ..errors import CardError
 from ..ir import argument, schema_call, tensor_bytes
 from .cards import HardwareCard
 from .flops import executed_flops, kernel_class
@@ -42,6 +43,18 @@ def compute_seconds(gm: fx.GraphModule, card: HardwareCard) -> dict[fx.Node, flo
         for node in kernel.nodes:
             seconds[node] = share
     return seconds
+
+
+def missing_peaks(gm: fx.GraphModule, card: HardwareCard) -> list[str]:
+    """The dtypes of a graph's products for which a card has no peak, by name, sorted."""
+    nodes = (node for node in gm.graph.nodes if node.op == "call_function" and kernel_class(node) is not None)
+    missing = set()
+    for name in set(map(_dtype_name, nodes)):
+        try:
+            card.peak(name)
+        except CardError:
+            missing.add(name)
+    return sorted(missing)
 
 
 def kernel_seconds(kernel: Kernel, card: HardwareCard) -> float:

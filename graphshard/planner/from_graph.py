@@ -124,6 +124,7 @@ def problem_of_graph(
         max_gathers=wishes.max_gathers,
         max_reductions=wishes.max_reductions,
         shared_links=wishes.shared_links,
+        prefers_large=_is_on_accelerator(movable, device_type),
     )
     unplanned = reader.unplanned()
     if measures_memory:
@@ -187,6 +188,12 @@ def _check_groups(collectives: list[fx.Node], prices: Prices) -> None:
             f"there is no price for collectives of these process groups: {listed}; say how many ranks they have, "
             "groups={name: ranks}"
         )
+
+
+def _is_on_accelerator(collectives: list[fx.Node], device_type: str | None) -> bool:
+    """Whether collectives run on a GPU, where each costs the host a launch that no price has."""
+    found = [value.device.type for node in collectives for value in tensors_of(node.meta["val"])]
+    return (device_type or next(iter(found), "cpu")) not in ("cpu", "meta")
 
 
 def _sizes(node: fx.Node) -> tuple[int, int]:

@@ -7,11 +7,12 @@ import pytest
 import torch
 from support.small_models import MODELS, example_batch, shard_units
 
+from graphshard.backend import dynamo_graph
 from graphshard.backend.options import BackendOptions
 from graphshard.cli.main import main
 from graphshard.cost import known_cards, load_card
-from graphshard.errors import OptionError
-from graphshard.hardware import GroupNeed, MachineNeed, kept_cards, named_devices, shipped_card_of
+from graphshard.errors import CardError, OptionError
+from graphshard.hardware import GroupNeed, MachineNeed, OwnCard, kept_cards, named_devices, shipped_card_of
 from graphshard.hardware.kept_cards import file_of, keep_card, read_kept
 
 GIB = 2**30
@@ -140,3 +141,55 @@ def test_with_card_keeps_what_the_user_chose():
     auto = BackendOptions.parse({"hardware": "auto", "bucket": "none"})
     assert auto.with_card(card, "").card is card and auto.with_card(None, "why").bucket == "none"
     assert BackendOptions.parse({"hardware": "auto"}).with_card(None, "why").bucket == "unit"
+
+
+@pytest.fixture
+def narrow_card(monkeypatch):
+    """``hardware="auto"`` comes to a card without float32."""
+    torch.compiler.reset()  # what another test compiled with these options
+    card = replace(load_card("cpu-loopback"), name="narrow", peak_flops={"bfloat16": 1e12})
+    monkeypatch.setattr(dynamo_graph, "own_card", lambda *arguments, **more: OwnCard(card=card))
+    yield card
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("has_gradients", [True, False], ids=["training", "inference"])
+def test_an_own_card_that_lacks_a_dtype_gives_the_schedule_by_rules(
+    has_gradients, narrow_card, fake_group, caplog, interpreted
+):
+    model = shard_units(MODELS["two_linears"](), fake_group(2))
+    compiled = torch.compile(model, backend="graphshard", options={"hardware": "auto"})
+    with caplog.at_level(logging.WARNING, "graphshard"), torch.set_grad_enabled(has_gradients):
+        result = compiled(example_batch("two_linears"))
+        if has_gradients:
+            result.sum().backward()
+    (line,) = [each.message for each in caplog.records if "placed by rules" in each.message]
+    assert line.endswith("without a plan: card 'narrow' has no peak_flops for float32")
+
+
+def test_an_own_card_that_has_all_dtypes_plans(narrow_card, fake_group, caplog, interpreted):
+    model = shard_units(MODELS["two_linears"]().to(torch.bfloat16), fake_group(2))
+    compiled = torch.compile(model, backend="graphshard", options={"hardware": "auto"})
+    with caplog.at_level(logging.WARNING, "graphshard"):
+        compiled(example_batch("two_linears").to(torch.bfloat16)).sum().backward()
+    assert "placed by rules" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"hardware": "auto", "memory_budget": "1GiB"}, OptionError),
+        ({"hardware": "auto", "limit_all_gathers": 2}, OptionError),
+        ({"hardware": "named"}, CardError),
+    ],
+    ids=str,
+)
+def test_a_card_that_lacks_a_dtype_is_an_error_where_the_user_needs_it(
+    options, error, narrow_card, fake_group, interpreted
+):
+    given = {**options, "hardware": narrow_card} if options["hardware"] == "named" else options
+    model = shard_units(MODELS["two_linears"](), fake_group(2))
+    compiled = torch.compile(model, backend="graphshard", options=given)
+    with pytest.raises(Exception, match="'narrow' has no peak_flops for float32") as raised:
+        compiled(example_batch("two_linears"))
+    assert isinstance(getattr(raised.value, "inner_exception", raised.value), error)

@@ -28,6 +28,7 @@ from graphshard.errors import (
 from graphshard.ir.collectives import ALL_GATHER, ALL_REDUCE, WAIT, c10d, is_collective
 from graphshard.ir.rewrite import copy_graph
 from graphshard.pipeline.context import PassContext
+from graphshard.planner.from_graph import problem_of_graph
 from graphshard.planner.schedule_graph import schedule_with_prices, topologies
 from graphshard.testing import run_on_all_ranks
 
@@ -212,6 +213,14 @@ def test_measured_tables_are_used(tmp_path):
     assert (
         plan.exposed_seconds == pytest.approx(0.5) and len(plan.buckets) == 1
     )  # a start-up of 0.5 s is paid once
+
+
+@pytest.mark.parametrize(("device_type", "prefers"), [("cuda", True), ("cpu", False), (None, False)])
+def test_few_large_buckets_are_preferred_on_gpus(device_type, prefers):
+    """None: the fake tensors of this graph are on a CPU."""
+    gm = _gathers()
+    model = CostModel(card=load_card("h100-sxm"), groups=topologies(gm, load_card("h100-sxm"), {}))
+    assert problem_of_graph(gm, model, device_type=device_type).problem.prefers_large is prefers
 
 
 @pytest.mark.parametrize("ask", [graphshard.schedule_graph, graphshard.inspect_graph])

@@ -92,7 +92,10 @@ class _Lane:
             next((place for place in fixed_places if place >= start), len(ones)) for start in range(len(ones))
         ]
         self.block = block_length([one.num_bytes for one in ones]) if self.is_merged else 0
-        shares = [_share(machine, one, beam.shared_by) for one in ones]
+        shares = [
+            _share(machine, one, beam.shared_by) if whole is None else _share_of(machine.bucket(whole))
+            for one, whole in zip(ones, self.fixed, strict=True)
+        ]
         alone = [machine.bucket((index,)) for index in members]
         self.is_gather = ones[0].limit == "gather"
         seconds = [one.seconds for one in alone]
@@ -125,6 +128,11 @@ def _share(machine: Machine, one: Collective, shared_by: int) -> float:
     prices, size = machine.problem.prices, count * one.num_bytes
     seconds = prices.collective_seconds(one.kind, size, one.queue)
     return (seconds - prices.overlapped_seconds(one.kind, size, one.queue)) / count
+
+
+def _share_of(bucket: Bucket) -> float:
+    """How long one member of a fixed bucket keeps its queue busy."""
+    return (bucket.seconds - bucket.overlapped_seconds) / len(bucket.members)
 
 
 class _Search:

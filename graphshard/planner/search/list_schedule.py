@@ -42,23 +42,27 @@ class Rule:
 def schedule_in_turn(problem: Problem, rule: Rule, *, machine: Machine | None = None) -> list[Step] | None:
     """The steps of the schedule that a rule gives; None if the budget or a limit stops it.
 
-    Fixed buckets and prefetches are not supported: the result is None.
+    A fixed bucket counts as one collective. Prefetches are not supported: with any, the result is None.
 
     Args:
         problem: what is planned.
         rule: what a link carries next.
         machine: a machine of this problem and its budget, if there is one already: it caches buckets.
     """
-    if problem.fixed_buckets or problem.prefetch:
+    if problem.prefetch:
         return None
     return _Pass(machine or Machine(problem, budget_bytes=problem.budget_bytes), rule).run()
 
 
 class _Lane:
-    """Collectives that may be merged, in the order in which they start."""
+    """Collectives that may be merged, at most ``most`` of them, in the order in which they start.
 
-    def __init__(self, machine: Machine, members: list[int]) -> None:
+    A fixed bucket stands there with its first member.
+    """
+
+    def __init__(self, machine: Machine, members: list[int], most: int) -> None:
         self._members, self._place = members, 0
+        self.most = 1 if members[0] in machine.fixed else most
         self.queue = machine.queue_of(machine.collectives[members[0]])
 
     def next(self, state: State, most: int = 1) -> list[int]:
@@ -71,24 +75,32 @@ class _Lane:
 
 class _Pass:
     def __init__(self, machine: Machine, rule: Rule) -> None:
-        self._machine, self._rule = machine, rule
+        self._machine = machine
         self._state = machine.begin()
         self._clock = expected_clock(machine.problem)
         ones = machine.collectives
+        self._whole = [machine.fixed.get(index, (index,)) for index in range(len(ones))]
+        self._earliest = [max(ones[other].earliest for other in whole) for whole in self._whole]
+        self._deadline = [min(ones[other].deadline for other in whole) for whole in self._whole]
         lanes: dict[tuple, list[int]] = {}
         self._urgent: list[list[int]] = [[] for _ in range(machine.end + 1)]
         for index, one in enumerate(ones):
-            if one.limit != "gather" and one.deadline < machine.end:
-                self._urgent[one.earliest].append(index)
+            if index != self._whole[index][0]:
+                continue
+            if one.limit != "gather" and self._deadline[index] < machine.end:
+                self._urgent[self._earliest[index]].append(index)
             else:
-                lanes.setdefault((one.limit == "gather", one.merge_key or index), []).append(index)
-        gathers = [members for (is_gather, _), members in lanes.items() if is_gather]
-        others = [members for (is_gather, _), members in lanes.items() if not is_gather]
+                key = (one.limit == "gather", index in machine.fixed, one.merge_key or index)
+                lanes.setdefault(key, []).append(index)
+        gathers = [members for (is_gather, *_), members in lanes.items() if is_gather]
+        others = [members for (is_gather, *_), members in lanes.items() if not is_gather]
         self._gathers = [
-            _Lane(machine, sorted(each, key=lambda i: (ones[i].deadline, i))) for each in gathers
+            _Lane(machine, sorted(each, key=lambda i: (self._deadline[i], i)), rule.num_gathers)
+            for each in gathers
         ]
         self._reductions = [
-            _Lane(machine, sorted(each, key=lambda i: (ones[i].earliest, i))) for each in others
+            _Lane(machine, sorted(each, key=lambda i: (self._earliest[i], i)), rule.num_reductions)
+            for each in others
         ]
         #: How long before it is read a gather should end.
         buckets = [self._bucket([index]) for each in gathers for index in each]
@@ -112,7 +124,7 @@ class _Pass:
             self._state = onward
 
     def _bucket(self, members: Sequence[int]) -> Bucket:
-        return self._machine.bucket(tuple(sorted(members)))
+        return self._machine.bucket(tuple(sorted(other for index in members for other in self._whole[index])))
 
     def _start(self, members: Sequence[int]) -> bool:
         following = self._machine.start(self._state, self._bucket(members))
@@ -175,7 +187,7 @@ class _Pass:
     def _needed(self, index: int) -> float:
         """When a gather should have ended."""
         state = self._state
-        ahead = self._clock[self._machine.collectives[index].deadline] - self._clock[state.position]
+        ahead = self._clock[self._deadline[index]] - self._clock[state.position]
         return state.seconds + ahead - self._margin
 
     def _ready(self, lane: _Lane) -> list[int]:
@@ -183,14 +195,16 @@ class _Pass:
         ones, state = self._machine.collectives, self._state
 
         def is_ready(index: int) -> bool:
-            one = ones[index]
-            return one.earliest <= state.position and all(state.waited >> other & 1 for other in one.after)
+            after = [other for member in self._whole[index] for other in ones[member].after]
+            return self._earliest[index] <= state.position and all(
+                state.waited >> other & 1 for other in after
+            )
 
-        return list(itertools.takewhile(is_ready, lane.next(state, self._rule.num_reductions)))
+        return list(itertools.takewhile(is_ready, lane.next(state, lane.most)))
 
     def _is_late(self, lane: _Lane, start: float) -> bool:
         """Whether gathers of a lane come too late if the first starts then."""
-        following, most = lane.next(self._state, NUM_FOLLOWING), self._rule.num_gathers
+        following, most = lane.next(self._state, NUM_FOLLOWING), lane.most
         for first in range(0, len(following), most):
             start += self._bucket(following[first : first + most]).seconds
             if start > self._needed(following[first]):
@@ -199,7 +213,7 @@ class _Pass:
 
     def _in_time(self, lane: _Lane) -> list[int]:
         """The next gather of a lane, and those after it that do not make it late."""
-        members = lane.next(self._state, self._rule.num_gathers)
+        members = lane.next(self._state, lane.most)
         start, needed = self._free(lane.queue), self._needed(members[0])
         count = 1
         while count < len(members) and start + self._bucket(members[: count + 1]).seconds <= needed:

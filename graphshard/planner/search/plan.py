@@ -56,8 +56,9 @@ class Plan:
         gap: ``seconds`` / the best bound - 1.
         peak_bytes: the most that is live.
         budget_bytes: the most that may be; None for no limit.
-        solver: "exact" (nothing is faster under the model), "beam" (the best of the searches), "leanest" (the lowest
-            peak, when no other schedule keeps the budget), "followed" (the plan of another rank), or "none" (the
+        solver: "exact" (nothing is faster under the model), "beam" (the best of the searches), "large" (the one with
+            the largest buckets of those at most 1 % slower than the best with large buckets; on GPUs), "leanest" (the
+            lowest peak, when no other schedule keeps the budget), "followed" (the plan of another rank), or "none" (the
             graph as it came).
         steps: the schedule itself.
         notes: what was left as it is, and why.
@@ -122,6 +123,7 @@ class Plan:
 _SOLVERS = {
     "exact": "the fastest schedule",
     "beam": "the fastest that was found",
+    "large": "with the largest buckets that cost little time",
     "leanest": "the smallest that was found",
     "followed": "as planned by another rank",
     "none": "as it came",

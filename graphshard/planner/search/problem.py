@@ -146,6 +146,7 @@ class Problem:
         max_gathers, max_reductions: how many buckets of one ``limit`` may be in flight; 0 for any number.
         shared_links: names of process groups that share a link. Their collectives run one after the other, in the
             order of their starts, as if they were of one group.
+        prefers_large: whether few, large buckets are worth a little time, as on GPUs (``large_buckets``).
 
     Raises:
         ProblemError: lists everything that is wrong.
@@ -161,6 +162,7 @@ class Problem:
     max_gathers: int = 0
     max_reductions: int = 0
     shared_links: Sequence[tuple[str, ...]] = ()
+    prefers_large: bool = False
     position_names: Sequence[str] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from .bound import gap, lower_bounds
 from .condense import both_ends, condense, expand
 from .exact import TooLargeError, best_schedule, least_peak
 from .feasible import constrained_schedules
+from .large_buckets import in_large_buckets
 from .list_schedule import Rule, schedule_in_turn
 from .local_search import polished
 from .machine import Machine, Step
@@ -67,6 +68,17 @@ _TOO_MANY_WISHES = (
 #: A larger problem runs so many of the searches with buckets of any length: the best on a sample of about ``SAMPLE``
 #: collectives.
 SAMPLE, NUM_DEAR = 120, 2
+
+#: Searches for problems whose buckets are all fixed.
+FIXED_SEARCHES: tuple[Beam | Rule, ...] = (
+    Beam(width=NARROW),
+    Rule(num_gathers=1, num_reductions=1),
+    Beam(width=8),
+)
+
+#: Where few buckets are preferred: the largest are taken that are predicted at most ``LARGE_WORTH`` slower than the
+#: fastest of those with a least size. Buckets of any size are taken if they are faster by more than ``SMALL_WORTH``.
+LARGE_WORTH, SMALL_WORTH = 0.01, 0.05
 
 #: A schedule this close to the bound ends the search.
 CLOSE_ENOUGH = 2e-3
@@ -130,7 +142,22 @@ def plan(
     known = [list(unplanned)] if unplanned is not None else []
     before = simulate(problem.without_wishes(), known[0]).seconds if known else None
     bearable = before if before is not None else math.inf
-    found = [steps for steps in (*known, in_place(problem)) if is_possible(problem, steps)]
+    known = [steps for steps in known if is_possible(problem, steps)]
+    large = _in_large_buckets(problem, bearable, effort) if problem.prefers_large else None
+    solver, best = large or _solved(problem, known, bearable, effort)
+    best = _known_unless_better(problem, known, best)
+    return make_plan(problem, best, solver=solver, unplanned_seconds=before, notes=notes)
+
+
+def _solved(
+    problem: Problem, known: Sequence[list[Step]], bearable: float, effort: Effort
+) -> tuple[str, list[Step]]:
+    """The solver and the best schedule found, the known ones included.
+
+    Raises:
+        InfeasibleBudgetError, ProblemError: as for :func:`plan`.
+    """
+    found = [*known, *(steps for steps in [in_place(problem)] if is_possible(problem, steps))]
     searched = list(_searched(problem, limit=effort.limit))
     found += [steps for _, steps in searched]
     if not found:
@@ -143,9 +170,34 @@ def plan(
             best = _best(problem, [best, *improved], bearable)
         if effort.exact_states > EXACT_STATES:
             exact = _exactly(problem, best, effort.states(effort.exact_states))
-    solver, best = ("beam", best) if exact is None else ("exact", exact or best)
-    best = _known_unless_better(problem, [steps for steps in known if steps in found], best)
-    return make_plan(problem, best, solver=solver, unplanned_seconds=before, notes=notes)
+    return ("beam", best) if exact is None else ("exact", exact or best)
+
+
+def _in_large_buckets(problem: Problem, bearable: float, effort: Effort) -> tuple[str, list[Step]] | None:
+    """The schedule with the largest buckets that is hardly slower than others with large buckets.
+
+    None if buckets of any size are worth their number: none of the others keeps the budget, or comes near the bound.
+    """
+    bounds = lower_bounds(problem)
+    tried: list[tuple[float, list[Step]]] = []
+    for restricted in in_large_buckets(problem):
+        if tried and effort.limit.is_over():
+            break
+        found = [steps for _, steps in _searched(restricted, FIXED_SEARCHES, limit=effort.limit)]
+        if not found:
+            continue
+        best = _best(restricted, found, bearable)
+        tried.append((simulate(problem, best).seconds, best))
+        if gap(tried[-1][0], bounds) < LARGE_WORTH:
+            break
+    if not tried:
+        return None
+    fastest = min(seconds for seconds, _ in tried)
+    if gap(fastest, bounds) > SMALL_WORTH and not effort.limit.is_over():
+        solver, best = _solved(problem, [], bearable, effort)
+        if simulate(problem, best).seconds * (1 + SMALL_WORTH) < fastest:
+            return solver, best
+    return next(("large", best) for seconds, best in tried if seconds <= (1 + LARGE_WORTH) * fastest)
 
 
 def in_place(problem: Problem) -> list[Step]:

@@ -117,7 +117,14 @@ def test_what_is_read_waits_for_what_comes_before_it():
     assert [step.members for step in steps] == [(0,), (0,), (1,), (1,)]
 
 
-@pytest.mark.parametrize("wishes", [{"fixed_buckets": [(0, 1)]}, {"prefetch": [(0, 1)]}])
-def test_buckets_and_prefetches_of_the_user_are_left_to_the_beams(wishes):
-    problem = replace(tensor_parallel_backward(2), **wishes)
+def test_prefetches_of_the_user_are_left_to_the_beams():
+    problem = replace(tensor_parallel_backward(2), prefetch=[(0, 1)])
     assert schedule_in_turn(problem, RULE) is None
+
+
+def test_buckets_of_the_user_start_as_they_are():
+    gathers, reductions = (0, 1), (5, 13)
+    problem = replace(tensor_parallel_backward(2), fixed_buckets=[gathers, reductions])
+    buckets = [step.members for step in schedule_in_turn(problem, RULE) if step.is_start]
+    assert gathers in buckets and reductions in buckets
+    assert sum(len(members) for members in buckets) == len(problem.collectives)
