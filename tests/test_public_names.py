@@ -53,8 +53,8 @@ ERRORS = """
 
 PASSES = """
     insert_reshards insert_shards propagate_sharding move_reshards merge_reshards lower_reshards merge_waits
-    merge_unshards spread_parameters keep_gathered tag_recompute recompute_activations lower_shards merge_sums join_pointwise
-    bucket_collectives schedule_collectives plan_collectives exchange_reductions
+    merge_unshards spread_parameters keep_gathered tag_recompute recompute_activations lower_shards merge_sums
+    join_pointwise bucket_collectives schedule_collectives plan_collectives exchange_reductions
 """
 
 BACKEND_OPTIONS = """
