@@ -156,6 +156,10 @@ def test_convolutions_hold_no_more_than_their_budget(run_on_gloo_ranks, tmp_path
         assert held_by_inference <= budget
 
 
+#: Elements of the largest gradient of ``_Residual(64)`` and the bias that is reduced with it.
+_LARGEST_REDUCED = 4 * 64 * 64 + 64
+
+
 def _held_within(folder: str, share: float) -> tuple[int, int, int]:
     """A budget a little above the smallest; the most but one that a step holds then, all shards and its input included.
 
@@ -176,10 +180,14 @@ def _held_within(folder: str, share: float) -> tuple[int, int, int]:
 @pytest.mark.inductor
 @pytest.mark.parametrize("share", [1.0, pytest.param(1.2, marks=pytest.mark.slow)])
 def test_a_step_holds_no_more_than_its_budget(run_on_gloo_ranks, tmp_path: Path, share: float):
-    """Activations are computed again here, which Inductor's fusions would make dearer than planned."""
+    """Activations are computed again here, which Inductor's fusions would make dearer than planned.
+
+    The model counts what gloo holds for a reduction until its wait; gloo may have ended it before the peak.
+    """
+    in_reduction = 4 * (2 + 1) * _LARGEST_REDUCED // 2
     for budget, held, excess in run_on_gloo_ranks(2, _held_within, str(tmp_path), share):
         assert 0.8 * budget < held <= budget
-        assert abs(excess) < 0.01 * held
+        assert -0.01 * held - in_reduction < excess < 0.01 * held
 
 
 class _LanguageModel(nn.Module):
