@@ -31,6 +31,7 @@ from ..ir import (
     group_labels,
     group_name,
     is_collective,
+    remembered_results,
     text_fingerprint,
 )
 from ..machine import Machine
@@ -202,7 +203,8 @@ class StepPlanner:
             is_new = plan is None and (plan := self._read(kept_key)) is None
             if plan is None:
                 scratch = self.kernels.of(gm, context.device_type)
-                with self._limit(_SHARES["joint"]) as limit:
+                # Trials never reach Inductor, which tells values apart by their fake tensors.
+                with self._limit(_SHARES["joint"]) as limit, remembered_results():
                     limited = replace(trials.context, scratch=scratch, limit=limit)
                     measured = replace(trials, context=limited)
                     choice = _choose(measured, memory_budget, waiting, keeps_between=keeps_between)
