@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..coordination import agree_on_group
+from ..coordination import agree_on_seed
 from ..ir import RESHARD, ReshardCall
 from ..memory import step_bytes
 from ..pipeline import PassContext, context_from_shard_ops, pieces_of, read_shards_as_they_are
@@ -92,16 +92,12 @@ def run_joint_passes(gm: fx.GraphModule, graph: DynamoGraph, observer: Observer)
 
 
 def _compare_seeds(gm: fx.GraphModule, graph: DynamoGraph) -> None:
-    """Has the ranks of the axes of reshards agree on a seed if the graph draws numbers: each draws whole tensors.
-
-    A seed on which they have agreed is not compared again, so that a rank may compile alone.
-    """
+    """Has the ranks of the axes of reshards agree on a seed if the graph draws numbers: each draws whole tensors."""
     draws = [node for node in gm.graph.nodes if node.op == "call_function" and draws_numbers(node)]
     if not draws or not graph.are_ranks_compared:
         return
     calls = [ReshardCall(*node.args) for node in gm.graph.find_nodes(op="call_function", target=RESHARD)]
-    seed = (
-        f"random numbers of seed {torch.initial_seed()} (torch.manual_seed: equal on all ranks of the axis)"
-    )
-    for group in dict.fromkeys(call.group_name for call in calls):
-        agree_on_group(group, [seed], what=f"graph {graph.index}, on the axis {calls[0].axis}")
+    program = [str(node.target) for node in gm.graph.nodes if node.op == "call_function"]
+    for group, axis in {call.group_name: call.axis for call in calls}.items():
+        what = f"graph {graph.index}, on the axis {axis}"
+        agree_on_seed(group, torch.initial_seed(), program, what=what)

@@ -4,9 +4,11 @@ Imports: ``ir``.
 
 Read first: ``group_store`` (where keys are written), ``agreement`` (fingerprints are compared before the first
 collective), ``refusals`` (a rank that stops tells the others), ``shared_plan`` (one rank plans, the others follow),
-``kept_plans`` (plans of earlier runs), ``rendezvous`` (uncompiled ranks meet before they communicate).
+``kept_plans`` (plans of earlier runs), ``rendezvous`` (uncompiled ranks meet before they communicate), ``agreed_seed``
+(ranks that share a batch draw the same numbers).
 """
 
+from .agreed_seed import agree_on_seed
 from .agreement import agree_on_group
 from .group_store import can_wait_in_compilation, count_in_group, has_threads_as_ranks, is_fake_group
 from .kept_plans import keep_plan, read_plan
@@ -19,6 +21,7 @@ __all__ = [
     "PlanStore",
     "Refusals",
     "agree_on_group",
+    "agree_on_seed",
     "can_wait_in_compilation",
     "count_in_group",
     "decide_together",

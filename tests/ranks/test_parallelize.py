@@ -1,6 +1,7 @@
 """`parallelize` and `fully_shard` of plain models: training like the unsharded model, on 2 and 4 ranks."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing import assert_close
 
 import graphshard
+from graphshard.coordination import agree_on_seed, agreed_seed, refusing
 from graphshard.errors import AgreementError
 
 MODELS = {**PARALLEL_MODELS, **{f"ready {name}": each for name, each in READY_PLAN_MODELS.items()}}
@@ -106,8 +108,8 @@ def test_ten_steps_of_every_model(run_on_gloo_ranks, name):
 
 
 def test_four_ranks_of_tensor_parallelism(run_on_gloo_ranks):
-    """Widths that four ranks do not divide; one key head for all of them."""
-    run_on_gloo_ranks(4, train_several, ["mlp", "llama with one key head"], "compiled", (1, 4), 2)
+    """Widths and three heads that four ranks do not divide; one key head for all of them."""
+    run_on_gloo_ranks(4, train_several, ["mlp", "llama with three heads"], "compiled", (1, 4), 2)
 
 
 def test_copies_beside_tensor_parallelism(run_on_gloo_ranks):
@@ -163,7 +165,34 @@ def compile_with_other_seeds() -> str:
 
 def test_ranks_that_would_draw_different_numbers_are_refused(run_on_gloo_ranks):
     for text in run_on_gloo_ranks(2, compile_with_other_seeds):
-        assert "on the axis tp" in text and "seed 100" in text and "seed 101" in text
+        assert "on the axis tp: rank " in text and "of seed 100" in text and "of seed 101" in text
+        assert "call torch.manual_seed with the same number" in text
+
+
+def compare_seeds() -> list[str]:
+    """Messages where the ranks' seeds differ: one that is agreed and a new one, and two that are agreed."""
+    name = named_mesh((2,), ("tp",)).get_group().group_name
+    rank, found = dist.get_rank(), []
+    for seed in (201, 202):
+        agree_on_seed(name, seed, ["program"], what="a graph")
+    for seeds in ((201, 203), (204, 202), (201, 202)):
+        started = time.monotonic()
+        with pytest.raises(AgreementError) as error, refusing([name], "compile"):
+            agree_on_seed(name, seeds[rank], ["program"], what="a graph")
+        assert time.monotonic() - started < 30, "the group's time limit is longer"
+        found.append(str(error.value))
+    agree_on_seed(name, 201, ["program"], what="a graph")
+    if rank == 0:  # compiles alone
+        agreed_seed._SECONDS = 0.1
+        agree_on_seed(name, 202, ["another program"], what="a graph")
+        agreed_seed._SECONDS = 5.0
+    return found
+
+
+def test_a_rank_that_goes_back_to_an_agreed_seed_is_seen_at_once(run_on_gloo_ranks):
+    for messages in run_on_gloo_ranks(2, compare_seeds):
+        for text, seeds in zip(messages, (("201", "203"), ("204", "202"), ("201", "202")), strict=True):
+            assert all(seed in text for seed in seeds) and "call torch.manual_seed with the same number" in text
 
 
 def exchange_checkpoints(folder: str) -> None:

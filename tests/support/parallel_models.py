@@ -69,14 +69,20 @@ class Llama(nn.Module):
     """A decoder that returns its loss."""
 
     def __init__(
-        self, num_kv_heads: int = 2, vocabulary: int = 12, dim: int = 16, inner: int = 24, num_layers: int = 2
+        self,
+        num_kv_heads: int = 2,
+        vocabulary: int = 12,
+        dim: int = 16,
+        inner: int = 24,
+        num_layers: int = 2,
+        num_heads: int = 4,
     ) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(vocabulary, dim)
-        self.layers = nn.ModuleList([LlamaBlock(dim, 4, num_kv_heads, inner) for _ in range(num_layers)])
+        self.layers = nn.ModuleList([LlamaBlock(dim, num_heads, num_kv_heads, inner) for _ in range(num_layers)])
         self.norm = nn.RMSNorm(dim)
         self.output = nn.Linear(dim, vocabulary, bias=False)
-        positions = torch.arange(8.0)[:, None] / 10.0 ** torch.linspace(0, 1, dim // 8)
+        positions = torch.arange(8.0)[:, None] / 10.0 ** torch.linspace(0, 1, dim // num_heads // 2)
         self.register_buffer("angles", positions, persistent=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -215,6 +221,11 @@ PARALLEL_MODELS = {
     ),
     "llama with one key head": ParallelModel(
         build=lambda: Llama(num_kv_heads=1, num_layers=1), draw=draw_tokens(12), placements=LLAMA
+    ),
+    "llama with three heads": ParallelModel(
+        build=lambda: Llama(num_kv_heads=1, num_layers=1, num_heads=3, dim=12),
+        draw=draw_tokens(12),
+        placements=LLAMA,
     ),
     "gpt": ParallelModel(
         build=TiedGpt, draw=draw_tokens(10), placements=GPT, units=lambda model: list(model.body.layers)

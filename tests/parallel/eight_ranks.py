@@ -1,0 +1,98 @@
+"""Eight ranks as threads, on a mesh of 2 copies x 2 shards x 2 ranks of tensor parallelism: run by test_eight_ranks."""
+
+import copy
+import threading
+import traceback
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from support.interpreted_halves import InterpretedHalf, interpreted_halves
+from support.parallel_models import PARALLEL_MODELS
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing import assert_close
+from torch.testing._internal.distributed.multi_threaded_pg import (
+    ProcessLocalGroup,
+    _install_threaded_pg,
+    _uninstall_threaded_pg,
+)
+
+import graphshard
+
+NUM_RANKS = 8
+GIVEN = PARALLEL_MODELS["mlp"]
+BATCHES = [[GIVEN.draw(torch.Generator().manual_seed(10 * step + index)) for index in range(4)] for step in range(2)]
+
+#: No rank runs while another one compiles: torch's tracing is not made for that.
+COMPILED = threading.Barrier(NUM_RANKS, timeout=100)
+RUN = InterpretedHalf.__call__
+
+
+def run_half(half: InterpretedHalf, inputs: list) -> object:
+    """The first run of each half waits for that of all ranks."""
+    if not hasattr(half, "has_met"):
+        half.has_met = True
+        COMPILED.wait()
+    return RUN(half, inputs)
+
+
+def steps(model: nn.Module) -> list[dict[str, torch.Tensor]]:
+    """Parameters of the unsharded model after each step."""
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), []
+    for batches in BATCHES:
+        torch.stack([model(*batch) for batch in batches]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append({name: param.detach().clone() for name, param in model.named_parameters()})
+    return found
+
+
+def train(rank: int, store: dist.Store, model: nn.Module, expected: list[dict[str, torch.Tensor]]) -> None:
+    dist.init_process_group("threaded", rank=rank, world_size=NUM_RANKS, store=store)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    graphshard.parallelize(model, mesh["tp"], GIVEN.placements)
+    graphshard.fully_shard(model, mesh=mesh["replicate", "shard"])
+    COMPILED.wait()
+    forward = torch.compile(model, backend="graphshard", options={"hardware": None}, fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    for batches, after in zip(BATCHES, expected, strict=True):
+        forward(*batches[rank // 2]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, param in model.named_parameters():
+            assert isinstance(param, DTensor) and param.device_mesh.mesh_dim_names == ("replicate", "shard", "tp")
+            assert_close(param.full_tensor().detach(), after[name], rtol=1e-4, atol=1e-5)
+
+
+def run(rank: int, done: list[int], *args: object) -> None:
+    try:
+        train(rank, *args)
+        done.append(rank)
+    except BaseException as error:
+        traceback.print_exc()
+        ProcessLocalGroup.exception_handle(error)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    reference = GIVEN.build()
+    models = [copy.deepcopy(reference) for _ in range(NUM_RANKS)]
+    expected = steps(reference)
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    _install_threaded_pg()
+    store, done = dist.HashStore(), []
+    threads = [
+        threading.Thread(target=run, args=(rank, done, store, models[rank], expected), daemon=True)
+        for rank in range(NUM_RANKS)
+    ]
+    with interpreted_halves(), mock.patch.object(InterpretedHalf, "__call__", run_half):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(100)
+    _uninstall_threaded_pg()
+    print("trained:", sorted(done))
