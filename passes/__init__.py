@@ -4,7 +4,7 @@ Imports: ``ir``, ``memory``, ``pipeline``, ``planner``. A pass imports ``graphsh
 file can be copied. For a pass of your own, copy ``keep_gathered`` (small) or ``bucket_collectives`` (edits
 collectives).
 
-In reading order. Any captured joint graph: ``insert_shards``. A joint graph with reshards:
+In reading order. The joint graph of a plain model: ``insert_reshards``, ``insert_shards``. A joint graph with reshards:
 ``propagate_sharding``, ``move_reshards``, ``merge_reshards``, ``lower_reshards``. The
 joint graph: ``merge_waits``, ``merge_unshards``,
 ``spread_parameters``, ``keep_gathered``, ``tag_recompute``, ``recompute_activations``. Each half: ``lower_shards``,
@@ -19,6 +19,7 @@ if __name__ != "graphshard.passes":
 
 from .bucket_collectives import BucketCollectives
 from .exchange_reductions import ExchangeReductions
+from .insert_reshards import InsertReshards
 from .insert_shards import InsertShards
 from .join_pointwise import JoinPointwise
 from .keep_gathered import KeepGathered
@@ -39,6 +40,7 @@ from .tag_recompute import TagRecompute
 KNOWN = {
     step.name: step
     for step in (
+        InsertReshards,
         InsertShards,
         PropagateSharding,
         MoveReshards,
@@ -64,6 +66,7 @@ __all__ = [
     "KNOWN",
     "BucketCollectives",
     "ExchangeReductions",
+    "InsertReshards",
     "InsertShards",
     "JoinPointwise",
     "KeepGathered",

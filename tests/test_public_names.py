@@ -21,8 +21,8 @@ DOORS = {
         register_fsdp_forward_method schedule_graph share_comm_ctx sweep
     """,
     "graphshard.passes": """
-        KNOWN BucketCollectives ExchangeReductions InsertShards JoinPointwise KeepGathered LowerReshards LowerShards
-        MergeReshards MergeSums MergeUnshards MergeWaits MoveReshards PlanCollectives PropagateSharding
+        KNOWN BucketCollectives ExchangeReductions InsertReshards InsertShards JoinPointwise KeepGathered LowerReshards
+        LowerShards MergeReshards MergeSums MergeUnshards MergeWaits MoveReshards PlanCollectives PropagateSharding
         RecomputeActivations ScheduleCollectives SpreadParameters TagRecompute
     """,
     "graphshard.testing": "CapturedGraphs CollectiveMismatchError capture_graphs check_golden run_on_all_ranks",
@@ -52,9 +52,9 @@ ERRORS = """
 """
 
 PASSES = """
-    insert_shards propagate_sharding move_reshards merge_reshards lower_reshards merge_waits merge_unshards
-    spread_parameters keep_gathered tag_recompute recompute_activations lower_shards merge_sums join_pointwise
-    bucket_collectives schedule_collectives plan_collectives exchange_reductions
+    insert_reshards insert_shards propagate_sharding move_reshards merge_reshards lower_reshards merge_waits
+    merge_unshards spread_parameters keep_gathered tag_recompute recompute_activations lower_shards merge_sums
+    join_pointwise bucket_collectives schedule_collectives plan_collectives exchange_reductions
 """
 
 BACKEND_OPTIONS = """
@@ -71,7 +71,7 @@ ARGUMENTS = {
     """,
     "inspect": """
         model args kwargs * mesh hardware tables units loss mp_policy reshard_after_forward optimizer micro_batches
-        memory_budget plan checkpoint progress
+        memory_budget plan checkpoint placements progress
     """,
     "inspect_graph": "gm * hardware tables memory_budget groups",
     "parallelize": "module mesh placements * inputs outputs src_data_rank",
@@ -97,7 +97,7 @@ FSDP_MODULE = """
 #: Arguments of the subcommands; all of them have --help and --debug.
 _OF_STEPS = """
     factory --hf --sequence --hardware --tables --unit --loss --param-dtype --reduce-dtype --reshard-after-forward
-    --optimizer --micro-batches --memory-budget --plan --checkpoint --mesh
+    --optimizer --micro-batches --memory-budget --placements --plan --checkpoint --mesh
 """
 COMMANDS = {
     "inspect": f"{_OF_STEPS} --formulas --batch --html --text --all-blocks --trace --json",

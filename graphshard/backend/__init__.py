@@ -18,7 +18,7 @@ from .dtensor_boundary import cross_boundary
 from .entry import graphshard
 from .inductor import drop_rng_states, functorch_patch, inductor_decompositions, partition_as_inductor
 from .options import HARDWARE_VARIABLE, BackendOptions
-from .pipelines import JOINT_PIPELINE, LOWERING, half_pipeline
+from .pipelines import JOINT_PIPELINE, LOWERING, RESHARDING, half_pipeline
 from .precompile import INDUCTOR_CACHE_VARIABLE, INDUCTOR_FOLDER, Precompiled, ShardedAs, precompile
 from .step_choice import StepChoice
 from .step_trials import JointTrials
@@ -29,6 +29,7 @@ __all__ = [
     "INDUCTOR_FOLDER",
     "JOINT_PIPELINE",
     "LOWERING",
+    "RESHARDING",
     "BackendOptions",
     "JointTrials",
     "Precompiled",

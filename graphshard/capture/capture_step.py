@@ -11,7 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,8 @@ from ..backend import (
 )
 from ..errors import CaptureError, OptionTypeError, ShardingError
 from ..ir import (
+    MeshLayout,
+    PlacedParameter,
     PlainParameter,
     ShardedShape,
     aten,
@@ -48,6 +50,7 @@ from ..pipeline import PassContext, PassRecord, Pipeline, context_from_shard_ops
 from .fake_step import LossAndOthers, StepModule, export_step, fake_copy, fake_inputs, trace_step
 from .gc_pauses import no_garbage_collection
 from .gpu_attention import use_gpu_attention
+from .placed_step import PlacedStep, run_reshard_passes
 from .rules import ShardingRules, as_regex, refuse_patterns_without_modules
 
 #: ``insert_shards``, which a plain graph needs, and then the joint passes of training.
@@ -71,6 +74,9 @@ class CapturedStep:
             new values of inputs that it writes to, if autograd follows the write.
         order: names of the model's parameters, in the order of ``named_parameters``.
         choice: the choices made by cost for both halves, if any.
+        pieces: shapes of the pieces of parameters that are cut on a further axis, by name.
+        placed: placements of parameters and values on that axis, if any.
+        reshards: for each collective of that axis, by the names of its group and its node, what it does.
     """
 
     joint: fx.GraphModule
@@ -82,6 +88,9 @@ class CapturedStep:
     num_results: int
     order: tuple[str, ...]
     choice: StepChoice | None = None
+    pieces: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    placed: PlacedStep | None = None
+    reshards: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
 
 def capture_step(
@@ -116,8 +125,8 @@ def capture_step(
         CaptureError: the inputs do not fit; the model has a graph break, or a shape or branch that depends on data
             (with the line); it reads a tensor that is no parameter, buffer or input; nothing is trained; the result is
             no loss; the loss has parameters.
-        ShardingError: patterns of ``rules.units`` or ``checkpoint`` match no module, or parameters have no dim to cut;
-            lists all of them.
+        ShardingError: patterns of ``rules.units`` or ``checkpoint`` match no module, parameters have no dim to cut, or
+            placements do not fit the model; lists all of them.
         OptionTypeError: ``loss`` is not a function.
     """
     if type(rules) is ShardingRules:
@@ -126,8 +135,11 @@ def capture_step(
     refuse_patterns_without_modules(model, "checkpoint", checkpoint)
     _refuse_other_inputs(model, args, kwargs or {})
     _refuse_parameters_of_loss(loss)
+    placed = PlacedStep.of(model, rules)
     mode = FakeTensorMode()
     fake = fake_copy(model, mode, rules.mp_policy.param_dtype)
+    if placed is not None:
+        placed.hold(fake)
     _checkpoint(fake, checkpoint)
     fake_args, fake_kwargs = fake_inputs((tuple(args), dict(kwargs or {})), mode, rules.mp_policy)
     paths = {id(param): path for path, param in reversed(list(fake.named_parameters()))}
@@ -152,10 +164,11 @@ def capture_step(
             values = output_values(joint.graph)
             own_results = [values[index] for index in outputs.own_results]
             _refuse_other_results(own_results[:1] if has_others else own_results, loss)
-        plain = _plain_parameters(outputs.primals, traced, model, rules, paths)
+        plain = _plain_parameters(outputs.primals, traced, model, rules, paths, placed)
         positions = _positions_of(plain, outputs.primals)
         order = tuple(path for path, _ in fake.named_parameters())
         context = PassContext(plain=_with_places(plain, order))
+        cut = _cut_parameters(plain, outputs.primals, placed)
 
         def run_joint_passes(gm: fx.GraphModule) -> _JointStep:
             text = "" if is_brief else graph_text(gm)
@@ -168,22 +181,24 @@ def capture_step(
                     records.extend(pipeline.run(gm, ctx, before=records[-1].text if records else text))
 
             first, tag = PLAIN_PIPELINE.split(-1)
+            reshards = run_reshard_passes(gm, cut, context, run) if placed is not None else {}
             run(first, context)
-            known = replace(context_from_shard_ops(gm), device_type=device_type)
+            known = replace(_context_of(gm, placed), device_type=device_type)
             choice = choose(gm, known, tag) if choose is not None else None
             if choice is not None:
                 run(Pipeline(KeepGathered(units=choice.kept), given=tag.given), context)
                 tag = choice.extended(tag)
             run(tag, context)
             known = replace(
-                context_from_shard_ops(gm),
+                _context_of(gm, placed),
                 pieces=pieces_of(gm),
                 device_type=device_type,
                 default_peak_bytes=choice.peak_bytes if choice is not None else None,
             )
             return _JointStep(
-                gm=copy_graph(gm), context=known, text=text, records=tuple(records), choice=choice
-            )
+                gm=copy_graph(gm), context=known, text=text, records=tuple(records), choice=choice,
+                reshards=reshards,
+            )  # fmt: skip
 
         halves = partition_as_inductor(joint, outputs.num_results, positions, run_joint_passes)
         drop_rng_states(halves.forward, halves.backward)
@@ -197,6 +212,11 @@ def capture_step(
         num_results=outputs.num_results,
         order=order,
         choice=halves.joint.choice,
+        pieces={each.name: tuple(placed.shape_of(each.name, each.call.shape)) for each in cut}
+        if placed
+        else {},
+        placed=placed,
+        reshards=halves.joint.reshards,
     )
 
 
@@ -209,6 +229,24 @@ class _JointStep:
     text: str
     records: tuple[PassRecord, ...]
     choice: StepChoice | None
+    reshards: Mapping[tuple[str, str], str]
+
+
+def _context_of(gm: fx.GraphModule, placed: PlacedStep | None) -> PassContext:
+    """What shard ops say; the axis of placements, whose reshards are lowered, lies inside their axes."""
+    context = context_from_shard_ops(gm)
+    if placed is None:
+        return context
+    return replace(context, mesh=MeshLayout.of_axes([*context.mesh.axes, placed.axis]))
+
+
+def _cut_parameters(
+    plain: Sequence[PlainParameter], primals: Sequence[fx.Node], placed: PlacedStep | None
+) -> tuple[PlacedParameter, ...]:
+    if placed is None:
+        return ()
+    shapes = {node.name: node.meta["val"].shape for node in primals if node.meta.get("val") is not None}
+    return placed.parameters({each.call.name: (each.placeholder, shapes[each.placeholder]) for each in plain})
 
 
 def _refuse_parameters_without_dims(model: nn.Module) -> None:
@@ -226,6 +264,7 @@ def _plain_parameters(
     model: nn.Module,
     rules: ShardingRules,
     paths: Mapping[int, str],
+    placed: PlacedStep | None,
 ) -> list[PlainParameter]:
     """The inputs that are parameters; ``paths`` maps the id of a traced parameter to its name in the model."""
     plain = []
@@ -235,7 +274,8 @@ def _plain_parameters(
             path = paths[id(param)]
             dtype = model.get_parameter(path).dtype
             value = node.meta["val"]
-            shape = torch.view_as_real(value).shape if dtype.is_complex else value.shape
+            own = value.shape if placed is None else placed.shape_of(path, value.shape)
+            shape = torch.Size([*own, 2] if dtype.is_complex else own)
             call = rules.call_of(path, shape, dtype.is_floating_point)
             plain.append(PlainParameter(placeholder=node.name, call=call, dtype=dtype))
     return plain

@@ -2,7 +2,7 @@
 
 The halves depend on the mesh only through their shard ops, their shards and the context: the partitioner treats
 parameters as free to keep, and tags tell it which gathers to repeat. A mesh without shards is the exception. Nothing is
-gathered again there, so it needs a capture of its own.
+gathered again there, so it needs a capture of its own. So does another size of a further axis (tensor parallelism).
 """
 
 from __future__ import annotations
@@ -34,7 +34,12 @@ from .capture_step import CapturedStep
 
 def can_reshard(before: Mapping[str, int], after: Mapping[str, int]) -> bool:
     """Whether a step captured for the mesh ``before`` can be changed to the mesh ``after``."""
-    return (before["shard"] > 1) == (after["shard"] > 1)
+    return (before["shard"] > 1) == (after["shard"] > 1) and _further(before) == _further(after)
+
+
+def _further(mesh: Mapping[str, int]) -> dict[str, int]:
+    """The axes beside those of data parallelism; the halves hold their collectives."""
+    return {name: size for name, size in mesh.items() if name not in ("replicate", "shard")}
 
 
 def reshard_step(captured: CapturedStep, mesh: Mapping[str, int]) -> CapturedStep:
@@ -42,7 +47,7 @@ def reshard_step(captured: CapturedStep, mesh: Mapping[str, int]) -> CapturedSte
 
     Args:
         captured: a step whose halves are not lowered; it is not changed.
-        mesh: sizes of the axes: "shard", and "replicate" if there are replicas.
+        mesh: sizes of the axes: "shard", "replicate" if there are replicas, and the further axis of ``captured``.
 
     Returns:
         A step without texts and records; its joint graph is that of ``captured``.
@@ -53,6 +58,8 @@ def reshard_step(captured: CapturedStep, mesh: Mapping[str, int]) -> CapturedSte
             _resharded(gm, captured.context, mesh, offsets) for gm in (captured.forward, captured.backward)
         )
     context = _context_on_mesh(captured.context, mesh, offsets)
+    if captured.placed is not None:
+        context = replace(context, mesh=MeshLayout.of_axes([*context.mesh.axes, captured.placed.axis]))
     return replace(captured, forward=forward, backward=backward, context=context, text="", records=())
 
 

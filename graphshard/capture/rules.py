@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..errors import OptionTypeError, ShardingError
-from ..ir import UnshardCall
+from ..ir import MeshAxis, UnshardCall
+from ..parallel import READY_PLANS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,21 +21,25 @@ class ShardingRules:
     """How to shard a plain model.
 
     Attributes:
-        mesh: sizes of the axes by name, outermost first: {"shard": 64} or {"replicate": 4, "shard": 16}.
+        mesh: sizes of the axes by name, outermost first: {"shard": 64} or {"replicate": 4, "shard": 16}; with
+            placements, one further axis of any name at the end.
         units: patterns of module paths, such as "layers.*"; "*" stands for one part of a path. Each module that matches
             is a unit. All other parameters belong to the root.
         reshard_after_forward: as in ``fully_shard``: None frees all units but the root.
         mp_policy: dtypes of compute and gathers, and of reductions.
+        placements: as in ``parallelize``, on the further axis of the mesh: placements by name, or a ready plan.
 
     Raises:
         OptionTypeError: an attribute has the wrong type.
-        ShardingError: axes have other names, sizes are not numbers of ranks, or ``reshard_after_forward`` is a number.
+        ShardingError: axes have other names, sizes are not numbers of ranks, ``reshard_after_forward`` is a number, the
+            mesh has no axis for the placements, or no placements for an axis.
     """
 
     mesh: Mapping[str, int]
     units: Sequence[str] = ()
     reshard_after_forward: bool | None = None
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    placements: Mapping[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mapping):
@@ -46,11 +52,11 @@ class ShardingRules:
             )
         if not isinstance(self.mp_policy, MixedPrecisionPolicy):
             raise OptionTypeError(f"mp_policy={self.mp_policy!r} must be a MixedPrecisionPolicy")
-        names = tuple(self.mesh)
-        if names not in (("shard",), ("replicate", "shard")):
-            raise ShardingError(
-                f"mesh axes {', '.join(map(str, names)) or '(none)'}: write shard=N, or replicate=M and then shard=N"
+        if self.placements is not None and not isinstance(self.placements, (str, Mapping)):
+            raise OptionTypeError(
+                f"placements={self.placements!r} must be the name of a ready plan, or placements by name"
             )
+        self._check_axes()
         sizes = self.mesh.items()
         wrong = [f"{name}={size!r}" for name, size in sizes if type(size) is not int or size < 1]
         if wrong:
@@ -60,6 +66,38 @@ class ShardingRules:
                 f"reshard_after_forward={self.reshard_after_forward!r} must be True, False or None here: "
                 "parameters spread over a number of ranks are not captured"
             )
+
+    def _check_axes(self) -> None:
+        names = tuple(self.mesh)
+        end = names.index("shard") + 1 if "shard" in names else 0
+        further = names[end:]
+        if (
+            names[:end] not in (("shard",), ("replicate", "shard"))
+            or len(further) > 1
+            or "replicate" in further
+        ):
+            raise ShardingError(
+                f"mesh axes {', '.join(map(str, names)) or '(none)'}: write shard=N, or replicate=M and then shard=N; "
+                "with placements, one further axis behind them: tp=K"
+            )
+        if further and self.placements is None:
+            raise ShardingError(
+                f"mesh axis {further[0]} has no placements: say how the model lies on it (placements=..., or "
+                f"--placements), such as the ready plan 'llama'; ready plans are {', '.join(READY_PLANS)}"
+            )
+        if self.placements is not None and not further:
+            sizes = ", ".join(f"{name}={size}" for name, size in self.mesh.items())
+            raise ShardingError(
+                f"placements: the mesh {sizes} has no axis for them; add one behind shard, such as {sizes}, tp=8"
+            )
+
+    @property
+    def placed_axis(self) -> MeshAxis | None:
+        """The axis that ``placements`` are for; None without, or if it has one rank."""
+        if self.placements is None or not self.mesh:
+            return None
+        label, size = list(self.mesh.items())[-1]
+        return MeshAxis(label=label, size=size, group_name=label) if size > 1 else None
 
     def unit_of(self, path: str) -> str:
         """The unit of a parameter: the innermost module around it that matches, else "root"."""

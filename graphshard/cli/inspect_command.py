@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--mesh",
         action="append",
         metavar="AXIS=N",
-        help="replicate=M,shard=N, outermost first (default shard=64)",
+        help="replicate=M,shard=N, outermost first (default shard=64); with --placements a further axis: shard=8,tp=8",
     )
     add(
         "--formulas",
@@ -68,6 +68,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--optimizer", default="adamw", help="adamw, adam, sgd, sgd-momentum, adagrad, rmsprop or none")
     add("--micro-batches", type=int, default=1, metavar="N", help="forwards and backwards in a step")
     add("--memory-budget", metavar="BYTES", help='the most a rank may hold: "60GiB"')
+    add(
+        "--placements",
+        metavar="PLAN",
+        help="how the model lies on the further axis of the mesh: a ready plan (llama) or a dict, PKG.MODULE:DICT",
+    )
     add("--plan", default="unit", help="unit: the schedule of training; auto: by cost")
     add(
         "--checkpoint",
@@ -105,6 +110,8 @@ def run_inspect(options: argparse.Namespace) -> int:
     if dynamic is not None:
         if given.pop("plan") != "unit":
             raise UsageError(f"--plan {options.plan}: --formulas are those of --plan unit; leave --plan out")
+        if given.pop("placements") is not None:
+            raise UsageError("--placements: --formulas are those of shard and replicate axes; leave it out")
         return _print_formulas(
             options, (model, args, kwargs), dynamic=dynamic, mesh=mesh, loss=loss, progress=progress, **given
         )
@@ -175,6 +182,7 @@ def inspect_options(options: argparse.Namespace) -> dict[str, Any]:
         "memory_budget": options.memory_budget,
         "plan": options.plan,
         "checkpoint": options.checkpoint,
+        "placements": read_placements(options.placements),
     }
 
 
@@ -190,6 +198,22 @@ def mp_policy_of(options: argparse.Namespace) -> MixedPrecisionPolicy:
         param_dtype=_dtype("--param-dtype", options.param_dtype),
         reduce_dtype=_dtype("--reduce-dtype", options.reduce_dtype),
     )
+
+
+def read_placements(given: str | None) -> Any:
+    """What ``--placements`` names: a ready plan by its name, or a dict as PKG.MODULE:DICT.
+
+    Raises:
+        UsageError: there is no such attribute, or it is no dict.
+    """
+    if given is None or ":" not in given:
+        return given
+    found = find_attribute("--placements", given)
+    if not isinstance(found, Mapping):
+        raise UsageError(
+            f"--placements {given}: it is a {type(found).__name__}; name a dict of placements, or a ready plan (llama)"
+        )
+    return found
 
 
 def parse_mesh(words: list[str], option: str = "--mesh") -> dict[str, int]:
@@ -272,6 +296,19 @@ def load_attribute(what: str, name: str) -> Callable[..., Any]:
     Raises:
         UsageError: there is no such module or attribute, or it is not callable.
     """
+    found: Callable[..., Any] = find_attribute(what, name)
+    if not callable(found):
+        module_name, _, attribute = name.partition(":")
+        raise UsageError(f"{what} {name!r}: {module_name} has no function {attribute!r}")
+    return found
+
+
+def find_attribute(what: str, name: str) -> Any:
+    """Imports PKG.MODULE:NAME; modules of the current folder are found too.
+
+    Raises:
+        UsageError: there is no such module or attribute.
+    """
     module_name, colon, attribute = name.partition(":")
     if not colon or not module_name or not attribute:
         raise UsageError(f"{what} {name!r}: write PKG.MODULE:NAME, as in examples.llama_model:llama_3_8b")
@@ -288,7 +325,8 @@ def load_attribute(what: str, name: str) -> Callable[..., Any]:
         sys.path.remove(here)
     found: Any = module
     for part in attribute.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
-        raise UsageError(f"{what} {name!r}: {module_name} has no function {attribute!r}")
+        if not hasattr(found, part):
+            kind = "attribute" if what == "--placements" else "function"
+            raise UsageError(f"{what} {name!r}: {module_name} has no {kind} {attribute!r}")
+        found = getattr(found, part)
     return found

@@ -64,6 +64,7 @@ class Explainer:
         unit_of: the unit of a collective, by its name.
         label_of: the label of a process group, by its name.
         where: a position of the schedule in words.
+        values: names of the collectives that move values between placements.
     """
 
     def __init__(
@@ -76,8 +77,9 @@ class Explainer:
         unit_of: dict[str, str],
         label_of: Callable[[str], str],
         where: Callable[[int], str],
+        values: frozenset[str] = frozenset(),
     ) -> None:
-        self._problem, self._made_by = problem, made_by
+        self._problem, self._made_by, self._values = problem, made_by, values
         self._declined, self._unit_of, self._label_of, self._where = declined, unit_of, label_of, where
         self._compute = sum(event.seconds for event in found.stream if event.kind != "wait")
         self._busy: dict[str, float] = {}
@@ -205,6 +207,11 @@ class Explainer:
         return equal if self._made_by == "plan" else f"{_MORE_OVERLAP[self._made_by]}, or {equal}"
 
     def _less_to_send(self, flight: BucketRun) -> str:
+        if self._one(flight).name in self._values:
+            return (
+                f"less to send at this point ({size_text(flight.num_bytes)}): placements that move less, fewer ranks "
+                f"on {self._label_of(self._one(flight).queue)}, or smaller dtypes"
+            )
         return (
             f"less to send at this point ({size_text(flight.num_bytes)}): smaller dtypes, smaller units, or "
             "more tokens per rank"

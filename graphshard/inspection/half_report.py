@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +25,9 @@ from .memory_categories import CategorizedMemory
 #: The most points of memory, and the most stretches of compute, that a half keeps.
 MAX_POINTS = 400
 MAX_STRETCHES = 1500
+
+#: The most nodes to look at for the module of a value.
+_NEARBY = 32
 
 _NOTHING = Explanation(cause="", reason="", remedy="")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -46,6 +49,7 @@ class ScheduledHalf:
         solver: the search that found its plan; "none" without a plan.
         skipped: what passes skipped, in sentences that begin with the name of a node.
         repeats: number of its runs in a step.
+        reshards: for collectives of reshards, by the names of group and node, what they do.
     """
 
     name: str
@@ -57,6 +61,7 @@ class ScheduledHalf:
     solver: str = "none"
     skipped: Sequence[str] = ()
     repeats: int = 1
+    reshards: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
 
 def half_report(half: ScheduledHalf, memory: CategorizedMemory, outside: Sequence[int]) -> HalfReport:
@@ -168,6 +173,17 @@ def module_label(node: fx.Node, ctx: PassContext) -> str:
     return ".".join(parts[:2])
 
 
+def _module_of_value(node: fx.Node, ctx: PassContext) -> str:
+    """The module of a node, or of the nearest one before it whose module is known; "" if there is none nearby."""
+    near = [node]
+    for each in near:  # grows on the way
+        if label := module_label(each, ctx):
+            return label
+        if len(near) < _NEARBY:
+            near.extend(each.all_input_nodes)
+    return ""
+
+
 def _stretches(ctx: PassContext, found: GraphProblem, events: Walk) -> Iterator[ComputeEvent]:
     """The compute stream; neighbours of one module are joined, and more of them if there are too many."""
     labels: list[str] = []
@@ -242,11 +258,14 @@ def _collectives(half: ScheduledHalf, found: GraphProblem, events: Walk) -> Iter
         unit_of=units,
         label_of=partial(axis_label, half.ctx),
         where=where,
+        values=frozenset(name for _, name in half.reshards),
     )
     for flight in events.flights:
         nodes = [found.starts[index] for index in flight.members]
         first = found.problem.collectives[flight.members[0]]
         why = explainer.explain(flight) if flight.exposed_seconds > 0 else _NOTHING
+        keys = [(group_name(node), node.name) for node in nodes]
+        moved = ", ".join(dict.fromkeys(half.reshards[key] for key in keys if key in half.reshards))
         yield CollectiveEvent(
             name=_names(found, flight.members),
             unit=", ".join(dict.fromkeys(units[node.name] for node in nodes if units[node.name])),
@@ -264,6 +283,8 @@ def _collectives(half: ScheduledHalf, found: GraphProblem, events: Walk) -> Iter
             cause=why.cause,
             reason=why.reason,
             remedy=why.remedy,
+            reshard=moved,
+            module=_module_of_value(nodes[0], half.ctx) if moved else "",
         )
 
 

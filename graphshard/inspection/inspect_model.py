@@ -6,6 +6,7 @@ Each half is priced by itself. A step is all micro-batches of both halves, then 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,6 +34,7 @@ from .memory_categories import CategorizedMemory, SavedMemory, categorized_memor
 from .optimizers import step_seconds
 from .other_meshes import worlds_of
 from .persistent_bytes import always_bytes, persistent_bytes
+from .placed_report import placed_parameters, reshard_counts
 from .settings import Settings, count_tokens, plain_inputs, read_settings, refuse_what_is_known
 from .step_choice import choose_inspected
 from .step_report import (
@@ -71,6 +73,7 @@ def inspect(
     memory_budget: int | str | None = None,
     plan: str = "unit",
     checkpoint: str | Sequence[str] = (),
+    placements: Mapping[str, Any] | str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Report:
     """Predicts one training step of a model on the ranks of a mesh.
@@ -80,7 +83,8 @@ def inspect(
             ``fully_shard``, from which mesh, units and policies are read; or an exported program.
         args, kwargs: inputs of one rank and micro-batch; only shape and dtype of tensors count. None takes the example
             inputs of an exported program.
-        mesh: sizes of the axes, outermost first: {"shard": 64}, {"replicate": 4, "shard": 16}.
+        mesh: sizes of the axes, outermost first: {"shard": 64}, {"replicate": 4, "shard": 16}; with placements a
+            further axis: {"shard": 8, "tp": 8}.
         hardware: a card, its name or its file.
         tables: measured times of collectives (CSV), used where they have rows.
         units: patterns of module paths ("layers.*"). Each module that matches is a unit, as if ``fully_shard`` were
@@ -96,12 +100,15 @@ def inspect(
             cost.
         checkpoint: patterns of modules whose activations are recomputed in the backward, besides those that the model
             itself checkpoints; "units" for every unit.
+        placements: how the model lies on the further axis of the mesh, as in ``parallelize``: placements or styles by
+            name, or a ready plan ("llama"). The ranks of that axis share the inputs.
         progress: takes the name of each stage as it begins.
 
     Raises:
         CaptureError: the model is not one graph, its shapes depend on data, the inputs do not fit, or its result is no
             loss.
-        ShardingError: the mesh is impossible or does not fill the nodes of the card; patterns match no module.
+        ShardingError: the mesh is impossible, does not fill the nodes of the card, or lacks an axis for the placements;
+            patterns match no module; placements do not fit the model.
         UnsupportedShardingError: a sharded model that cannot be followed; says why.
         CardError, TableError, OptionError, OptionTypeError: an input cannot be read.
         BudgetError: the step needs more than ``memory_budget``.
@@ -109,8 +116,9 @@ def inspect(
     name, module, args, kwargs, found = plain_inputs(model, args, kwargs)
     if found is not None:
         refuse_what_is_known(
-            mesh=mesh, units=units or None, mp_policy=mp_policy, reshard=reshard_after_forward
-        )
+            mesh=mesh, units=units or None, mp_policy=mp_policy, reshard=reshard_after_forward,
+            placements=placements,
+        )  # fmt: skip
         mesh = found.mesh
     settings = read_settings(
         rules=found,
@@ -125,6 +133,7 @@ def inspect(
         memory_budget=memory_budget,
         plan=plan,
         checkpoint=checkpoint,
+        placements=placements,
     )
     settings = replace(settings, runs_kernels=True)
     stages = Stages(progress)
@@ -206,6 +215,8 @@ class Inspection:
             report,
             throughput=throughput(report, joint_flops, tokens, settings.card),
             worlds=self._worlds(halves),
+            placements=placed_parameters(module, captured),
+            reshards=reshard_counts(halves),
             stage_seconds=dict(self.stages.seconds),
         )
 
@@ -309,6 +320,7 @@ class Inspection:
         skipped = [sentence for record in records for sentence in record.report.skipped]
         half = ScheduledHalf(
             name=name, gm=gm, ctx=ctx, prices=prices, bounds=bounds, solver=solver, skipped=skipped,
+            reshards=self.captured.reshards,
             repeats=settings.micro_batches, made_by="passes" if settings.plan == "unit" else "plan",
         )  # fmt: skip
         return half, memory, outside
@@ -373,8 +385,12 @@ def _saved_memory(names: Sequence[str], memory: CategorizedMemory) -> list[Saved
 def _model_summary(name: str, module: nn.Module, captured: CapturedStep) -> ModelSummary:
     params = dict(module.named_parameters())
     units: dict[str, list[nn.Parameter]] = {}
+    gathered: dict[str, int] = {}
     for binding in captured.context.parameters:
-        units.setdefault(binding.unit, []).append(params[binding.name])
+        param = params[binding.name]
+        units.setdefault(binding.unit, []).append(param)
+        piece = math.prod(captured.pieces.get(binding.name, param.shape))
+        gathered[binding.unit] = gathered.get(binding.unit, 0) + piece * param.element_size()
     return ModelSummary(
         name=name,
         num_elements=sum(param.numel() for param in params.values()),
@@ -384,7 +400,7 @@ def _model_summary(name: str, module: nn.Module, captured: CapturedStep) -> Mode
                 name=unit,
                 num_parameters=len(members),
                 num_elements=sum(param.numel() for param in members),
-                full_bytes=sum(param.numel() * param.element_size() for param in members),
+                full_bytes=gathered[unit],
             )
             for unit, members in units.items()
         ),

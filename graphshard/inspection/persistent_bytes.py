@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from ..capture import CapturedStep
-from ..ir import output_values, padded_shape, tensor_bytes
+from ..ir import ParameterBinding, output_values, padded_shape, tensor_bytes
 from ..pipeline import PassContext
 from .optimizers import OptimizerKind
 
@@ -44,7 +44,7 @@ def _persistent(
     for name, param in module.named_parameters():
         binding = bindings.get(name)
         dim = 0 if binding is None else binding.dim
-        shape = padded_shape(param.shape, dim, num_shards) if param.dim() else [1]
+        shape = padded_shape(_own_shape(param, binding), dim, num_shards) if param.dim() else [1]
         numel = torch.Size(shape).numel()
         parameters += numel * param.element_size()
         gradient = context.gradient_of(binding, outputs) if binding is not None else None
@@ -64,6 +64,13 @@ def _persistent(
         "trained": trained,
         "elements": elements,
     }
+
+
+def _own_shape(param: nn.Parameter, binding: ParameterBinding | None) -> Sequence[int]:
+    """The shape of what a rank gathers: a piece, if a further axis of the mesh cuts the parameter."""
+    if binding is None:
+        return param.shape
+    return binding.shape[:-1] if param.is_complex() else binding.shape
 
 
 def always_bytes(persistent: Mapping[str, int], micro_batches: int) -> dict[str, int]:

@@ -59,6 +59,7 @@ class Settings:
         policy = self.rules.mp_policy
         return {
             "units": list(self.rules.units),
+            "placements": _placements_text(self.rules.placements),
             "reshard_after_forward": self.rules.reshard_after_forward,
             "param_dtype": _dtype_name(policy.param_dtype),
             "reduce_dtype": _dtype_name(policy.reduce_dtype),
@@ -111,6 +112,7 @@ def read_settings(
     memory_budget: int | str | None,
     plan: str,
     checkpoint: str | Sequence[str],
+    placements: Mapping[str, Any] | str | None = None,
 ) -> Settings:
     """Checks the arguments of :func:`graphshard.inspect`; ``rules`` of a sharded model replace its own."""
     card = card_of(hardware)
@@ -120,6 +122,7 @@ def read_settings(
         units=units,
         mp_policy=mp_policy or MixedPrecisionPolicy(),
         reshard_after_forward=reshard_after_forward,
+        placements=placements,
     )
     _refuse_half_filled_nodes(mesh, card)
     if type(micro_batches) is not int or micro_batches < 1:
@@ -175,6 +178,12 @@ def plain_inputs(
         plain, rules = plain_copy(model)
         return type(plain).__name__, plain, args or (), kwargs or {}, rules
     return type(model).__name__, model, args or (), kwargs or {}, None
+
+
+def _placements_text(placements: Mapping[str, Any] | str | None) -> str | list[str] | None:
+    if placements is None or isinstance(placements, str):
+        return placements
+    return [f"{name}: {each!r}" for name, each in placements.items()]
 
 
 def _dtype_name(dtype: torch.dtype | None) -> str | None:

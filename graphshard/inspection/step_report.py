@@ -199,7 +199,7 @@ def throughput(
         hfu=executed / available,
         tokens=tokens,
         tokens_per_second_per_rank=per_rank,
-        tokens_per_second=None if per_rank is None else per_rank * report.num_ranks,
+        tokens_per_second=None if per_rank is None else per_rank * report.num_batches,
     )
 
 

@@ -73,8 +73,8 @@ def sweep(
             always does.
         progress: takes what is being done, the number of points done, and the number of all points.
         options: other options of :func:`graphshard.inspect`: hardware, tables, units, mp_policy, reshard_after_forward,
-            optimizer, micro_batches, plan, checkpoint, and ``memory_budget``, which decides whether a point fits but is
-            no error to exceed.
+            optimizer, micro_batches, plan, checkpoint, placements, and ``memory_budget``, which decides whether a point
+            fits but is no error to exceed.
 
     Raises:
         OptionError: there are no meshes or batch sizes, or they are not whole numbers; an option or ``captures`` is
@@ -225,6 +225,7 @@ def _read_options(options: Mapping[str, Any], mesh: Mapping[str, int]) -> Settin
     known: dict[str, Any] = {
         "hardware": "h100-sxm", "tables": None, "units": (), "mp_policy": None, "reshard_after_forward": None,
         "optimizer": "adamw", "micro_batches": 1, "memory_budget": None, "plan": "unit", "checkpoint": (),
+        "placements": None,
     }  # fmt: skip
     if unknown := sorted(set(options) - set(known)):
         raise OptionError(f"sweep has no option {', '.join(unknown)}; known: {', '.join(known)}")

@@ -98,6 +98,7 @@ from .piece_ops import KEEP_PIECE, SPREAD, piece_of
 from .reshard import (
     REPLICATE,
     RESHARD,
+    PlacedParameter,
     ReshardCall,
     bytes_sent,
     cut_dim,
@@ -157,6 +158,7 @@ __all__ = [
     "MeshAxis",
     "MeshLayout",
     "ParameterBinding",
+    "PlacedParameter",
     "PlainParameter",
     "ReduceGradCall",
     "ReshardCall",

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,21 @@ class ReshardCall(NamedTuple):
     group_name: str
     rank: int
     placed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedParameter:
+    """A parameter of a graph captured without ``parallelize``, and how it lies on the axis.
+
+    Attributes:
+        placeholder: the graph input that holds the whole parameter.
+        name: name of the parameter.
+        call: the reshard to ``Replicate``; ``value`` is ignored.
+    """
+
+    placeholder: str
+    name: str
+    call: ReshardCall
 
 
 def placement_text(placement: Placement) -> str:

@@ -197,15 +197,21 @@ def _placement(role: _Role, owner: nn.Module, ending: str) -> Placement:
 def _hold_along_sequence(module: nn.Module, roles: Sequence[_Role], found: _Search) -> None:
     """Cuts the values between blocks along dim 1, and gathers them for the layers whose weights are cut."""
     stated = found.stated
-    for path, _ in module.named_modules():
+    for path, owner in module.named_modules():
         is_head, is_embedding = (_is_found(path, what, found) for what in ("output layer", "token embedding"))
-        if is_embedding or _has_role(path, _NORM):
+        if is_embedding or _has_role(path, _NORM) or _is_norm_of_block(path, owner):
             stated.outputs[path] = Shard(1)
         elif is_head:
             stated.inputs[path] = Replicate()
         elif _has_role(path, _PARTS) and _holds_a_layer(path, stated):
             stated.inputs[path], stated.outputs[path] = Replicate(), Shard(1)
             found.paths.setdefault(_PARTS.what, []).append(path)
+
+
+def _is_norm_of_block(path: str, owner: nn.Module) -> bool:
+    """Whether a module is a norm between the parts of a numbered block."""
+    parts = path.split(".")
+    return len(parts) > 1 and parts[-2].isdecimal() and type(owner).__name__.endswith("Norm")
 
 
 def _is_found(path: str, what: str, found: _Search) -> bool:

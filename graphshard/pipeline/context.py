@@ -19,6 +19,7 @@ from ..ir import (
     MeshAxis,
     MeshLayout,
     ParameterBinding,
+    PlacedParameter,
     PlainParameter,
     ReshardCall,
     UnshardCall,
@@ -46,6 +47,7 @@ class PassContext:
         pieces: parameters of which a backward half takes a piece kept from the forward.
         unreduced: outputs of the backward, gradients of parameters, that leave this graph unreduced on purpose.
         plain: full parameters among the inputs of a graph captured without ``fully_shard``.
+        placed: whole parameters among the inputs of a graph captured without ``parallelize``.
         forward_prefetch, backward_prefetch: the prefetches that the user asked for, in either half.
         max_reductions: reductions that may be open at a time; 0 for the schedule's default.
         prices: the cost model; None if nothing is planned by cost.
@@ -73,6 +75,7 @@ class PassContext:
     backward_prefetch: PrefetchOrder = ()
     max_reductions: int = 0
     plain: tuple[PlainParameter, ...] = ()
+    placed: tuple[PlacedParameter, ...] = ()
     prices: GraphPrices | None = None
     known_plan: KnownPlan | None = None
     held_bytes: int = 0

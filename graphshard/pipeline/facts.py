@@ -30,7 +30,7 @@ from ..ir import (
     written_operands,
 )
 from .context import PassContext
-from .provenance import bucket_keys, is_layout, reductions_of, ungathered_readers
+from .provenance import bucket_keys, is_layout, reductions_of, shards_behind, ungathered_readers
 
 
 class Fact(Enum):
@@ -178,15 +178,19 @@ def check_bucketed(gm: fx.GraphModule, ctx: PassContext) -> list[str]:
 
 
 def check_scheduled(gm: fx.GraphModule, ctx: PassContext) -> list[str]:
-    """SCHEDULED."""
+    """SCHEDULED; only of gathers of shards, since others stay between the compute around them."""
     problems = []
     nodes = list(gm.graph.nodes)
     for index, wait in enumerate(nodes):
         if not is_wait(wait) or wait.all_input_nodes[0].target not in GATHERS:
             continue
+        if not shards_behind(wait.all_input_nodes[0], ctx):
+            continue
         unpacked = {wait}
         for node in nodes[index + 1 :]:
             reads = any(source in unpacked for source in node.all_input_nodes)
+            if is_collective(node) and reads:
+                break  # of another axis, which moves what was gathered
             if is_layout(node):
                 unpacked.update([node] if reads else [])
             elif node.op == "call_function" and not is_collective(node) and not is_wait(node):

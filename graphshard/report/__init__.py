@@ -32,6 +32,7 @@ from .data import (
 )
 from .formulas import Formulas, formulas_text
 from .html import write_html
+from .placements import PlacedParameters, ReshardCount
 from .summary import print_summary
 from .sweep_data import Sweep, SweepPoint, sweep_point
 from .sweep_views import sweep_plot, sweep_table
@@ -52,7 +53,9 @@ __all__ = [
     "MemoryReport",
     "ModelSummary",
     "PassStep",
+    "PlacedParameters",
     "Report",
+    "ReshardCount",
     "ScheduleStep",
     "Sweep",
     "SweepPoint",

@@ -8,11 +8,14 @@ bytes of one rank. Times of a half count from its beginning.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+from .placements import PlacedParameters, ReshardCount
 
 SCHEMA_VERSION = 1
 
@@ -94,6 +97,8 @@ class CollectiveEvent:
         cause: one of :data:`graphshard.inspection.exposure.CAUSES`; "" if nothing is exposed.
         reason: why it could not end sooner.
         remedy: how to change that.
+        reshard: what it does for a value between placements: "Partial(sum) -> Replicate"; "" for parameters.
+        module: the module of that value; "" if it is not known.
     """
 
     name: str
@@ -112,6 +117,14 @@ class CollectiveEvent:
     cause: str
     reason: str
     remedy: str
+    reshard: str = ""
+    module: str = ""
+
+    @property
+    def title(self) -> str:
+        """What it moves, for people: units, or a value of a module; else its name."""
+        of_value = f"{self.reshard} in {self.module}" if self.module else self.reshard
+        return self.unit or of_value or self.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,6 +357,8 @@ class Report:
         worlds: prices of the collectives on this mesh and on others.
         stage_seconds: duration of each stage of the inspection.
         notes: assumptions of the model, and collectives that passes left as they are.
+        placements: where parameters lie on the further axis of the mesh; empty without one.
+        reshards: the reshards on that axis that communicate.
     """
 
     model: ModelSummary | None
@@ -366,6 +381,15 @@ class Report:
     worlds: tuple[World, ...]
     stage_seconds: Mapping[str, float]
     notes: tuple[str, ...]
+    placements: tuple[PlacedParameters, ...] = ()
+    reshards: tuple[ReshardCount, ...] = ()
+
+    @property
+    def num_batches(self) -> int:
+        """Ranks with inputs of their own; those of an axis of placements share theirs."""
+        if self.settings.get("placements") is None:
+            return self.num_ranks
+        return math.prod(size for name, size in self.mesh.items() if name in ("replicate", "shard"))
 
     def half(self, name: str) -> HalfReport:
         """The half of this name.

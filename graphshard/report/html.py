@@ -30,6 +30,7 @@ from .html_parts import (
     verdict,
 )
 from .html_passes import passes_section
+from .html_placements import placements_section
 
 #: The scripts in ``page/``, in the order in which they are joined.
 SCRIPTS = ("format", "simulate", "view", "timeline", "memory", "details", "whatif", "tables", "main")
@@ -58,6 +59,7 @@ def html_page(report: Report) -> str:
         honest=honest_notes(report),
         exposures=exposures_list(report),
         memory=memory_table(report),
+        placements=placements_section(report),
         collectives=collectives_table(report),
         passes=passes_section(report),
         notes=notes_list(report),

@@ -290,7 +290,7 @@ def exposures_list(report: Report) -> str:
 
 def _exposure(one: Exposure, report: Report) -> str:
     which = one.collective
-    what = f"{which.kind.replace('_', '-')} {which.unit or which.name}"
+    what = f"{which.kind.replace('_', '-')} {which.title}"
     where = f"{escaped(one.half)}, {size_text(which.num_bytes)} over {escaped(which.group)}"
     return (
         f'<li><div><b>{escaped(what)}</b><p><span class="cost">{shown_time(one.step_seconds)}</span> a step '

@@ -20,6 +20,8 @@ def summary(report: Report) -> RenderableType:
     parts: list[RenderableType] = [_head(report), *_halves(report), *_memory(report)]
     if report.collectives:
         parts += _collectives(report)
+    if report.reshards:
+        parts += _reshards(report)
     if report.exposures:
         parts += _exposures(report)
     return Group(*parts)
@@ -115,13 +117,29 @@ def _collectives(report: Report) -> tuple[Text, Table]:
     return _titled("Collectives of a step", table)
 
 
+def _reshards(report: Report) -> tuple[Text, Table]:
+    table = _table("half", "reshard", "of a value in", "as", "bytes", "count", "each", "exposed", left=4)
+    for one in report.reshards[:20]:
+        table.add_row(
+            one.half, one.reshard, one.module, one.kind, size_text(one.num_bytes), str(one.count),
+            time_text(one.seconds), time_text(one.exposed_seconds) if one.exposed_seconds else "-",
+        )  # fmt: skip
+    group = report.reshards[0].group
+    sent = sum(one.count * one.seconds for one in report.reshards)
+    exposed = sum(one.exposed_seconds for one in report.reshards)
+    title = f"Reshards over {group} of a step: {time_text(sent)}, {time_text(exposed)} exposed"
+    if len(report.reshards) > 20:
+        title += f" (20 of {len(report.reshards)} kinds)"
+    return _titled(title, table)
+
+
 def _exposures(report: Report) -> tuple[Text, Table]:
     table = _table("what", "exposed", "why", "what would help")
     table.columns[2].justify = table.columns[3].justify = "left"
     for one in report.exposures:
         which = one.collective
         table.add_row(
-            f"{one.half} {which.kind} {which.unit or which.name}",
+            f"{one.half} {which.kind} {which.title}",
             time_text(one.step_seconds),
             which.reason,
             which.remedy,

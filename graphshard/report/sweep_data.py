@@ -57,7 +57,7 @@ def sweep_point(report: Report, batch: int, limit_bytes: int) -> SweepPoint:
         limit_bytes: the most a rank may hold.
     """
     through = report.throughput
-    samples = batch * report.halves[0].repeats * report.num_ranks
+    samples = batch * report.halves[0].repeats * report.num_batches
     return SweepPoint(
         mesh=report.mesh,
         num_ranks=report.num_ranks,

@@ -19,7 +19,7 @@ def report_text(report: Report, *, folds: bool = False) -> str:
         folds: write the first of equal blocks of a graph, and how many follow (:func:`folded_lines`), and no text
             that a pass left as it was.
     """
-    return "\n".join([*_passes(report, folds), *_collectives(report)]) + "\n"
+    return "\n".join([*_passes(report, folds), *_placements(report), *_collectives(report)]) + "\n"
 
 
 def pass_diffs(report: Report) -> list[tuple[PassStep, str]]:
@@ -48,6 +48,18 @@ def _passes(report: Report, folds: bool) -> Iterator[str]:
         last[step.graph] = step.text
 
 
+def _placements(report: Report) -> Iterator[str]:
+    for one in report.placements:
+        shape, piece = ("x".join(map(str, sizes)) for sizes in (one.shape, one.piece))
+        yield f"# placed: {one.count} {one.name} [{shape}] {one.placement}, a rank has [{piece}]"
+    for each in report.reshards:
+        yield (
+            f"# reshard: {each.half} {each.reshard} in {each.module} over {each.group} as {each.kind}, "
+            f"{each.num_bytes} bytes: {each.count} of {1e3 * each.seconds:.3f} ms, "
+            f"{1e3 * each.exposed_seconds:.3f} ms exposed"
+        )
+
+
 def _collectives(report: Report) -> Iterator[str]:
     for half in report.halves:
         yield (
@@ -57,7 +69,7 @@ def _collectives(report: Report) -> Iterator[str]:
         for one in half.collectives:
             exposed = f", exposed {1e3 * one.exposed_seconds:.3f} ms: {one.reason}" if one.reason else ""
             yield (
-                f"{one.kind} {one.unit or one.name} over {one.group}={one.num_ranks}, {one.num_bytes} bytes: "
+                f"{one.kind} {one.title} over {one.group}={one.num_ranks}, {one.num_bytes} bytes: "
                 f"issued {1e3 * one.issued:.3f}, began {1e3 * one.began:.3f}, finished {1e3 * one.finished:.3f}, "
                 f"needed {1e3 * one.needed:.3f} ms{exposed}"
             )

@@ -65,6 +65,8 @@ def _of_half(half: HalfReport, begin: float, lanes: dict[str, int]) -> list[dict
     for one in half.collectives:
         args = {
             "unit": one.unit,
+            "reshard": one.reshard,
+            "module": one.module,
             "bytes": one.num_bytes,
             "issued_ms": 1e3 * one.issued,
             "needed_ms": 1e3 * one.needed,
@@ -77,7 +79,7 @@ def _of_half(half: HalfReport, begin: float, lanes: dict[str, int]) -> list[dict
         start = max(one.began, ended.get(lane, 0.0))
         ended[lane] = one.finished
         events.append(
-            _slice(f"{one.kind} {one.unit}".strip(), "collective", begin + start,
+            _slice(f"{one.kind} {one.unit or one.module}".strip(), "collective", begin + start,
                    one.finished - start, lane, args)
         )  # fmt: skip
     for point in half.memory:

@@ -7,11 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.all_ranks import assert_all_gradients, assert_same, run_joint, step_inputs
+from support.interpreted_halves import interpreted_halves
 from support.llama_example import llama_model
 from support.small_models import MODELS, example_batch, shard_units
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import graphshard
 from graphshard.capture.capture_step import CapturedStep, capture_step
 from graphshard.capture.fake_step import loss_in
 from graphshard.capture.rules import ShardingRules
@@ -85,6 +88,36 @@ def test_graphs_are_those_of_training(name, fake_group, tmp_path):
         trained = _computation((tmp_path / f"graph0.{half}.0-partitioned.txt").read_text())
         assert found == trained
         assert num_targets(gm, UNSHARD if half == "forward" else REDUCE_GRAD) > 0
+
+
+class _OneInput(llama_model.Llama):
+    def forward(self, tokens):
+        return super().forward(tokens, tokens)
+
+
+def test_placed_graphs_are_those_of_training(fake_group, tmp_path):
+    """`parallelize` and `fully_shard` on ranks; the ready plan that cuts values along the sequence too."""
+    config = llama_model.LlamaConfig(num_layers=1, width=16, hidden=24, num_heads=4, num_kv_heads=2, vocabulary=12)
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    rules = ShardingRules(mesh={"shard": 2, "tp": 2}, units=["layers.*"], placements="llama-sequence")
+    captured = capture_step(_OneInput(config), [tokens], rules=rules, needs_loss=True)
+    fake_group(4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    model = graphshard.parallelize(_OneInput(config), mesh["tp"], "llama-sequence", src_data_rank=None)
+    for unit in (*model.layers, model):
+        graphshard.fully_shard(unit, mesh=mesh["shard"])
+    torch._dynamo.reset()
+    with interpreted_halves():
+        torch.compile(model, backend="graphshard", options={"dump": tmp_path})(tokens).backward()
+    for half in ("forward", "backward"):
+        context = captured.context.for_backward() if half == "backward" else captured.context
+        text = graph_text(getattr(captured, half), mesh=context.mesh, parameters=context.parameters)
+        trained = _computation((tmp_path / f"graph0.{half}.0-partitioned.txt").read_text())
+        assert _computation(text) == trained, half
+        assert "axis=tp" in text
+    assert {each for each in captured.reshards.values()} == {
+        "Partial(sum) -> Shard(1)", "Shard(1) -> Replicate", "Partial(sum) -> Replicate", "Partial(max) -> Replicate"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])

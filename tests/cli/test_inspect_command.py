@@ -28,6 +28,7 @@ def here(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
+PLACED = ["factories:make", "--mesh", "shard=2,tp=2", "--placements"]
 GOOD = ["inspect", "factories:make", "--hardware", "round.json", "--loss", "factories:loss", "--mesh", "shard=4"]
 
 
@@ -51,6 +52,16 @@ def test_everything_is_written(here, capsys, monkeypatch):
     assert json.loads((here / "trace.json").read_text())["traceEvents"]
 
 
+def test_placements_from_a_dict(here, capsys):
+    outputs = ["--json", "report.json", "--html", "report.html"]
+    mesh = ["--mesh", "shard=2,tp=2", "--placements", "factories:placements"]
+    assert main([*GOOD[:-2], *mesh, *outputs]) == 0
+    assert "Reshards over tp of a step: " in capsys.readouterr().out
+    data = json.loads((here / "report.json").read_text())
+    assert [one["placement"] for one in data["placements"]] == ["Shard(0)", "Shard(0)", "Shard(1)", "Replicate"]
+    assert "Placements on tp=2" in (here / "report.html").read_text()
+
+
 @pytest.mark.parametrize("ends_process", [False, True])
 def test_only_a_process_that_ends_keeps_its_garbage(here, monkeypatch, ends_process):
     frozen = []
@@ -66,8 +77,9 @@ def test_policies_reach_the_capture(here, capsys):
     capsys.readouterr()
     data = json.loads((here / "report.json").read_text())
     assert data["settings"] == {
-        "units": [], "reshard_after_forward": False, "param_dtype": "bfloat16", "reduce_dtype": "float32",
-        "optimizer": "sgd", "micro_batches": 1, "memory_budget": None, "plan": "auto", "checkpoint": ["first"],
+        "units": [], "placements": None, "reshard_after_forward": False, "param_dtype": "bfloat16",
+        "reduce_dtype": "float32", "optimizer": "sgd", "micro_batches": 1, "memory_budget": None, "plan": "auto",
+        "checkpoint": ["first"],
         "tables": None,
     }  # fmt: skip
     assert data["throughput"]["dtype"] == "bfloat16"
@@ -111,6 +123,14 @@ def test_policies_reach_the_capture(here, capsys):
         (["factories:make", "--memory-budget", "lots"], "memory_budget='lots' cannot be read"),
         (["factories:make", "--memory-budget", "60"], "memory_budget='60' has no unit, and would be 60 bytes; write"),
         (["factories:make", "--memory-budget", "100B", "--loss", "factories:loss"], "memory_budget: 100 bytes a rank"),
+        (["factories:make", "--placements", "llama"], "placements: the mesh shard=2 has no axis for them; add one"),
+        (["factories:make", "--mesh", "shard=2,tp=2"], "mesh axis tp has no placements: say how the model lies on it"),
+        ([*PLACED, "lama"], "there is no ready plan 'lama'; there are llama, gpt, vit, llama-sequence, gpt-sequence"),
+        ([*PLACED, "llama"], "the ready plan 'llama' does not fit Model: in numbered blocks (layers.0, ...)"),
+        ([*PLACED, "factories:number"], "--placements factories:number: it is a int; name a dict of placements, or a"),
+        ([*PLACED, "factories:nowhere"], "--placements 'factories:nowhere': factories has no attribute 'nowhere'"),
+        ([*PLACED, "factories:odd"], "parallelize: 'third.weight' matches no parameter; there are first.weight, "),
+        ([*PLACED, "llama", "--formulas", "batch=0"], "--placements: --formulas are those of shard and replicate axes"),
         (["factories:make", "--json", "nowhere/report.json"], "--json nowhere/report.json: its folder does not exist"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

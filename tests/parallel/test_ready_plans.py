@@ -31,7 +31,8 @@ def test_llama_along_the_sequence_is_the_plan_by_hand():
     by_hand = state_placements(model, given.placements, **given.held)
     ready = state_placements(model, "llama-sequence")
     assert ready.parameters == by_hand.parameters
-    assert ready.inputs == by_hand.inputs and ready.outputs == by_hand.outputs
+    norms = {"layers.0.attention_norm": Shard(1), "layers.0.ffn_norm": Shard(1)}  # their gradients are cut at once
+    assert ready.inputs == by_hand.inputs and ready.outputs == by_hand.outputs | norms
 
 
 def test_llama_of_the_example_is_the_plan_of_its_script():

@@ -1,6 +1,7 @@
 """Facts: each checker accepts a good graph and names a violation made by hand."""
 
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from support.small_graphs import (
 )
 
 from graphshard.ir.collectives import ALL_GATHER, ALL_REDUCE, WAIT, c10d
+from graphshard.ir.params import ParameterBinding
 from graphshard.passes import BucketCollectives, MergeUnshards, ScheduleCollectives, TagRecompute
 from graphshard.pipeline.context import PassContext, context_from_shard_ops
 from graphshard.pipeline.facts import (
@@ -286,14 +288,37 @@ def _wait_then(*, reads_first):
     return build.finish(build(aten.mm.default, other, turned))
 
 
+def _of_shards(group):
+    """A context in which primals_1 is a shard that this group gathers."""
+    binding = ParameterBinding(
+        placeholder="primals_1", position=0, gradient=-1, name="w", unit="root", shape=(4, 4), dim=0, axis="shard",
+        group_size=2, reshard=2, group_names=(group,),
+    )  # fmt: skip
+    return replace(FULL, parameters=(binding,))
+
+
 def test_scheduled_finds_a_wait_that_is_too_early():
-    assert check_scheduled(_wait_then(reads_first=True), FULL) == []
-    assert check_scheduled(_wait_then(reads_first=False), FULL) == [
+    assert check_scheduled(_wait_then(reads_first=True), _of_shards("g")) == []
+    assert check_scheduled(_wait_then(reads_first=False), _of_shards("g")) == [
         "wait_tensor_default waits before relu_default, which does not need it"
     ]
 
 
+def test_scheduled_knows_that_another_gather_needs_what_was_gathered():
+    """A piece of tensor parallelism that is gathered from shards, and then whole."""
+    build = GraphBuilder()
+    shard, x = build.input("primals_1", 2, 4), build.input("primals_2", 8, 8)
+    piece = build(WAIT, build(ALL_GATHER, shard, 2, "g"))
+    whole = build(WAIT, build(ALL_GATHER, piece, 2, "other"))
+    other = build(aten.relu.default, x)
+    gm = build.finish(build(aten.mm.default, other, whole))
+    assert check_scheduled(gm, _of_shards("g")) == []
+
+
 def test_scheduled_ignores_other_collectives():
+    """A gather of tensor parallelism is none of shards, even if it gathers a parameter's piece."""
+    assert check_scheduled(_wait_then(reads_first=False), FULL) == []
+    assert check_scheduled(_wait_then(reads_first=False), _of_shards("other")) == []
     build = GraphBuilder()
     x = build.input("primals_1", 4)
     total = build(WAIT, build(ALL_REDUCE, x, "sum", "g"))

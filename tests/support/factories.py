@@ -60,4 +60,9 @@ def fails():
     raise KeyError("no weights here")
 
 number = 3
+
+from torch.distributed.tensor import Shard
+
+placements = {"first.*": Shard(0), "second.weight": Shard(1)}
+odd = {"third.weight": Shard(0)}
 """

@@ -20,7 +20,7 @@ function detailRows(hit) {
     ["needed", timeText(flight.needed, 4)],
     ["exposed", flight.exposed > 0 ? timeText(flight.exposed) : "no"],
   ];
-  const found = { title: `${kindText(one.kind)} ${one.unit || one.name}`, rows, exposed: flight.exposed > 0 };
+  const found = { title: `${kindText(one.kind)} ${one.unit || (one.reshard && `${one.reshard} ${one.module}`) || one.name}`, rows, exposed: flight.exposed > 0 };
   if (found.exposed && one.reason) Object.assign(found, { reason: one.reason, remedy: one.remedy, isMoved: Math.abs(flight.exposed - flight.was) > 1e-9 });
   return found;
 }

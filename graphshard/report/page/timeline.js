@@ -102,7 +102,7 @@ class Timeline {
       context.fillRect(from, lane.bottom - 5, Math.max(x(flight.end) - from, 2), 5);
     }
     if (size > 52) {
-      const text = `${kindText(flight.one.kind)} ${flight.one.unit}`;
+      const text = `${kindText(flight.one.kind)} ${flight.one.unit || flight.one.module}`;
       this.clippedText(context, text, Math.max(left, 0) + 5, left + size - 4, (lane.top + lane.bottom) / 2, colour("on-compute"));
     }
   }
