@@ -25,9 +25,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from graphshard.ir.rewrite import copy_graph
 from graphshard.testing import CapturedGraphs, capture_graphs, check_golden
 
-# Collectives are placed by rules unless a test asks for a card: to measure this machine takes seconds.
-os.environ["GRAPHSHARD_HARDWARE"] = "none"
-# What one run of the tests has planned is nothing that the next one uses.
+# Collectives are placed by rules unless a test asks for a card: to measure this machine takes seconds. And what one run
+# of the tests has planned is nothing that the next one uses.
 os.environ["GRAPHSHARD_CACHE"] = ""
 
 # As torchrun starts ranks: what kernels allocate depends on it.

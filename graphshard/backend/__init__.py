@@ -17,14 +17,13 @@ Read first: ``entry``, then in the order of a compile:
 from .dtensor_boundary import cross_boundary
 from .entry import graphshard
 from .inductor import drop_rng_states, functorch_patch, inductor_decompositions, partition_as_inductor
-from .options import HARDWARE_VARIABLE, BackendOptions
+from .options import BackendOptions, default_hardware
 from .pipelines import JOINT_PIPELINE, LOWERING, RESHARDING, half_pipeline
 from .precompile import INDUCTOR_CACHE_VARIABLE, INDUCTOR_FOLDER, Precompiled, ShardedAs, precompile
 from .step_choice import StepChoice
 from .step_trials import JointTrials
 
 __all__ = [
-    "HARDWARE_VARIABLE",
     "INDUCTOR_CACHE_VARIABLE",
     "INDUCTOR_FOLDER",
     "JOINT_PIPELINE",
@@ -36,6 +35,7 @@ __all__ = [
     "ShardedAs",
     "StepChoice",
     "cross_boundary",
+    "default_hardware",
     "drop_rng_states",
     "functorch_patch",
     "graphshard",

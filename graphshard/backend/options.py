@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -14,15 +13,13 @@ from ..cost import HardwareCard, load_card
 from ..errors import OptionError
 from ..memory import parse_bytes
 from ..pipeline import Pass
+from ..user_cache import cache_folder
 
 #: Options that need a hardware card.
 _NEED_HARDWARE = ("memory_budget", "bucket", "limit_all_gathers", "backward_prefetch")
 
 #: ``hardware`` as the card of the machine at hand, and as no card.
 AUTO, NO_CARD = "auto", "none"
-
-#: Environment that sets the default of ``hardware``.
-HARDWARE_VARIABLE = "GRAPHSHARD_HARDWARE"
 
 #: Gathers in flight in FSDP1 with ``limit_all_gathers=True``.
 _FSDP1_GATHERS = 2
@@ -52,8 +49,8 @@ class BackendOptions:
         hardware: a hardware card (its name, its file, or itself). The planner places collectives where the predicted
             time is least. "auto" takes the card of this machine: the shipped card of its GPU, a card that an earlier
             run has kept, or one that is measured when the first graph is compiled (:mod:`graphshard.hardware`). None or
-            "none": no planner; collectives are placed by rules. The environment variable ``GRAPHSHARD_HARDWARE``
-            changes the default.
+            "none": no planner; collectives are placed by rules. That is the default where no cache folder may be used
+            (:func:`default_hardware`).
         memory_budget: the most that may be live on a rank while one graph runs: bytes, or a text like "60GiB" (needs
             ``hardware``). It counts the inputs of the step (shards of all its parameters, saved activations), gradients
             that wait for a later micro-batch and gathered parameters; not the caller's reduced gradients and optimizer
@@ -156,7 +153,7 @@ class BackendOptions:
                 f"known: {', '.join(known)} (options of Inductor go into 'inductor')"
             )
         if "hardware" not in given and given.get("overlap", True) is True:
-            given["hardware"] = os.environ.get(HARDWARE_VARIABLE) or AUTO
+            given["hardware"] = default_hardware()
         hardware = given.get("hardware")
         if isinstance(hardware, (str, Path)) and str(hardware) != AUTO:
             given["hardware"] = None if str(hardware) == NO_CARD else load_card(hardware)
@@ -212,6 +209,11 @@ class BackendOptions:
                 f"no hardware card of this machine: {reason}; give option hardware, the name or the file of a card"
             )
         return replace(self, hardware=None, bucket="unit" if self.bucket == "auto" else self.bucket)
+
+
+def default_hardware() -> str:
+    """The default of ``hardware``: none where ``GRAPHSHARD_CACHE`` is empty, since nothing measured could be kept."""
+    return NO_CARD if cache_folder() is None else AUTO
 
 
 def _read_passes(given: Any) -> dict[str, tuple[Pass, ...]]:

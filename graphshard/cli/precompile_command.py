@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import platform
 import shutil
 from collections.abc import Callable
@@ -97,11 +96,11 @@ def run_precompile(options: argparse.Namespace) -> int:
     # The imports below load Inductor, which takes seconds. Mistakes above are reported before that.
     import torch
 
-    from ..backend import HARDWARE_VARIABLE, INDUCTOR_CACHE_VARIABLE, INDUCTOR_FOLDER, ShardedAs, precompile
+    from ..backend import INDUCTOR_CACHE_VARIABLE, INDUCTOR_FOLDER, ShardedAs, default_hardware, precompile
     from ..capture import ShardingRules
 
     torch.set_num_threads(options.threads)
-    hardware: Any = options.hardware or os.environ.get(HARDWARE_VARIABLE) or _AUTO
+    hardware: Any = options.hardware or default_hardware()
     if hardware == _AUTO:
         hardware = _own_card(options, num_ranks)
     progress("compile")

@@ -8,7 +8,7 @@ Read first: ``own_card`` (how ranks come to one card), then ``named_devices`` (G
 """
 
 from .graph_need import GraphNeed, need_of_graph
-from .kept_cards import KeptCard, delete_cards, kept_cards
+from .kept_cards import KeptCard, delete_cards, keep_calibrated, kept_cards
 from .live_probes import STAND_INS
 from .machine_need import GroupNeed, MachineNeed
 from .named_devices import shipped_card_of, shipped_card_of_device
@@ -22,6 +22,7 @@ __all__ = [
     "MachineNeed",
     "OwnCard",
     "delete_cards",
+    "keep_calibrated",
     "kept_cards",
     "need_of_graph",
     "own_card",

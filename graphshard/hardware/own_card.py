@@ -16,7 +16,6 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,15 +33,11 @@ from ..coordination import (
 from ..cost import GroupTopology, HardwareCard, load_card, parse_card
 from ..errors import AgreementError
 from ..ir import text_fingerprint
-from ..machine import this_processor
 from ..progress import LOGGER, say_nothing
-from .kept_cards import file_of, keep_card, read_kept
+from .kept_cards import file_of, keep_card, machine_key, read_kept
 from .live_probes import LiveGroup, measure_card
 from .machine_need import MachineNeed
 from .named_devices import shipped_card_of_device
-
-#: Settings that choose the network of a process group.
-_NETWORK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE")
 
 #: Answers of rank 0.
 _CARD, _MEASURE, _NONE = "card", "measure", "none"
@@ -197,20 +192,13 @@ class _Ranks:
 
     def _key(self, hosts: Sequence[Sequence[str]]) -> dict[str, str]:
         """What a measured card holds for."""
-        first = [[sorted(set(of_group)).index(host) for host in of_group] for of_group in hosts]
-        backends = [dist.get_backend(group_by_name(name)) for name in self.groups]
-        settings = [f"{name}={os.environ[name]}" for name in _NETWORK if name in os.environ]
-        namespace = ""
-        with suppress(OSError):
-            namespace = os.readlink("/proc/self/ns/net")
-        return {
-            "host": platform.node(),
-            "device": _device_text(self.device),
-            "torch": torch.__version__,
-            "ranks": f"{dist.get_world_size() if self.groups else 1} in all, nodes of the ranks of each group: {first}",
-            "backends": ", ".join(backends),
-            "network": ", ".join([namespace, *settings]),
-        }
+        return machine_key(
+            [[sorted(set(of_group)).index(host) for host in of_group] for of_group in hosts],
+            [dist.get_backend(group_by_name(name)) for name in self.groups],
+            self.device,
+            num_ranks=dist.get_world_size() if self.groups else 1,
+            num_threads=torch.get_num_threads(),
+        )
 
 
 def _ranks_per_node(hosts: Sequence[Sequence[str]]) -> int:
@@ -220,11 +208,3 @@ def _ranks_per_node(hosts: Sequence[Sequence[str]]) -> int:
         return dist.get_world_size()
     most = max((of_group.count(host) for of_group in hosts for host in set(of_group)), default=1)
     return int(os.environ.get("LOCAL_WORLD_SIZE", most))
-
-
-def _device_text(device: torch.device) -> str:
-    if device.type == "cpu":
-        return f"{this_processor()}, {torch.get_num_threads()} thread(s)"
-    return (
-        f"{torch.cuda.get_device_name(device)}, {torch.cuda.get_device_properties(device).total_memory} bytes"
-    )

@@ -9,16 +9,17 @@ import torch
 from torch.distributed.fsdp import BackwardPrefetch
 
 import graphshard
-from graphshard.backend.options import HARDWARE_VARIABLE, BackendOptions
+from graphshard.backend.options import BackendOptions
 from graphshard.backend.pipelines import half_pipeline
 from graphshard.cost import load_card
 from graphshard.errors import CardError, GraphShardError, OptionError, OptionTypeError
 from graphshard.passes import PlanCollectives
+from graphshard.user_cache import CACHE_VARIABLE
 
 
 @pytest.mark.parametrize("given", [None, {}])
 def test_defaults(given, monkeypatch):
-    monkeypatch.delenv(HARDWARE_VARIABLE)
+    monkeypatch.delenv(CACHE_VARIABLE)
     assert BackendOptions.parse(given) == BackendOptions()
     assert BackendOptions().bucket == "auto" and BackendOptions().overlap is True
     assert BackendOptions().verify == "cheap" and BackendOptions().dump is None
@@ -53,24 +54,30 @@ def test_hardware_becomes_a_card_and_a_budget_bytes():
 
 
 @pytest.mark.parametrize(
-    ("variable", "given", "hardware", "bucket"),
+    ("folder", "given", "hardware", "bucket"),
     [
-        ("", {}, "auto", "auto"),
-        ("auto", {"bucket": "none"}, "auto", "none"),
-        ("none", {}, None, "unit"),
-        ("h100-sxm", {}, load_card("h100-sxm"), "auto"),
-        ("h100-sxm", {"hardware": "none"}, None, "unit"),
-        ("none", {"hardware": "auto"}, "auto", "auto"),
-        ("auto", {"hardware": None}, None, "unit"),
-        ("auto", {"overlap": False}, None, "unit"),
-        ("h100-sxm", {"overlap": "always"}, None, "unit"),
+        ("", {}, None, "unit"),
+        ("", {"hardware": "h100-sxm"}, load_card("h100-sxm"), "auto"),
+        ("", {"hardware": "auto"}, "auto", "auto"),
+        ("/cache", {}, "auto", "auto"),
+        ("/cache", {"hardware": "none"}, None, "unit"),
+        ("/cache", {"hardware": None}, None, "unit"),
+        ("/cache", {"overlap": False}, None, "unit"),
+        ("/cache", {"overlap": "always"}, None, "unit"),
     ],
     ids=str,
 )
-def test_the_environment_sets_the_default_of_hardware(variable, given, hardware, bucket, monkeypatch):
-    monkeypatch.setenv(HARDWARE_VARIABLE, variable)
+def test_nothing_is_measured_by_default_where_nothing_can_be_kept(folder, given, hardware, bucket, monkeypatch):
+    monkeypatch.setenv("GRAPHSHARD_CACHE", folder)
     parsed = BackendOptions.parse(given)
     assert (parsed.hardware, parsed.bucket) == (hardware, bucket)
+
+
+def test_there_is_one_environment_variable():
+    """Besides that of ``check_golden``, a helper for tests of passes."""
+    package = Path(graphshard.__file__).parent
+    found = {name for file in package.rglob("*.py") for name in re.findall(r"GRAPHSHARD_[A-Z]\w*", file.read_text())}
+    assert found - {"GRAPHSHARD_UPDATE_GOLDENS"} == {CACHE_VARIABLE}
 
 
 def test_an_unknown_card_lists_the_known_ones():

@@ -5,10 +5,17 @@ import sys
 
 import pytest
 
+from graphshard import cost, hardware
 from graphshard.cli.cards_command import format_table
 from graphshard.cli.main import SUBCOMMANDS, entry, main
 from graphshard.cost import known_cards, load_card
 from graphshard.errors import CardError
+
+#: Why a card of one rank is not kept.
+ONE_RANK = "a card of one rank has no collectives, and the backend looks for those of its process groups"
+
+#: Of what torchrun sets, what says nothing of the number of ranks.
+RANK_0 = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
 
 def test_cards_lists_all_that_ship(capsys):
@@ -69,7 +76,7 @@ def test_debug_shows_the_traceback():
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["prune"], ["calibrate"], ["calibrate", "--out", "x", "--device", "tpu"]]
+    "arguments", [[], ["prune"], ["calibrate", "--out"], ["calibrate", "--out", "x", "--device", "tpu"]]
 )
 def test_wrong_words_are_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -123,6 +130,44 @@ def test_calibrate_writes_a_card_that_cards_shows(tmp_path, capfd):
     assert "matmul float32" not in printed.err  # progress is for terminals
     assert main(["cards", str(out)]) == 0
     assert capfd.readouterr().out.splitlines()[1].split()[0] == "here"
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "complaint"),
+    [
+        ({"GRAPHSHARD_CACHE": ""}, [], "GRAPHSHARD_CACHE is empty, so no card is kept"),
+        ({}, ["--nproc", "1", "--like", "h100-sxm"], ONE_RANK),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1", **RANK_0}, [], "the backend measures several nodes by itself"),
+        ({}, ["--device", "cuda"], "the backend takes the shipped card h200-sxm on this GPU"),
+    ],
+    ids=str,
+)
+def test_a_card_that_would_not_be_found_is_not_measured(environment, arguments, complaint, capsys, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: "--device" in arguments)
+    monkeypatch.setattr(hardware, "shipped_card_of_device", lambda d: "h200-sxm" if d.type == "cuda" else None)
+    monkeypatch.setattr("torch.multiprocessing.spawn", lambda *_: pytest.fail("it measured"))
+    assert main(["calibrate", *arguments]) == 2
+    assert f"calibrate without --out: {complaint}; give --out FILE" in capsys.readouterr().err
+
+
+def test_a_card_without_a_file_is_kept_where_the_backend_looks(capsys, monkeypatch):
+    monkeypatch.setattr(cost, "calibrate", lambda *_, **__: load_card("cpu-loopback"))
+    assert main(["calibrate", "--nproc", "3"]) == 0
+    (kept,) = hardware.kept_cards()
+    assert kept.card.name == "cpu-loopback" and kept.key["ranks"].startswith("3 in all")
+    threads = kept.key["device"].rpartition(", ")[2]
+    takes = f'hardware="auto" takes it for 3 ranks of {threads} in one process group on this machine'
+    assert capsys.readouterr().out == f"kept {kept.file}; {takes}\n"
+
+
+def test_a_cache_that_cannot_be_written_asks_for_out(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("GRAPHSHARD_CACHE", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(cost, "calibrate", lambda *_, **__: load_card("cpu-loopback"))
+    assert main(["calibrate"]) == 2
+    assert f"{tmp_path / 'file'} cannot be written; give --out FILE" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -68,7 +68,6 @@ def test_an_exported_program_is_refused(here, capsys):
 
 
 def test_a_kept_card_of_this_machine_is_used_and_handed_on(here, capsys, interpreted, monkeypatch):
-    monkeypatch.setenv("GRAPHSHARD_HARDWARE", "auto")
     assert main(GOOD) == 2
     assert "no run of 4 ranks on cpu has measured this machine" in capsys.readouterr().err
     key = {"host": os.uname().nodename, "torch": torch.__version__, "ranks": "4 in all, nodes: [[0, 0, 0, 0]]"}

@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,9 +19,10 @@ from support.toy_models import WORKLOADS
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from graphshard.backend import dynamo_graph
-from graphshard.cost import ProbeSizes
+from graphshard.cost import ProbeSizes, load_card
+from graphshard.cost.cards import MeasuredCollective
 from graphshard.errors import GraphShardError
-from graphshard.hardware import MachineNeed, kept_cards
+from graphshard.hardware import MachineNeed, keep_calibrated, kept_cards
 
 #: By its name: the door gives the function of that name.
 MODULE = sys.modules["graphshard.hardware.own_card"]
@@ -119,6 +121,36 @@ def test_the_groups_of_a_mesh_are_measured_together(
 ) -> None:
     first, *others = run_on_gloo_ranks(4, measure_a_mesh, str(tmp_path))
     assert first == [["all_gather", "all_reduce", "reduce_scatter"]] and others == [[], [], []]
+
+
+def find_what_calibrate_kept(folder: str) -> tuple[int, list[str]]:
+    """How often this rank has measured beside a card of ``graphshard calibrate``, and the cards that it came to."""
+    card = load_card("cpu-loopback")
+    rows = [
+        MeasuredCollective(op=op, num_ranks=2, num_bytes=num_bytes, seconds=1e-4 + num_bytes * 1e-9)
+        for op in ("all_gather", "reduce_scatter")
+        for num_bytes in (2**10, 2**20)
+    ]
+    card = replace(card, name="calibrated", intra_node=replace(card.intra_node, measured=tuple(rows)))
+    cards: list[str] = []
+    measure = mock.Mock(wraps=MODULE.measure_card)
+    with (
+        mock.patch.dict(os.environ, {"GRAPHSHARD_CACHE": f"{folder}/rank{dist.get_rank()}"}),
+        mock.patch.object(MODULE, "measure_card", measure),
+    ):
+        if dist.get_rank() == 0:
+            cpu, threads = torch.device("cpu"), torch.get_num_threads()
+            assert keep_calibrated(card, "gloo", cpu, num_ranks=2, num_threads=threads) is not None
+        train(another_mesh(), cards)
+    return measure.call_count, cards
+
+
+def test_a_card_that_calibrate_kept_is_found(
+    run_on_gloo_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    for times, (card,) in run_on_gloo_ranks(2, find_what_calibrate_kept, str(tmp_path)):
+        assert times == 0
+        assert "calibrated" in card
 
 
 def fail_to_measure(folder: str) -> str:
