@@ -72,7 +72,7 @@ trainers:
 	$(PYTHON) -m venv .venv-trainers
 	.venv-trainers/bin/pip install --quiet -r requirements.txt
 	.venv-trainers/bin/pip install --quiet -r requirements.txt --no-build-isolation -e ".[trainers]"
-	.venv-trainers/bin/python -m pytest -q -m "" tests/ranks/test_trainer_*.py $(ARGS)
+	.venv-trainers/bin/python -m pytest -q -m "" tests/ranks/test_trainer_*.py tests/ranks/test_torchao.py $(ARGS)
 
 # With the Python whose torch sees the GPUs, whatever its version, and nothing installed: what that version warns of is no failure.
 gpu-check: joined

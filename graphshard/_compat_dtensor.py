@@ -13,6 +13,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # ch
 from torch.distributed.tensor._op_schema import OpSchema  # checked: 2.13
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # checked: 2.13
 from torch.utils._python_dispatch import _disable_current_modes  # checked: 2.13
+from torch.utils._python_dispatch import (  # checked: 2.13
+    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten  # checked: 2.13
 
 try:

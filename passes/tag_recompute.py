@@ -5,6 +5,10 @@ that views and casts make of full parameters alone. Otherwise the partitioner wo
 parameter, and nothing would be freed. In a unit that does not reshard, the ``unshard`` nodes are tagged to be saved.
 Pieces kept by ``spread_parameters`` are saved too.
 
+A parameter with a gather extension is gathered as several tensors. What is computed of them and of the other tensors
+of its shard alone, a dequantised weight for instance, is tagged for recomputation with them. What is computed in front
+of their gather, a cast for instance, is saved: it has the size of a piece.
+
 Before::
 
     %unshard_0: f32[8, 4] = unshard(%primals_1, %primals_2, 'w', ..., reshard=2, ...)
@@ -20,13 +24,16 @@ Numerics: bitwise exact.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphshard.ir import KEEP_PIECE, UNSHARD, UnshardCall
+from graphshard.ir import KEEP_PIECE, UNSHARD, UnshardCall, is_collective, parameter_of
 from graphshard.pipeline import Fact, PassContext, PassReport, is_layout
 
 #: Above the id of every checkpointed region. The partitioner saves a recomputed node if its reader belongs to a
@@ -58,6 +65,10 @@ class TagRecompute:
         for node in gm.graph.nodes:
             if _is_view_of_recomputed(node):
                 changed |= set_policy(node, CheckpointPolicy.MUST_RECOMPUTE)
+        for node in _sent_for_recomputed(gm.graph):
+            changed |= set_policy(node, CheckpointPolicy.MUST_SAVE)
+        for node in _made_of_parts(gm.graph, ctx.held):
+            changed |= set_policy(node, CheckpointPolicy.MUST_RECOMPUTE)
         return PassReport(changed=changed, counts=counts)
 
 
@@ -69,11 +80,52 @@ def set_policy(node: fx.Node, policy: CheckpointPolicy) -> bool:
     return changed
 
 
+def _sent_for_recomputed(graph: fx.Graph) -> Iterator[fx.Node]:
+    """What gathers that run again read, where it is computed and no input."""
+    for node in filter(_is_recomputed, graph.find_nodes(op="call_function", target=UNSHARD)):
+        if _is_part(node) and node.args[0].op == "call_function":
+            yield node.args[0]
+
+
+def _made_of_parts(graph: fx.Graph, held: frozenset[str]) -> Iterator[fx.Node]:
+    """What is computed of tensors that are gathered again, and of shards, alone."""
+    alone: set[fx.Node] = set()
+    of_gathered: set[fx.Node] = set()
+    for node in graph.nodes:
+        sources = node.all_input_nodes
+        if node.target is UNSHARD and _is_part(node):
+            alone.add(node)
+            of_gathered.update([node] if _is_recomputed(node) else [])
+        elif node.name in held or (node.op == "call_function" and alone.issuperset(sources)):
+            if node.op == "call_function" and not _is_plain(node):
+                continue
+            alone.add(node)
+            if not of_gathered.isdisjoint(sources):
+                of_gathered.add(node)
+                yield node
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether an op gives the same result each time and changes nothing; items of a tuple too."""
+    if node.target is operator.getitem:
+        return True
+    is_op = isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable
+    return is_op and torch.Tag.nondeterministic_seeded not in node.target.tags and not is_collective(node)
+
+
+def _is_part(node: fx.Node) -> bool:
+    name = UnshardCall(*node.args).name
+    return parameter_of(name) != name
+
+
+def _is_recomputed(node: fx.Node) -> bool:
+    return (
+        node.meta.get("recompute") == CheckpointPolicy.MUST_RECOMPUTE
+        and node.meta.get("ac_graph_id") == _REGION_ID
+    )
+
+
 def _is_view_of_recomputed(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target is UNSHARD or not node.all_input_nodes:
         return False
-    return is_layout(node) and all(
-        source.meta.get("recompute") == CheckpointPolicy.MUST_RECOMPUTE
-        and source.meta.get("ac_graph_id") == _REGION_ID
-        for source in node.all_input_nodes
-    )
+    return is_layout(node) and all(map(_is_recomputed, node.all_input_nodes))

@@ -5,8 +5,9 @@ Imports: all rooms below, ``fsdp`` included.
 Read first: ``entry``, then in the order of a compile:
 
 - ``options`` (what a user may set), ``dynamo_graph`` (what the graph says), ``dtensor_boundary`` (parameters
-  enter), ``parameter_writes`` (those that the model changes leave);
-- ``joint`` (passes on the joint graph), ``step_planner``, ``step_choice``, ``step_trials`` and ``accumulation``
+  enter), ``extended_gathers`` (those with gather extensions), ``parameter_writes`` (those that the model changes
+  leave);
+- ``joint`` (passes on the joint graph), ``step_planner``, ``step_trials`` and ``accumulation``
   (choices by cost for both halves);
 - ``compilation`` (the steps that compile a half), ``pipelines``, ``half`` and ``half_variants`` (one half in the states
   of its units), ``dynamic_sizes``, ``observer`` (log lines and dumps);
@@ -20,8 +21,7 @@ from .inductor import drop_rng_states, functorch_patch, inductor_decompositions,
 from .options import BackendOptions, default_hardware
 from .pipelines import JOINT_PIPELINE, LOWERING, RESHARDING, half_pipeline
 from .precompile import INDUCTOR_CACHE_VARIABLE, INDUCTOR_FOLDER, Precompiled, ShardedAs, precompile
-from .step_choice import StepChoice
-from .step_trials import JointTrials
+from .step_trials import JointTrials, StepChoice
 
 __all__ = [
     "INDUCTOR_CACHE_VARIABLE",

@@ -18,8 +18,7 @@ from ..ir import UNSHARD, tensor_bytes
 from ..pipeline import PassContext
 from ..planner import KeepingCost, choose_kept, held_beside
 from .half_variants import Selection, shard_ops, specialise_graph
-from .step_choice import StepChoice
-from .step_trials import JointTrials
+from .step_trials import JointTrials, StepChoice
 
 
 def choose_kept_between(

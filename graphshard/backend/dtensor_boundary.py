@@ -23,6 +23,7 @@ from .._compat import detect_fake_mode, is_to_local
 from ..errors import ParameterStateError
 from ..fsdp import Version, as_complex, refuse_lost_data, slot_of_shard, unit_of, version_of
 from ..ir import UNSHARD, UnshardCall, padded_shape, unshard_outside_transforms
+from .extended_gathers import ExtendedEntrance, enter_extended, entrances
 from .parameter_writes import (
     HandedOn,
     ParameterWrite,
@@ -31,9 +32,6 @@ from .parameter_writes import (
     store_written,
     views_for_gather,
 )
-
-#: How Dynamo writes ``torch.utils.checkpoint``: (body, *operands), the body a graph of its own.
-CHECKPOINTED_REGION = torch.ops.higher_order.tag_activation_checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +45,7 @@ class Crossing:
         dim: along which the parameter is cut.
         names: under which the graph gathers it: one, several for a tied parameter, none at one rank.
         as_reals: it is complex, and enters as reals, with a last dim of 2.
+        is_carrier: what enters takes the gradient only; the shard has a gather extension.
     """
 
     position: int
@@ -55,6 +54,7 @@ class Crossing:
     dim: int
     names: tuple[str, ...] = ()
     as_reals: bool = False
+    is_carrier: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,7 @@ class Boundary:
     Attributes:
         inputs: fake inputs of the edited graph.
         crossings: the parameters that enter as padded shards.
+        extended: those with a gather extension, whose shards enter as the tensors that they hold.
         writes: the parameters that the graph writes to, in the order of its last results.
         results: full parameters among the results of the graph.
         models: positions of arguments that lead to units, one for each model: handles, or the shards of one rank.
@@ -71,9 +72,22 @@ class Boundary:
 
     inputs: list[Any]
     crossings: tuple[Crossing, ...] = ()
+    extended: tuple[ExtendedEntrance, ...] = ()
     writes: tuple[ParameterWrite, ...] = ()
     results: tuple[HandedOn, ...] = ()
     models: tuple[int, ...] = ()
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The inputs, counted from the last one, that are tensors of shards with gather extensions.
+
+        AOTAutograd may add inputs in front, never behind these.
+        """
+        return tuple(
+            len(self.inputs) - entrance.first - index
+            for entrance in self.extended
+            for index in range(len(entrance.extension.names))
+        )
 
     def wrap(self, compiled: Callable[..., Any], regathered: Collection[str] = ()) -> Callable[..., Any]:
         """A function of the graph's original inputs.
@@ -84,7 +98,7 @@ class Boundary:
         """
         if not self.crossings and not self.writes:
             return compiled
-        run = _at_runtime(compiled, self.crossings, frozenset(regathered))
+        run = _at_runtime(compiled, self.crossings, self.extended, frozenset(regathered))
         gathered = {name for crossing in self.crossings for name in crossing.names}
         return store_written(run, self.writes, self.models, self.results, gathered)
 
@@ -101,11 +115,12 @@ def enter_boundary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boundar
     """
     _move_gathers_out_of_transforms(gm)
     inputs = list(example_inputs)
+    extended = enter_extended(gm, inputs)
     results = handed_on(gm)
     writes = return_written(gm, example_inputs)
     crossings = []
     touched = {gm}
-    sources = list(range(len(inputs)))
+    sources = list(range(len(inputs)))  # those of the extended ones are not used
     for position, placeholder in enumerate(gm.graph.find_nodes(op="placeholder")):
         if isinstance(inputs[position], DTensor) and _separate_gathers(placeholder):
             sources.append(position)
@@ -147,10 +162,22 @@ def enter_boundary(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Boundar
             models.setdefault(id(slot.unit.tree), crossing.source)
     return Boundary(
         inputs=inputs,
-        crossings=tuple(crossings),
+        crossings=(*crossings, *(_carried(entrance) for entrance in extended)),
+        extended=tuple(extended),
         writes=writes,
         results=results,
         models=tuple(models.values()),
+    )
+
+
+def _carried(entrance: ExtendedEntrance) -> Crossing:
+    return Crossing(
+        position=entrance.source,
+        source=entrance.source,
+        shape=entrance.extension.shape,
+        dim=0,
+        names=(entrance.name,),
+        is_carrier=True,
     )
 
 
@@ -189,24 +216,11 @@ def _followed(placeholder: fx.Node) -> list[fx.Node] | None:
         for user in entrance.users:
             if is_to_local(user):
                 continue
-            inner = _entrances(user, entrance)
+            inner = entrances(user, entrance)
             if inner is None:
                 return None
             found += inner
     return found
-
-
-def _entrances(call: fx.Node, value: fx.Node) -> list[fx.Node] | None:
-    """The placeholders of a checkpointed region that ``value`` becomes; None if ``call`` runs no such region."""
-    if call.target is not CHECKPOINTED_REGION or not isinstance(call.args[0], fx.Node):
-        return None
-    body, *operands = call.args
-    assert call.graph.owning_module is not None
-    region = getattr(call.graph.owning_module, str(body.target))
-    if len(body.users) != 1 or len(call.graph.find_nodes(op="get_attr", target=body.target)) != 1:
-        return None  # run twice, perhaps on different values
-    placeholders = region.graph.find_nodes(op="placeholder")
-    return [inner for inner, operand in zip(placeholders, operands, strict=True) if operand is value]
 
 
 def _separate_gathers(placeholder: fx.Node) -> bool:
@@ -230,7 +244,7 @@ def _is_for_gathers(user: fx.Node, value: fx.Node) -> bool:
         return bool(user.users) and all(
             reader.target is UNSHARD or views_for_gather(reader) for reader in user.users
         )
-    inner = _entrances(user, value) or []
+    inner = entrances(user, value) or []
     return bool(inner) and all(_is_for_gathers(reader, each) for each in inner for reader in each.users)
 
 
@@ -282,7 +296,10 @@ def _fake_shard(example: DTensor, shape: tuple[int, ...], as_reals: bool) -> Ten
 
 
 def _at_runtime(
-    compiled: Callable[..., Any], crossings: Sequence[Crossing], regathered: frozenset[str]
+    compiled: Callable[..., Any],
+    crossings: Sequence[Crossing],
+    extended: Sequence[ExtendedEntrance],
+    regathered: frozenset[str],
 ) -> Callable[..., Any]:
     watched = [
         (crossing.source, crossing.names[0])
@@ -290,10 +307,14 @@ def _at_runtime(
         if not regathered.isdisjoint(crossing.names)
     ]
 
-    num_inputs = 1 + max((crossing.position for crossing in crossings), default=-1)
+    ends = [entrance.first + len(entrance.extension.names) for entrance in extended]
+    num_inputs = max([*(1 + crossing.position for crossing in crossings), *ends], default=0)
 
     def run(*args: Any) -> Any:
         values = [*args, *[None] * (num_inputs - len(args))]
+        for entrance in extended:
+            inner = entrance.extension.inner(args[entrance.source]._local_tensor)
+            values[entrance.first : entrance.first + len(inner)] = inner
         grads_wanted = torch.is_grad_enabled()
         differentiable = []
         for crossing in crossings:
@@ -368,6 +389,9 @@ def padded_local(param: DTensor, crossing: Crossing) -> Tensor:
     The gather drops the padding, whatever its values are.
     """
     refuse_lost_data(param, crossing.names[0] if crossing.names else f"of shape {tuple(param.shape)}")
+    if crossing.is_carrier:
+        device = param._local_tensor.device
+        return torch.empty(1, dtype=param.dtype, device=device).expand(crossing.shape)
     local = param._local_tensor.detach()
     if crossing.as_reals:
         local = torch.view_as_real(local)

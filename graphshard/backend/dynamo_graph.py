@@ -21,7 +21,7 @@ from .._compat import graph_break_after, group_by_name, uses_gloo
 from .._compat_composable import is_sharded_by_torch
 from ..coordination import count_in_group, is_fake_group, refusing
 from ..cost import HardwareCard, load_card, missing_peaks
-from ..fsdp import ROOT, Tree, place_of_forward_in_python, unit_of
+from ..fsdp import ROOT, Tree, inner_tensors, place_of_forward_in_python, unit_of
 from ..hardware import STAND_INS, OwnCard, need_of_graph, own_card
 from ..ir import UNSHARD, group_name, is_collective
 from ..memory import KernelMeasurements, table_beside
@@ -229,7 +229,8 @@ def _is_on_cpu(value: Any) -> bool:
 
 def _is_pinned(parameter: torch.nn.Parameter) -> bool:
     local = parameter._local_tensor if isinstance(parameter, dist.tensor.DTensor) else parameter
-    return local.device.type == "cpu" and local.is_pinned()
+    held = [local] if type(local) is torch.Tensor else inner_tensors(local).values()
+    return any(value.device.type == "cpu" and value.is_pinned() for value in held)
 
 
 def _measurements_beside(card: HardwareCard | None) -> KernelMeasurements:

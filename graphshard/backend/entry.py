@@ -73,9 +73,9 @@ def compile_graph(
     """
     half_pipelines(options)  # passes that do not fit are refused before anything runs
     graph = read_graph(gm, example_inputs, options, is_ahead=is_ahead)
-    callbacks = _Callbacks(graph)
     with graph.refusing("", gm):
         boundary = enter_boundary(gm, example_inputs)
+        callbacks = _Callbacks(graph, boundary.held)
         with functorch_patch(), graph.progress.stage(f"compiling graph {graph.index}"):
             compiled = compile_fx(
                 gm, boundary.inputs, inner_compile=callbacks.compile_half, config_patches=callbacks.patches
@@ -104,10 +104,11 @@ class _Callbacks:
 
     Args:
         graph: the graph of Dynamo.
+        held: its inputs, counted from the last one, that are tensors of shards with gather extensions.
     """
 
-    def __init__(self, graph: DynamoGraph) -> None:
-        self._graph = graph
+    def __init__(self, graph: DynamoGraph, held: Sequence[int] = ()) -> None:
+        self._graph, self._held = graph, held
         self._observer = Observer(folder=graph.options.dump, index=graph.index, progress=graph.progress)
         self._joint_pass = JointPass(self._run_joint, joint_pipeline(graph.options).uuid)
         self.patches = {**graph.inductor, JOINT_PASS: self._joint_pass}
@@ -116,7 +117,7 @@ class _Callbacks:
     def _run_joint(self, gm: fx.GraphModule) -> JointResult:
         with self._graph.refusing(" (joint)", gm), self._observer.passes("joint", gm):
             self._graph = self._graph.priced(gm)
-            return run_joint_passes(gm, self._graph, self._observer)
+            return run_joint_passes(gm, self._graph, self._observer, self._held)
 
     def compile_half(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **arguments: Any) -> Any:
         """Stands for Inductor's inner compiler; ``arguments`` are those of that compiler."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,8 +37,12 @@ class JointResult:
     chosen: str = ""
 
 
-def run_joint_passes(gm: fx.GraphModule, graph: DynamoGraph, observer: Observer) -> JointResult:
+def run_joint_passes(
+    gm: fx.GraphModule, graph: DynamoGraph, observer: Observer, held: Sequence[int] = ()
+) -> JointResult:
     """Runs the joint passes on ``gm`` in place, with the choice for both halves where one is made.
+
+    ``held``: the inputs, counted from the last one, that are tensors of shards with gather extensions.
 
     A choice is made with a cost model, for a graph with gradients, and either within a memory budget or for a whole
     step: what else a step holds beside a part of it is not known. Ranks that are not compared must not differ.
@@ -49,7 +54,12 @@ def run_joint_passes(gm: fx.GraphModule, graph: DynamoGraph, observer: Observer)
     """
     options = graph.options
     read_shards_as_they_are(gm)
-    context = context_from_shard_ops(gm, full_checks=options.verify == "full")
+    inputs = gm.graph.find_nodes(op="placeholder")
+    primals = [node.name for node in inputs if node.name.startswith("primals_")]
+    context = replace(
+        context_from_shard_ops(gm, full_checks=options.verify == "full"),
+        held=frozenset(primals[-place] for place in held),
+    )
     observer.graph("joint", "0-captured", gm, context)
     first, tag = joint_pipeline(options).split(-1)
     records = []
@@ -69,7 +79,8 @@ def run_joint_passes(gm: fx.GraphModule, graph: DynamoGraph, observer: Observer)
             graph.waiting if graph.are_ranks_compared else frozenset(),
             keeps_between=is_whole,
         )
-        context = replace(context_from_shard_ops(gm, full_checks=context.full_checks), mesh=context.mesh)
+        found = context_from_shard_ops(gm, full_checks=context.full_checks)
+        context = replace(found, mesh=context.mesh, held=context.held)
     choice = kept.choice if kept is not None else None
     if kept is not None:
         records += kept.records
@@ -77,7 +88,6 @@ def run_joint_passes(gm: fx.GraphModule, graph: DynamoGraph, observer: Observer)
     observer.records("joint", records + tag.run(gm, context))
     if choice is not None:
         observer.text("joint", "choice", f"{choice}\n")
-    inputs = gm.graph.find_nodes(op="placeholder")
     return JointResult(
         context=replace(
             context,

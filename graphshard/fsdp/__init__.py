@@ -13,7 +13,9 @@ Further: ``deepcopy``, ``tensor_trees``.
 from .eager_autograd import Writable
 from .fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from .fully_shard import fully_shard
+from .gather_extensions import TracedExtension, inner_tensors
 from .parameter_slot import SUMMONED, ParameterSlot, as_complex, slot_of_shard, slots_of
+from .read_parameter import GatherExtended, slot_of_read
 from .shard_parameter import mesh_device
 from .shard_versions import Version, refuse_lost_data, version_of
 from .sharded_class import place_of_forward_in_python, register_fsdp_forward_method
@@ -26,7 +28,9 @@ __all__ = [
     "SLOTS",
     "SUMMONED",
     "FSDPModule",
+    "GatherExtended",
     "ParameterSlot",
+    "TracedExtension",
     "Tree",
     "TreeUnit",
     "Unit",
@@ -36,12 +40,14 @@ __all__ = [
     "as_complex",
     "cast_tensors",
     "fully_shard",
+    "inner_tensors",
     "mesh_device",
     "owner_of",
     "place_of_forward_in_python",
     "refuse_lost_data",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "slot_of_read",
     "slot_of_shard",
     "slots_of",
     "tensors_in",

@@ -12,6 +12,7 @@ from ..errors import AlreadyShardedError
 from ..ir import UNIT, padded_shape
 from .gather_extensions import copy_extended
 from .parameter_slot import ParameterSlot, slots_of, stored_parameters
+from .read_parameter import traced_read
 from .shard_parameter import lay_out
 from .tree import relabel
 from .unit import Unit, owner_of
@@ -68,6 +69,7 @@ def _regroup_copies(copied: nn.Module) -> None:
         unit.modules.append(copied)
     for owner in copied.modules():
         for name, slot in slots_of(owner):
+            slot.traced_read = traced_read(slot) if slot.is_extended else None
             if (owner, name) not in slot.owners:
                 slot.owners.append((owner, name))
             owner_unit = owner_of(slot)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .._compat import gather_single, group_by_name, reduce_scatter_single
 from ..coordination import meet
@@ -39,7 +38,7 @@ from ..ir import (
     emit_reduction_output,
     padded_rows,
 )
-from .gather_extensions import calls_before, full_after
+from .gather_extensions import extended_calls, full_after
 from .parameter_slot import ParameterSlot, shard_data
 from .shard_versions import FullRead, version_of
 from .tree import TreeUnit
@@ -162,7 +161,7 @@ class PendingGather:
         self._parts: list[tuple[int, Any]] = []
         parts: list[UnshardCall] = []
         for (slot, _), call in zip(members, self._calls, strict=True):
-            own, metadata = _extended_calls(slot, call) if slot.is_extended else ([call], None)
+            own, metadata = extended_calls(slot, call) if slot.is_extended else ([call], None)
             parts += own
             self._parts.append((len(own), metadata))
         if parts:
@@ -232,19 +231,6 @@ def _reduce_bucket(
 def _pieces(bucket: Tensor, shapes: list[list[int]]) -> list[Tensor]:
     sizes = [int(torch.Size(shape).numel()) for shape in shapes]
     return [flat.view(shape) for flat, shape in zip(bucket.split(sizes), shapes, strict=True)]
-
-
-def _extended_calls(slot: ParameterSlot, call: UnshardCall) -> tuple[list[UnshardCall], Any]:
-    param = slot.param
-    assert isinstance(param, DTensor)
-    mesh = param.device_mesh
-    shard_mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
-    shard = call.shard.detach()
-    if call.device is not None:
-        shard = shard.to(call.device)
-    owner, _ = slot.owners[0]
-    policy = slot.unit.settings.mp_policy
-    return calls_before(call._replace(shard=shard), shard_mesh, param.stride(), owner, policy)
 
 
 def write_back(slots: Sequence[ParameterSlot], fulls: Mapping[str, Tensor], *, line: str = "") -> None:

@@ -31,9 +31,10 @@ from ..errors import (
 )
 from ..ir import NO_AXIS, UNIT, MeshAxis, axis_of
 from .fsdp_module import FSDPModule, state_for_torch
-from .gather_extensions import has_extension, refuse_wrapper
+from .gather_extensions import has_extension, refuse_wrapper, why_untraceable
 from .parameter_slot import ParameterSlot, slots_of, store_parameters, stored_parameters
 from .placements import DataParallelAxes, Layout, layout_of
+from .read_parameter import traced_read
 from .shard_parameter import give_places, hand_over, local_piece, mesh_device, shard_extended, shard_parameter
 from .shard_versions import SUCCESSOR, watch_optimizers
 from .sharded_class import offer_backend, sharded_class, watch_frames, wrap_own_forward
@@ -385,6 +386,8 @@ def _install(
         if slot.is_extended:
             policy = unit.settings.mp_policy
             shard = shard_extended(entry.param, layout, offload_policy, entry.path, entry.owner, policy)
+            slot.untraceable = why_untraceable(local_piece(entry.param), slot.axis.size)
+            slot.traced_read = traced_read(slot)
         else:
             refuse_wrapper(local_piece(entry.param), entry.path)
             shard = shard_parameter(entry.param, layout, offload_policy)

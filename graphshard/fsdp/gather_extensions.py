@@ -4,21 +4,29 @@ A parameter may hold a tensor subclass, a quantised weight for instance, with th
 ``fsdp_post_all_gather``, as in FSDP2. Its shards are of that subclass. The first method turns the shard into plain
 tensors to gather. The second turns the gathered tensors into the full parameter. Gradients go to the shard as if the
 full parameter itself had been gathered.
+
+Code that is compiled traces both methods: each tensor that the first one returns becomes an ``unshard`` of its own
+(docs/decisions/0010).
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
+from .._compat_dtensor import is_traceable_wrapper_subclass
 from ..errors import ExtensionError, UnsupportedShardingError
 from ..ir import UnshardCall, padded_shape, shard_shape
+from .parameter_slot import ParameterSlot
 
 _PRE = "fsdp_pre_all_gather"
 _POST = "fsdp_post_all_gather"
@@ -82,6 +90,94 @@ def full_after(shard: Tensor, gathered: Sequence[Tensor], metadata: Any, call: U
     return full if full.shape == torch.Size(call.shape) else full.narrow(0, 0, call.shape[0])
 
 
+def extended_calls(slot: ParameterSlot, call: UnshardCall) -> tuple[list[UnshardCall], Any]:
+    """:func:`calls_before` with the arguments of a sharded parameter; ``call.shard`` is its shard."""
+    with torch.no_grad():  # and not detach(), in which the float8 weight of torchao loses its scale
+        shard = call.shard if call.device is None else call.shard.to(call.device)
+        if not slot.untraceable and list(shard.shape) != padded_shape(slot.shape, slot.dim, slot.axis.size):
+            extension = TracedExtension.of(slot, shard)
+            shard = extension.rebuilt(extension.inner(shard))
+        return calls_before(call._replace(shard=shard), *_pre_arguments(slot))
+
+
+def _pre_arguments(slot: ParameterSlot) -> tuple[DeviceMesh, Sequence[int], nn.Module, MixedPrecisionPolicy]:
+    param = slot.param
+    assert isinstance(param, DTensor)
+    mesh = param.device_mesh
+    shard_mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
+    owner, _ = slot.owners[0]
+    return shard_mesh, param.stride(), owner, slot.unit.settings.mp_policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedExtension:
+    """How compiled code makes a full parameter of the tensors that its shard holds.
+
+    Attributes:
+        slot: the parameter; held weakly, since a graph must not keep a model.
+        kind: class of the shard.
+        names: attributes by which the shard holds its tensors.
+        context: of ``__tensor_unflatten__``.
+        shape, stride: of the padded shard.
+        padded: the attributes of tensors that get rows of padding.
+    """
+
+    slot: ref[ParameterSlot]
+    kind: type
+    names: tuple[str, ...]
+    context: Any
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    padded: frozenset[str] = frozenset()
+
+    @staticmethod
+    def of(slot: ParameterSlot, local: Tensor) -> TracedExtension:
+        """Reads it off this rank's shard, of a parameter that can be traced."""
+        names, context = local.__tensor_flatten__()  # type: ignore[attr-defined]
+        shape = padded_shape(slot.shape, slot.dim, slot.axis.size)
+        # Decided by what is equal on every rank, so that all of them trace the same graph.
+        padded = frozenset(names if slot.shape[slot.dim] % slot.axis.size else ())
+        return TracedExtension(
+            slot=ref(slot),
+            kind=type(local),
+            names=tuple(names),
+            context=context,
+            shape=tuple(shape),
+            stride=tuple(local.stride()),
+            padded=padded,
+        )
+
+    def like_inner(self, local: Tensor) -> list[Tensor]:
+        """Empty tensors like :meth:`inner`, made in the fake mode that is on."""
+        found = []
+        for name in self.names:
+            value = getattr(local, name)
+            shape = [self.shape[0], *value.shape[1:]] if name in self.padded else list(value.shape)
+            is_like = shape == list(value.shape)
+            size = (shape, value.stride()) if is_like else (shape, torch.empty(shape, device="meta").stride())
+            found.append(torch.empty_strided(*size, dtype=value.dtype, device=value.device))
+        return found
+
+    def inner(self, local: Tensor) -> list[Tensor]:
+        """The tensors that a shard holds, with rows of zeros where it lacks some."""
+        found = []
+        for name in self.names:
+            value = getattr(local, name).detach()
+            missing = self.shape[0] - value.shape[0] if name in self.padded else 0
+            found.append(torch.cat([value, value.new_zeros(missing, *value.shape[1:])]) if missing else value)
+        return found
+
+    def rebuilt(self, inner: Sequence[Tensor]) -> Tensor:
+        """The shard that holds these tensors."""
+        unflatten: Any = self.kind.__tensor_unflatten__  # type: ignore[attr-defined]
+        named = dict(zip(self.names, inner, strict=True))
+        shard: Tensor = unflatten(named, self.context, torch.Size(self.shape), self.stride)
+        for name, value in named.items():
+            if getattr(shard, name, None) is None:  # torchao 0.18 loses the scale of a float8 weight here
+                setattr(shard, name, value)
+        return shard
+
+
 def refuse_wrapper(full: Tensor, name: str) -> None:
     """Refuses a tensor subclass that holds its data in inner tensors and does not say how to gather them.
 
@@ -92,6 +188,32 @@ def refuse_wrapper(full: Tensor, name: str) -> None:
             f"parameter {name} is a {type(full).__name__}, which holds its data in other tensors: define {_PRE} and "
             f"{_POST} in its class, which say how shards are gathered, or list the parameter in ignored_params"
         )
+
+
+def why_untraceable(full: Tensor, num_ranks: int) -> str:
+    """Why compiled code cannot take shards of a parameter apart into plain tensors, equal in shape on every rank.
+
+    Args:
+        full: the parameter before it is cut, so that all ranks give the same answer.
+        num_ranks: ranks over which dim 0 is cut.
+
+    Returns:
+        A clause; "" if it can.
+    """
+    kind = type(full).__name__
+    if not is_traceable_wrapper_subclass(full):
+        return f"{kind} does not define __tensor_flatten__ and __tensor_unflatten__, which say what tensors it holds"
+    held = {name: getattr(full, name) for name in full.__tensor_flatten__()[0]}
+    nested = [name for name, value in held.items() if type(value) not in (Tensor, nn.Parameter)]
+    if nested:
+        return f"{kind} holds tensor subclasses ({', '.join(nested)}) and not plain tensors"
+    others = [name for name, value in held.items() if value.shape[:1] != full.shape[:1]]
+    if full.shape[0] % num_ranks and others:
+        return (
+            f"shape {tuple(full.shape)} is cut unevenly over {num_ranks} ranks, and {', '.join(others)} of {kind} "
+            "cannot be padded as they do not have its rows"
+        )
+    return ""
 
 
 def cut_extended(full: Tensor, name: str, num_ranks: int) -> list[Tensor]:

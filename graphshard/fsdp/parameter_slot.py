@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import ref
@@ -43,6 +43,8 @@ class ParameterSlot:
         shown: the gathered parameter that they show then.
         version: its version when an uncompiled forward last read it.
         is_extended: the shard is a tensor subclass with a gather extension.
+        untraceable: why that extension cannot be compiled; "" if it can.
+        traced_read: what Dynamo calls to read it if it is extended (:mod:`graphshard.fsdp.gather_extensions`).
         is_complex: it is complex; it travels as reals, with a last dim of 2, and so does its gradient.
         row_offset: first element of the shard in the unit's row; see ``UnshardCall``.
     """
@@ -61,6 +63,8 @@ class ParameterSlot:
     shown: nn.Parameter | None = None
     version: Version | None = None
     is_extended: bool = False
+    untraceable: str = ""
+    traced_read: Callable[..., Tensor] | None = None
     is_complex: bool = False
     row_offset: int = -1
 

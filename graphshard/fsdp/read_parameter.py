@@ -2,23 +2,42 @@
 
 Dynamo traces :func:`read_parameter` to one node. A function given to an operator such as ``torch.cond`` runs on one
 rank only, perhaps, so it cannot gather: what it reads is gathered at the begin of the forward.
+
+A parameter with a gather extension (:mod:`graphshard.fsdp.gather_extensions`) is read by a function of its own, which
+the backend replaces by the gathers of what the shard holds (docs/decisions/0010).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._compat import get_proxy_mode, in_backward, in_recomputation, outside_transforms, transforms_active
 from .._compat_frames import operator_traced, trace_again
 from ..errors import ParameterStateError, UnsupportedShardingError
-from ..ir import UNSHARD, unshard_outside_transforms
+from ..ir import (
+    REDUCE_GRAD,
+    UNSHARD,
+    UnshardCall,
+    gradient_call,
+    part_name,
+    unit_state_of,
+    unshard_outside_transforms,
+)
 from .eager_autograd import full_parameter
+from .gather_extensions import TracedExtension, extended_calls, full_after
 from .parameter_slot import ParameterSlot, is_substitute, local_shard, replaced, stored_parameters
 from .shard_versions import FullParameter, version_of
 from .tree import SLOTS, Tree
 from .unit import owner_of, unit_of
+
+#: Attribute of the function of a traced read: a weak reference to the slot.
+_READ_OF = "_graphshard_read_of"
 
 
 def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
@@ -30,14 +49,14 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     slot: ParameterSlot = module.__dict__[SLOTS][name]
     unit = slot.unit
     is_read = is_reading(unit.tree)
-    if is_read and slot.is_extended and torch.compiler.is_compiling():
+    if is_read and slot.untraceable and torch.compiler.is_compiling():
         # Before Dynamo sees the parameter, whose class it may not know. It takes the error for a graph break, and runs
         # the code that reads the parameter uncompiled; with fullgraph=True it reports the error.
         raise UnsupportedShardingError(
-            f"parameter {slot.name} has an all-gather extension (fsdp_pre_all_gather), which cannot be compiled: "
-            "compile without fullgraph=True, so that the module that holds it runs uncompiled, or leave it out "
-            "of torch.compile (torch.compiler.disable on its forward), or store plain tensors and use "
-            "MixedPrecisionPolicy(param_dtype=...)"
+            f"parameter {slot.name} has an all-gather extension (fsdp_pre_all_gather) that cannot be compiled: "
+            f"{slot.untraceable}. Change its class, or compile without fullgraph=True, so that the module that holds "
+            "it runs uncompiled, or leave it out of torch.compile (torch.compiler.disable on its forward), or store "
+            "plain tensors and use MixedPrecisionPolicy(param_dtype=...)"
         )
     param = stored_parameters(module)[name]
     if param is None or not is_read:
@@ -59,6 +78,9 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     if transforms_active():
         arguments = (unit.handle, *slot.arguments) if slot.needs_op else ()
         return slot.as_read(unshard_outside_transforms(slot.param, *arguments))
+    if slot.is_extended:
+        assert slot.traced_read is not None
+        return slot.as_read(slot.traced_read(slot.param, unit.handle, *slot.arguments))
     local = local_shard(slot)
     return slot.as_read(
         UNSHARD(slot.as_sent(local), unit.handle, *slot.arguments) if slot.needs_op else local
@@ -137,3 +159,69 @@ def _check_version(slot: ParameterSlot) -> None:
             "again, so old activations would meet new weights: run backward() before optimizer.step() "
             "or load_state_dict()"
         )
+
+
+class GatherExtended(torch.autograd.Function):
+    """From the tensors of a shard to the full parameter; backward: the reduction of its gradient.
+
+    ``carrier`` takes the gradient. It has shape and dtype of the shard, and its values are not read.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        extension: TracedExtension,
+        arguments: tuple[Any, ...],
+        carrier: Tensor,
+        handle: Tensor,
+        *inner: Tensor,
+    ) -> Tensor:
+        slot = _alive(extension.slot)
+        call = UnshardCall(extension.rebuilt(inner), handle, *arguments)
+        calls, metadata = extended_calls(slot, call)
+        parts = []
+        for index, each in enumerate(calls):
+            parts.append(UNSHARD(*each._replace(name=part_name(call.name, index))))
+        full = full_after(call.shard, parts, metadata, call)
+        ctx.save_for_backward(handle)
+        plain = call._replace(shard=None, handle=None)
+        ctx.call = gradient_call(plain, None, carrier.shape, carrier.dtype, carrier.device)
+        return full
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (handle,) = ctx.saved_tensors
+        call = ctx.call._replace(handle=handle).with_gradient(grad)
+        state = unit_state_of(handle)
+        reduced = REDUCE_GRAD(*call) if state is None else state.reduce([call])[0]
+        return (None, None, reduced, None, *[None] * (len(ctx.needs_input_grad) - 4))
+
+
+def traced_read(slot: ParameterSlot) -> Callable[..., Tensor]:
+    """A function that Dynamo writes into its graph: from a sharded parameter, handle and arguments to the full one.
+
+    The arguments are those of ``graphshard::unshard`` after the shard. :func:`slot_of_read` gives the slot back.
+    """
+    held = ref(slot)
+
+    @torch.compiler.allow_in_graph
+    def read_extended(param: DTensor, handle: Tensor, *arguments: Any) -> Tensor:
+        local = param.to_local()
+        extension = TracedExtension.of(_alive(held), local)
+        full: Tensor = GatherExtended.apply(extension, arguments, local, handle, *extension.inner(local))
+        return full
+
+    setattr(read_extended, _READ_OF, held)
+    return read_extended
+
+
+def slot_of_read(target: Any) -> ParameterSlot | None:
+    """The parameter that a call of this target in a graph reads; None for another target than of a traced read."""
+    held = getattr(target, _READ_OF, None)
+    return _alive(held) if held is not None else None
+
+
+def _alive(held: ref[ParameterSlot]) -> ParameterSlot:
+    slot = held()
+    assert slot is not None, "a graph is traced while its model is alive"
+    return slot

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..coordination import meet
 from ..errors import UnsupportedShardingError
-from ..ir import ReduceGradCall, UnshardCall, gradient_call
+from ..ir import ReduceGradCall, UnshardCall, gradient_call, parameter_of
 from .eager_collectives import reduce_together
 from .parameter_slot import ParameterSlot, shard_data
 from .tree import ROOT, Tree
@@ -133,8 +133,8 @@ class UnitGradients:
         self._has_run = False
 
     def slot_of(self, name: str) -> ParameterSlot:
-        """The slot of the parameter of this name."""
-        return next(slot for slot in self.slots if slot.name == name)
+        """The slot of the parameter of this name, or of a part of it."""
+        return next(slot for slot in self.slots if slot.name == parameter_of(name))
 
     def add_unreduced(self, name: str, grad: Tensor) -> None:
         """Adds a full gradient to those that wait for a reduction."""

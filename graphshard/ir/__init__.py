@@ -92,6 +92,8 @@ from .params import (
     gradient_call,
     padded_rows,
     padded_shape,
+    parameter_of,
+    part_name,
     shard_shape,
 )
 from .piece_ops import KEEP_PIECE, SPREAD, piece_of
@@ -228,6 +230,8 @@ __all__ = [
     "output_values",
     "padded_rows",
     "padded_shape",
+    "parameter_of",
+    "part_name",
     "piece_of",
     "placement_text",
     "readers_through_aliases",

@@ -99,6 +99,16 @@ class UnshardCall(NamedTuple):
     row_offset: int = -1
 
 
+def part_name(name: str, index: int) -> str:
+    """The name under which one of several tensors is gathered that together make a parameter."""
+    return f"{name}[{index}]"
+
+
+def parameter_of(name: str) -> str:
+    """The name of the parameter that is gathered under ``name``."""
+    return name.partition("[")[0]
+
+
 class ReduceGradCall(NamedTuple):
     """The arguments of ``graphshard::reduce_grad``, in order; those not listed are as in ``UnshardCall``.
 

@@ -48,6 +48,7 @@ class PassContext:
         unreduced: outputs of the backward, gradients of parameters, that leave this graph unreduced on purpose.
         plain: full parameters among the inputs of a graph captured without ``fully_shard``.
         placed: whole parameters among the inputs of a graph captured without ``parallelize``.
+        held: inputs that are tensors of shards with gather extensions.
         forward_prefetch, backward_prefetch: the prefetches that the user asked for, in either half.
         max_reductions: reductions that may be open at a time; 0 for the schedule's default.
         prices: the cost model; None if nothing is planned by cost.
@@ -76,6 +77,7 @@ class PassContext:
     max_reductions: int = 0
     plain: tuple[PlainParameter, ...] = ()
     placed: tuple[PlacedParameter, ...] = ()
+    held: frozenset[str] = frozenset()
     prices: GraphPrices | None = None
     known_plan: KnownPlan | None = None
     held_bytes: int = 0

@@ -13,8 +13,7 @@ from support.trials import CARD, in_capture
 import graphshard
 import graphshard.backend.step_planner as planning
 from graphshard.backend.accumulation import _Accumulation, accumulation_cost, choose_kept_between
-from graphshard.backend.step_choice import StepChoice
-from graphshard.backend.step_trials import JointTrials
+from graphshard.backend.step_trials import JointTrials, StepChoice
 from graphshard.errors import InfeasibleBudgetError
 from graphshard.ir import UNIT
 from graphshard.ir.rewrite import copy_graph
@@ -32,7 +31,9 @@ def _chosen(budget, waiting=UNITS, **options):
     return in_capture(lambda trials: choose_kept_between(trials, NONE_KEPT, waiting, budget), **options)
 
 
-@pytest.mark.parametrize(("budget", "kept"), [(200_000, 0), (220_000, 1), (236_000, 2), (252_000, 3), (2**30, 4)])
+@pytest.mark.parametrize(
+    ("budget", "kept"), [(200_000, 0), (220_000, 1), (236_000, 2), (252_000, 3), (2**30, 4)]
+)
 def test_as_many_are_kept_as_fit(budget, kept):
     assert _chosen(budget) == UNITS[len(UNITS) - kept :]
 
@@ -88,7 +89,9 @@ def test_a_half_gets_what_is_not_held_beside_it(monkeypatch):
     costs = in_capture(lambda trials: _costs(trials, 2**30))
     last, first, forward, backward = (held[index::4] for index in range(4))
     waiting = 4 * sum(param.numel() for param in WithHead().parameters())
-    assert [cost.peak_bytes - 1000 for cost in costs] == [max(each) for each in zip(forward, backward, strict=True)]
+    assert [cost.peak_bytes - 1000 for cost in costs] == [
+        max(each) for each in zip(forward, backward, strict=True)
+    ]
     assert last == first == [0] * 3 and forward == [waiting] * 3
     biases = 4 * 64  # of a block; the backward reads its weight alone
     assert [each - waiting for each in backward] == [0, 2 * biases, 3 * biases + 4 * (8 * 64 + 64 + 8)]
@@ -151,7 +154,9 @@ def test_a_stored_choice_holds_whether_gradients_wait_or_not(monkeypatch):
     keys, kept = [], []
 
     def ask(trials):
-        decided = StepChoice(kept=("root",), kept_between=("root",), input_bytes=trials.input_bytes()).to_dict()
+        decided = StepChoice(
+            kept=("root",), kept_between=("root",), input_bytes=trials.input_bytes()
+        ).to_dict()
         stored = {"decided": decided, "scratch": ScratchTable().as_data()}
         follow = lambda _, key, run, what: keys.append(key) or run(stored).result  # noqa: E731
         monkeypatch.setattr(planning, "decide_together", follow)
@@ -184,7 +189,9 @@ def test_where_nothing_fits_nothing_is_kept():
     ],
     ids=["accumulates", "reduces at once", "a part of the step", "ranks that do not meet"],
 )
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's, at the break
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # Dynamo's, at the break
 def test_units_know_what_was_chosen_for_them(fake_group, syncs, breaks, verify, is_chosen):
     torch.compiler.reset()
     model, mesh = WithHead(breaks=breaks), fake_group(2)

@@ -16,8 +16,7 @@ import graphshard
 import graphshard.backend.step_planner as planning
 import graphshard.backend.step_trials as joint_trials
 from graphshard.backend.pipelines import JOINT_PIPELINE
-from graphshard.backend.step_choice import StepChoice
-from graphshard.backend.step_trials import JointTrials, draws_random_numbers
+from graphshard.backend.step_trials import JointTrials, StepChoice, draws_random_numbers
 from graphshard.capture.capture_step import capture_step
 from graphshard.capture.rules import ShardingRules
 from graphshard.errors import InfeasibleBudgetError
@@ -127,7 +126,11 @@ def test_a_choice_is_the_same_partition_for_other_sizes(lean_step):
 
     def backwards(trials):
         return [
-            [node.target for node in list(trials._halves(each))[1][0].graph.nodes if node.op == "call_function"]
+            [
+                node.target
+                for node in list(trials._halves(each))[1][0].graph.nodes
+                if node.op == "call_function"
+            ]
             for each in (choice, None)
         ]
 
@@ -214,7 +217,9 @@ def test_trials_search_exactly_for_a_moment_only(monkeypatch):
     assert set(searched) == {EXACT_STATES} and PlanCollectives().exact_states > EXACT_STATES
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's, at the break
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # Dynamo's, at the break
 @pytest.mark.parametrize(
     ("breaks", "budget", "verify", "chooses"),
     [
@@ -232,7 +237,13 @@ def test_without_a_budget_nothing_is_chosen_for_a_part_of_the_step_or_ranks_that
     for block in model.blocks:
         graphshard.fully_shard(block, mesh=mesh)
     graphshard.fully_shard(model, mesh=mesh)
-    options = {"hardware": CARD, "bucket": "auto", "memory_budget": budget, "dump": str(tmp_path), "verify": verify}
+    options = {
+        "hardware": CARD,
+        "bucket": "auto",
+        "memory_budget": budget,
+        "dump": str(tmp_path),
+        "verify": verify,
+    }
     torch.compile(model, backend="graphshard", options=options)(torch.zeros(64, 8)).backward()
     is_chosen = any("keep_gathered" in file.name for file in tmp_path.iterdir())
     assert is_chosen == chooses
