@@ -133,7 +133,7 @@ class TracedExtension:
     @staticmethod
     def of(slot: ParameterSlot, local: Tensor) -> TracedExtension:
         """Reads it off this rank's shard, of a parameter that can be traced."""
-        names, context = local.__tensor_flatten__()  # type: ignore[attr-defined]
+        names, context = local.__tensor_flatten__()
         shape = padded_shape(slot.shape, slot.dim, slot.axis.size)
         # Decided by what is equal on every rank, so that all of them trace the same graph.
         padded = frozenset(names if slot.shape[slot.dim] % slot.axis.size else ())
