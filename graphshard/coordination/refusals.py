@@ -12,10 +12,10 @@ between ranks are counted from 0 in each round, since a refusal leaves some of t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -78,35 +78,59 @@ class Refusals:
         meets: str = "",
         num_ranks: int = 0,
     ) -> bool:
-        """Waits for keys of ``store`` or for a refusal in this round, whichever comes first.
+        """Waits for keys of ``store``, all of them, or for a refusal in this round, whichever comes first.
+
+        The other arguments, the result and the errors are those of :meth:`wait_until`.
+        """
+        return self.wait_until(
+            lambda: store.check(list(keys)),
+            number,
+            seconds,
+            compiles=compiles,
+            meets=meets,
+            num_ranks=num_ranks,
+        )
+
+    def wait_until(
+        self,
+        is_there: Callable[[], bool],
+        number: int,
+        seconds: float,
+        *,
+        compiles: str = "",
+        meets: str = "",
+        num_ranks: int = 0,
+        pause: Callable[[float], Any] = time.sleep,
+    ) -> bool:
+        """Waits until a condition holds or for a refusal in this round, whichever comes first.
 
         It polls: a store can wait for all of several keys, but not for one of them. A rank that waits to meet the
         others, while another one waits for them to compile, ends the round for both: neither would come.
 
         Args:
-            store: where the keys will be.
-            keys: all of them are waited for.
+            is_there: the condition.
             number: of this round.
             seconds: the time limit.
             compiles: the graph whose collectives this rank compares; "" elsewhere.
             meets: what this rank is about to do with all others; "" elsewhere.
             num_ranks: ranks of the group, where ``meets`` is given.
+            pause: waits for some seconds.
 
         Returns:
-            True if all keys are there; False at the time limit, or if the store is gone with the rank that served it.
+            True if the condition holds; False at the time limit, or if the store is gone with the rank that served it.
 
         Raises:
-            RefusedError: a rank has refused while a key is missing.
+            RefusedError: a rank has refused and the condition does not hold.
             AgreementError: another rank has waited for this one to compile a graph for some seconds.
         """
         started, announced, crossed_at = time.monotonic(), False, None
         with suppress(dist.DistError):
             try:
-                while not store.check(list(keys)):
+                while not is_there():
                     try:
                         self.check(number)
                     except RefusedError:  # the rank that refuses may have written the last key before that
-                        if store.check(list(keys)):
+                        if is_there():
                             return True
                         raise
                     waited = time.monotonic() - started
@@ -119,8 +143,7 @@ class Refusals:
                     crossed_at = None if other is None else waited if crossed_at is None else crossed_at
                     if other is not None and waited - (crossed_at or 0.0) >= _CROSSED_SECONDS:
                         self._refuse_crossed(number, other, meets)
-                    pause = min(max(_LEAST_SECONDS, _SHARE * waited), _MOST_SECONDS)
-                    time.sleep(min(pause, seconds - waited))
+                    pause(min(max(_LEAST_SECONDS, _SHARE * waited), _MOST_SECONDS, seconds - waited))
                 return True
             finally:
                 if announced:

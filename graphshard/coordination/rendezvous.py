@@ -15,7 +15,7 @@ from .refusals import Refusals
 _SEPARATOR = "\n"
 
 
-def meet(group_name: str, step: str, *, what: str, remedy: str) -> None:
+def meet(group_name: str, step: str, *, what: str, remedy: str, here: str = "") -> None:
     """Returns once all ranks of the group have come with an equal ``step``.
 
     Args:
@@ -23,6 +23,7 @@ def meet(group_name: str, step: str, *, what: str, remedy: str) -> None:
         step: what must be equal on all ranks.
         what: the step in words for errors, starting with a verb.
         remedy: what to do about a difference, as a sentence.
+        here: name of the meeting, for ranks that look whether it is held; see ``known_steps``.
 
     Raises:
         AgreementError: on every rank that has come, if one of them has another step, if another rank waits for them to
@@ -45,9 +46,13 @@ def meet(group_name: str, step: str, *, what: str, remedy: str) -> None:
         verdict = f"rank {first_rank} is about to {first_what}, but rank {rank} is about to {what}. {remedy}"
         store.set(f"{turn}/verdict", verdict)
         raise AgreementError(verdict)
+    if here:
+        store.set(f"here/{here}", "")
     num_here = store.add(f"{turn}/count", 1)
     if num_here == group.size():
         store.set(f"{turn}/verdict", "")
+        if here:
+            store.delete_key(f"here/{here}")
         for key in ("first", "count", "verdict"):  # all ranks are past the previous turn
             store.delete_key(f"{turn - 1}/{key}")
         return

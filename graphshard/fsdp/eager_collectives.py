@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._compat import gather_single, group_by_name, reduce_scatter_single
-from ..coordination import meet
+from ..coordination import Steps
 from ..errors import ParameterStateError
 from ..ir import (
     ALL_REDUCE,
@@ -41,7 +41,7 @@ from ..ir import (
 from .gather_extensions import extended_calls, full_after
 from .parameter_slot import ParameterSlot, shard_data
 from .shard_versions import FullRead, version_of
-from .tree import TreeUnit
+from .tree import WRITE_BACK, TreeUnit
 
 
 class _CallCollectives(EagerEmitter):
@@ -54,16 +54,34 @@ class _CallCollectives(EagerEmitter):
         if target not in (REDUCE_SCATTER, ALL_REDUCE) or type(args[0]) is not Tensor:
             return target(*args, **kwargs)
         value, op, group = args[0], _OPS[args[1]], group_by_name(args[-1])
+        steps = Steps.of_group(args[-1])
         if target is ALL_REDUCE:
             reduced = value.clone()
-            dist.all_reduce(reduced, op, group)
+            _wait(dist.all_reduce(reduced, op, group, async_op=True), reduced, steps, steps.position)
             return reduced
         reduced = value.new_empty((value.shape[0] // args[2], *value.shape[1:]))
-        reduce_scatter_single(reduced, value, op, group)
+        work = reduce_scatter_single(reduced, value, op, group, async_op=True)
+        _wait(work, reduced, steps, steps.position, takes_limit=False)
         return reduced
 
 
+def _wait(work: Any, result: Tensor, steps: Steps, position: int, *, takes_limit: bool = True) -> None:
+    """Waits for a collective of a step."""
+    if result.device.type == "cpu":
+        steps.wait(work, position, takes_limit=takes_limit)
+    else:
+        work.wait()
+
+
+def are_started_here(call: UnshardCall | ReduceGradCall, value: Tensor) -> bool:
+    """Whether this file calls the process group for the collectives of a call, on the CPU, and waits for them."""
+    # Tensors of other classes go through functional collectives.
+    is_here = type(value) is Tensor and value.device.type == "cpu"
+    return is_here and not call.custom and call.device is None
+
+
 _EMIT = _CallCollectives()
+_WRITE_REMEDY = "Every rank must write to the same parameters in a forward"
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 
 
@@ -77,13 +95,17 @@ class _StartedBucket:
         sent: the pieces one after the other.
         gathered: those of all ranks, once it is waited for.
         work: the collective; None if ``gathered`` is the result of a functional one.
+        steps: those of the process group.
+        position: that of the collective's step.
     """
 
     indices: list[int]
     shapes: list[list[int]]
     sent: Tensor
     gathered: Tensor
-    work: Any
+    work: Any = None
+    steps: Steps | None = None
+    position: int = 0
 
     @staticmethod
     def of(indices: list[int], pieces: list[Tensor], call: UnshardCall) -> _StartedBucket:
@@ -93,20 +115,20 @@ class _StartedBucket:
         if call.group_size == 1 or is_custom or type(pieces[0]) is not Tensor:
             sent = PACK(pieces, 1)
             gathered = sent if call.group_size == 1 else emit_all_gather(_EMIT, sent, call)
-            return _StartedBucket(indices, shapes, sent, gathered, None)
-        group = group_by_name(call.group_name)
+            return _StartedBucket(indices, shapes, sent, gathered)
+        group, steps = group_by_name(call.group_name), Steps.of_group(call.group_name)
         numel = sum(piece.numel() for piece in pieces)
         gathered = pieces[0].new_empty(call.group_size * numel)
         sent = gathered.narrow(0, group.rank() * numel, numel)  # in its place, so it is not held twice
         with torch.no_grad():
             torch.cat([piece.reshape(-1) for piece in pieces], out=sent)
         work = gather_single(gathered, sent, group=group, async_op=True)
-        return _StartedBucket(indices, shapes, sent, gathered, work)
+        return _StartedBucket(indices, shapes, sent, gathered, work, steps, steps.position)
 
     def wait(self) -> Tensor:
         """The pieces of all ranks."""
-        if self.work is not None:
-            self.work.wait()
+        if self.work is not None and self.steps is not None:
+            _wait(self.work, self.gathered, self.steps, self.position)
             return self.gathered
         return WAIT(self.gathered) if self.gathered is not self.sent else self.gathered
 
@@ -165,7 +187,8 @@ class PendingGather:
             parts += own
             self._parts.append((len(own), metadata))
         if parts:
-            unit.meet_for_gather([call.name for call in self._calls], self._calls[0])
+            can_skip = all(are_started_here(call, call.shard) for call in parts)
+            unit.meet_for_gather([call.name for call in self._calls], self._calls[0], can_skip=can_skip)
         self._started = StartedGather(parts)
 
     def take(self) -> dict[str, Tensor]:
@@ -294,11 +317,10 @@ def any_rank(slots: Sequence[ParameterSlot], found: Sequence[bool]) -> list[bool
     Raises:
         AgreementError: another rank has not read or written the same parameters.
     """
-    names = ", ".join(slot.name for slot in slots)
     flags = torch.tensor(found, dtype=torch.int32, device=slots[0].param.device_mesh.device_type)
+    unit, names = slots[0].unit, [slot.name for slot in slots]
     for group_name in _groups(slots):
-        step = f"write back {names}, which the forward has changed in place"
-        meet(group_name, step, what=step, remedy="Every rank must write to the same parameters in a forward")
+        unit.tree.come(group_name, WRITE_BACK, unit.label, names, _WRITE_REMEDY, can_skip=False)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group_by_name(group_name))
     return [bool(flag) for flag in flags.tolist()]
 

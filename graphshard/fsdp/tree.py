@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .._compat import queue_after_backward
-from ..coordination import meet
+from ..coordination import Steps, StepWords
 from ..ir import NO_AXIS, UNIT, MeshAxis, UnitState, UserComms
 from .saved_parameters import SavedParameters
 from .shard_versions import FullRead
@@ -31,6 +31,9 @@ STORED = "_graphshard_stored"
 
 #: The label of the outermost unit.
 ROOT = "root"
+
+#: Kinds of steps of an uncompiled unit, as errors name them.
+GATHER, REDUCE, WRITE_BACK = "gather", "reduce the gradients of", "write back what a forward has changed of"
 
 _RUN_REMEDY = "Every rank must take the same branches of compiled code"
 
@@ -203,6 +206,7 @@ class Tree:
     numbers: dict[str, int] = field(default_factory=dict)
     has_warned: bool = False
     _end_is_queued: bool = False
+    _begun: set[str] = field(default_factory=set)
     _last_run: str = ""
     _next_run: dict[str, str] = field(default_factory=dict)
     _branches: dict[str, set[str]] = field(default_factory=dict)
@@ -228,10 +232,43 @@ class Tree:
         branches = self._branches.setdefault(self._last_run, set())
         if branch:
             branches.add(branch)
-        if self._next_run.get(self._last_run) != run or len(branches) > 1:
-            meet(group_name, f"run {run}", what=what, remedy=_RUN_REMEDY)
+        is_known = self._next_run.get(self._last_run) == run and len(branches) <= 1
+        words = StepWords(f"run {run}", what, _RUN_REMEDY)
+        Steps.of_group(group_name).come_to_graph(run, words, is_known=is_known)
         self._next_run[self._last_run] = run
         self._last_run = run
+
+    def come(
+        self,
+        group_name: str,
+        kind: str,
+        unit: str,
+        names: Sequence[str],
+        remedy: str,
+        *,
+        can_skip: bool = True,
+    ) -> None:
+        """Called before collectives of an uncompiled model; the ranks meet, unless the step is known.
+
+        Args:
+            group_name: the process group.
+            kind: what the step does with the unit, in words: "gather", for instance.
+            unit: label of the unit.
+            names: of the parameters that take part.
+            remedy: what to do about a difference between ranks.
+            can_skip: this rank will wait for its collectives by ``Steps.wait``.
+        """
+
+        def words() -> StepWords:
+            step = f"{kind} unit {unit}: {', '.join(names)}"
+            return StepWords(step, shortened(step), remedy)
+
+        begins = group_name not in self._begun
+        if begins:
+            self._begun.add(group_name)
+        Steps.of_group(group_name).come(
+            (kind, unit, *names), words, begins=begins, reduces=kind == REDUCE, can_skip=can_skip
+        )
 
     def write_back(self) -> None:
         """Writes what an uncompiled forward has changed in place back to the shards, before anything gathers them."""
@@ -285,6 +322,7 @@ class Tree:
     def begin_iteration(self) -> None:
         """Called where a forward of the model begins that is no part of a backward."""
         self.last_forward = self.last_gathered = None
+        self._begun.clear()
         self._end_is_queued = False  # a backward that raised an exception has not come to its end
         self.drop_prefetched()
         for unit in list(self.gathered_again):
@@ -360,6 +398,11 @@ def relabel(roots: Iterable[nn.Module]) -> None:
         for module in root.modules():
             for slot in module.__dict__.get(SLOTS, {}).values():
                 slot.refresh()
+
+
+def shortened(text: str, limit: int = 300) -> str:
+    """At most ``limit`` characters of a text, and dots in place of the rest."""
+    return text if len(text) <= limit else text[:limit] + " ..."
 
 
 def _without_wrappers(path: str) -> str:

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from .._compat import in_backward
-from ..coordination import meet
 from ..ir import COMMS, UNIT, UnshardCall, unit_state_of
 from .eager_collectives import PendingGather, write_back, write_back_reads
 from .parameter_slot import ParameterSlot, shard_data
 from .saved_parameters import ForwardReads, GatheredOnce, KeptForBackward, refuse_transform
 from .shard_versions import FullRead, Version, version_of
-from .tree import Tree, TreeUnit, UnitSettings
-from .waiting_gradients import UnitGradients, shortened
+from .tree import GATHER, Tree, TreeUnit, UnitSettings
+from .waiting_gradients import UnitGradients
 
 _GATHER_REMEDY = (
     "Ranks that use different parts of a model must gather the same parameters: shard the module that holds "
@@ -287,11 +286,10 @@ class Unit(UnitGradients):
             if is_freed or not self.unshards_in_backward:
                 gathered.free()
 
-    def meet_for_gather(self, names: Sequence[str], call: UnshardCall) -> None:
-        """Meets the other ranks before they gather the named parameters of this unit."""
+    def meet_for_gather(self, names: Sequence[str], call: UnshardCall, *, can_skip: bool = False) -> None:
+        """Meets the other ranks before they gather the named parameters of this unit, unless the step is known."""
         if call.group_size > 1:
-            step = f"gather unit {self.label}: {', '.join(names)}"
-            meet(call.group_name, step, what=shortened(step), remedy=_GATHER_REMEDY)
+            self.tree.come(call.group_name, GATHER, self.label, names, _GATHER_REMEDY, can_skip=can_skip)
 
     def begin_forward(self) -> ForwardReads | None:
         """Begins an uncompiled forward of the unit; returns the argument of :meth:`end_forward`."""

@@ -9,12 +9,11 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ..coordination import meet
 from ..errors import UnsupportedShardingError
 from ..ir import ReduceGradCall, UnshardCall, gradient_call, parameter_of
-from .eager_collectives import reduce_together
+from .eager_collectives import are_started_here, reduce_together
 from .parameter_slot import ParameterSlot, shard_data
-from .tree import ROOT, Tree
+from .tree import REDUCE, ROOT, Tree
 
 _REDUCE_REMEDY = (
     "Parameters without a gradient on some ranks need set_reduce_scatter_unused_params(True) on their module"
@@ -64,12 +63,15 @@ class WaitingGradients:
         self.unreduced.clear()
         self.partial.clear()
 
-    def reduce(self, calls: list[ReduceGradCall], *, unit: str, all_reduce: bool) -> list[Tensor | None]:
+    def reduce(
+        self, calls: list[ReduceGradCall], *, tree: Tree, unit: str, all_reduce: bool
+    ) -> list[Tensor | None]:
         """Reduces gradients together with those that wait, after the ranks have met.
 
         Args:
             calls: the gradients, on real tensors. They are taken out of the list.
-            unit: label of the unit, for the meeting.
+            tree: the units of the model.
+            unit: label of the unit.
             all_reduce: also sum over the replicate axis.
 
         Returns:
@@ -82,9 +84,10 @@ class WaitingGradients:
                 all_reduce=all_reduce or call.replicate_size == 1,
             )
             del call
+        names = [call.name for call in calls]
+        can_skip = all(are_started_here(call, call.grad) for call in calls)
         for group_name in _groups_of(calls):
-            step = f"reduce the gradients of unit {unit}: {', '.join(call.name for call in calls)}"
-            meet(group_name, step, what=shortened(step), remedy=_REDUCE_REMEDY)
+            tree.come(group_name, REDUCE, unit, names, _REDUCE_REMEDY, can_skip=can_skip)
         result: list[Tensor | None] = []
         for call, reduced in zip(calls, reduce_together(calls), strict=True):
             if call.all_reduce:
@@ -178,7 +181,9 @@ class UnitGradients:
         self.tree.warn_unplanned()
 
     def _reduce_now(self, calls: list[ReduceGradCall]) -> list[Tensor | None]:
-        result = self.gradients.reduce(calls, unit=self.label, all_reduce=self.all_reduce_grads)
+        result = self.gradients.reduce(
+            calls, tree=self.tree, unit=self.label, all_reduce=self.all_reduce_grads
+        )
         self.tree.waiting |= any(reduced is None for reduced in result)
         return result
 
@@ -211,11 +216,6 @@ def refuse_early_hook(name: str) -> NoReturn:
         'torch.compile(backend="graphshard"), or leave the gradient sync on and '
         "set_reduce_scatter_unused_params off"
     )
-
-
-def shortened(text: str, limit: int = 300) -> str:
-    """At most ``limit`` characters of a text, and dots in place of the rest."""
-    return text if len(text) <= limit else text[:limit] + " ..."
 
 
 def _add(grads: dict[str, Tensor], name: str, grad: Tensor) -> None:

@@ -47,7 +47,7 @@ class UnitState(Protocol):
         """Keeps a gathered parameter until the unit is resharded or its shard changes."""
         ...
 
-    def meet_for_gather(self, names: Sequence[str], call: UnshardCall) -> None:
+    def meet_for_gather(self, names: Sequence[str], call: UnshardCall, *, can_skip: bool = False) -> None:
         """Meets the other ranks before they gather the named parameters of the unit."""
         ...
 

@@ -177,6 +177,7 @@ def test_copies_wait_for_nobody_where_shards_are_pinned(
     """Pinned memory is the user's choice, for gradients too."""
     gm = _lower(_offloaded_graph(is_backward=True))
     monkeypatch.setattr(compilation, "group_by_name", lambda name: dist.group.WORLD)
+    monkeypatch.setattr(compilation, "name_groups_by_axis", lambda gm, mesh: None)
     monkeypatch.setattr(compilation, "compile_fx_inner", lambda gm, inputs, **arguments: list)
     variant = compilation.hand_over(*_handed_over(gm, are_shards_pinned=are_shards_pinned))
     assert [value.args[2] for value in output_values(gm.graph)] == [are_shards_pinned] * 2
@@ -186,10 +187,18 @@ def test_copies_wait_for_nobody_where_shards_are_pinned(
 def _handed_over(gm: fx.GraphModule, *, are_shards_pinned: bool = False) -> tuple[Any, Any]:
     """A task and its half, as far as the last step reads them."""
     options = BackendOptions(hardware=None, bucket="unit")
-    graph = SimpleNamespace(options=options, are_shards_pinned=are_shards_pinned, are_ranks_compared=False)
+    graph = SimpleNamespace(
+        options=options,
+        are_shards_pinned=are_shards_pinned,
+        are_ranks_compared=False,
+        is_ahead=False,
+        is_on_gloo=lambda name: False,
+    )
     observer = SimpleNamespace(inductor=lambda stage: nullcontext())
     task = SimpleNamespace(graph=graph, kind="backward", observer=observer, compiler_arguments={})
-    return task, SimpleNamespace(gm=gm, example_inputs=[], stage="backward")
+    return task, SimpleNamespace(
+        gm=gm, example_inputs=[], stage="backward", context=SimpleNamespace(mesh=None)
+    )
 
 
 @pytest.mark.parametrize("is_backward", [False, True])
