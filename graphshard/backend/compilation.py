@@ -265,15 +265,14 @@ def hand_over(task: HalfTask, half: HalfGraph) -> CompiledVariant:
     fusions = memory_patch(options.inductor) if has_budget else nullcontext()
     pinned = pinning_patch(releases=has_budget and _is_on_gloo(task, gm))
     name_groups_by_axis(gm, half.context.mesh)
-    without_computing = _empty_results(gm)  # what follows edits the graph
+    is_run_here = not task.graph.is_ahead or has_symbolic_sizes(gm)
+    without_computing = None if is_run_here else _empty_results(gm)  # what follows edits the graph
     with task.observer.inductor(half.stage), fusions, pinned:
         compiled = compile_fx_inner(gm, half.example_inputs, **task.compiler_arguments)
     if planned and task.graph.are_ranks_compared:
         _check_order(planned, getattr(compiled, "source_code", None), task)
     run = compiled if copied_from is None else waiting(compiled, copied_from)
-    if task.graph.is_ahead and not has_symbolic_sizes(gm):
-        run = without_computing
-    return CompiledVariant(run=run, regathered=regathered)
+    return CompiledVariant(run=without_computing or run, regathered=regathered)
 
 
 def _empty_results(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
