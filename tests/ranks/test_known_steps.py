@@ -1,5 +1,6 @@
 """Uncompiled ranks that take known steps do not meet, and an error still reaches each of them when one parts."""
 
+import re
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -136,9 +137,8 @@ def test_ranks_that_part_after_agreed_steps(
     run_on_gloo_ranks: Callable[..., list[Any]], num_ranks: int
 ) -> None:
     for rank, (unit, backward, more) in enumerate(run_on_gloo_ranks(num_ranks, part_after_agreed_steps)):
-        assert "rank 1 is about to gather unit experts.2" in unit[0] and "is about to reduce" in unit[0], (
-            unit[0]
-        )
+        assert re.search(r"rank [12] is about to gather unit experts\.2", unit[0]), unit[0]
+        assert "is about to reduce" in unit[0], unit[0]
         assert "gather unit experts" in backward[0] and "rank 1 is about to" in backward[0], backward[0]
         assert "gather unit experts.0" in more[0], more[0]
         if rank == 0:

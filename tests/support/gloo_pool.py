@@ -73,7 +73,6 @@ TOLERATED_WARNINGS = [
     (UserWarning, r"`_get_pg_default_device` will be deprecated"),
     (UserWarning, r"Multiple backends are registered with this ProcessGroup"),
     (UserWarning, r"DTensor random operators may not have complete support on cpu"),
-    (UserWarning, r"FSDP2-wrapped module \(.*\) returned a view tensor"),  # torch's own FSDP2
     (UserWarning, r"Warning: Profiler clears events at the end of each cycle"),  # on 2.11
     (UserWarning, r"Torchinductor does not support code generation for complex operators"),
     (FutureWarning, r"`torch\._prims_common\.check` is deprecated"),  # Inductor's lowering of diagonal
