@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="the whole report as data")
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the options for model, hardware and training, without the mesh."""
+def add_training_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options for a model and how it is trained: factory, units, dtypes and micro-batches."""
     add = parser.add_argument
     add(
         "factory",
@@ -58,15 +58,21 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="function that returns (model, args) or (model, args, kwargs); or --hf",
     )
     add_hf_arguments(parser)
-    add("--hardware", default="h100-sxm", metavar="CARD", help="name or file of a card (default h100-sxm)")
-    add("--tables", metavar="CSV", help="measured times of collectives")
     add("--unit", action="append", default=[], metavar="PATTERN", help="modules that are units: layers.*")
-    add("--loss", metavar="PKG.MODULE:FUNCTION", help="turns the model's output into a scalar")
     add("--param-dtype", metavar="DTYPE", help="of compute and gathers: bfloat16")
     add("--reduce-dtype", metavar="DTYPE", help="of reductions: float32")
     add("--reshard-after-forward", choices=tuple(RESHARD), default="default", help="as in fully_shard")
-    add("--optimizer", default="adamw", help="adamw, adam, sgd, sgd-momentum, adagrad, rmsprop or none")
     add("--micro-batches", type=int, default=1, metavar="N", help="forwards and backwards in a step")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options for model, hardware and training, without the mesh."""
+    add = parser.add_argument
+    add_training_arguments(parser)
+    add("--hardware", default="h100-sxm", metavar="CARD", help="name or file of a card (default h100-sxm)")
+    add("--tables", metavar="CSV", help="measured times of collectives")
+    add("--loss", metavar="PKG.MODULE:FUNCTION", help="turns the model's output into a scalar")
+    add("--optimizer", default="adamw", help="adamw, adam, sgd, sgd-momentum, adagrad, rmsprop or none")
     add("--memory-budget", metavar="BYTES", help='the most a rank may hold: "60GiB"')
     add(
         "--placements",

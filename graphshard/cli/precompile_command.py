@@ -15,8 +15,8 @@ from ..cost import HardwareCard, load_card
 from ..errors import UsageError
 from ..progress import StageLines
 from ..user_cache import CACHE_VARIABLE
-from .hf_model import add_hf_arguments, hf_factory
-from .inspect_command import RESHARD, make_inputs, mp_policy_of, parse_mesh
+from .hf_model import hf_factory
+from .inspect_command import RESHARD, add_training_arguments, make_inputs, mp_policy_of, parse_mesh
 
 if TYPE_CHECKING:
     from ..backend import Precompiled
@@ -27,13 +27,7 @@ _AUTO = "auto"
 def add_precompile_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the options of ``graphshard precompile``."""
     add = parser.add_argument
-    add(
-        "factory",
-        nargs="?",
-        metavar="PKG.MODULE:FACTORY",
-        help="function that returns (model, args) or (model, args, kwargs); or --hf",
-    )
-    add_hf_arguments(parser)
+    add_training_arguments(parser)
     add("--batch", type=int, metavar="N", help="batch size of a rank, with --hf (default 1)")
     add(
         "--mesh",
@@ -43,11 +37,6 @@ def add_precompile_arguments(parser: argparse.ArgumentParser) -> None:
         help="mesh of the later run, outermost first: shard=8, or replicate=2,shard=4; names as in the run",
     )
     add("--out", type=Path, required=True, metavar="FOLDER", help="where plans and kernels go")
-    add("--unit", action="append", default=[], metavar="PATTERN", help="modules that are units: layers.*")
-    add("--param-dtype", metavar="DTYPE", help="of compute and gathers: bfloat16")
-    add("--reduce-dtype", metavar="DTYPE", help="of reductions: float32")
-    add("--reshard-after-forward", choices=tuple(RESHARD), default="default", help="as in fully_shard")
-    add("--micro-batches", type=int, default=1, metavar="N", help="forwards and backwards in a step")
     add(
         "--hardware",
         default=None,

@@ -244,9 +244,7 @@ class Steps:
         board = group_store(self.group_name, "meet", str(Refusals.of_group(self.group_name).round()))
         for position, (place, words) in list(self._skipped.items()):
             if board.check([f"here/{self._name(position)}"]):
-                if (
-                    place in self._joined
-                ):  # other ranks do not know the step again: from now on, all meet there
+                if place in self._joined:  # once more: from now on, all meet there
                     self._next[place] = _SEVERAL
                 self._joined.add(place)
                 del self._skipped[position]
