@@ -2,22 +2,16 @@
 
 import copy
 import threading
-import traceback
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from support.interpreted_halves import InterpretedHalf, interpreted_halves
 from support.parallel_models import PARALLEL_MODELS
+from support.threads_as_ranks import LIMIT_S, run_on_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
-from torch.testing._internal.distributed.multi_threaded_pg import (
-    ProcessLocalGroup,
-    _install_threaded_pg,
-    _uninstall_threaded_pg,
-)
 
 import graphshard
 
@@ -26,7 +20,7 @@ GIVEN = PARALLEL_MODELS["mlp"]
 BATCHES = [[GIVEN.draw(torch.Generator().manual_seed(10 * step + index)) for index in range(4)] for step in range(2)]
 
 #: No rank runs while another one compiles: torch's tracing is not made for that.
-COMPILED = threading.Barrier(NUM_RANKS, timeout=100)
+COMPILED = threading.Barrier(NUM_RANKS, timeout=LIMIT_S)
 RUN = InterpretedHalf.__call__
 
 
@@ -49,8 +43,7 @@ def steps(model: nn.Module) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def train(rank: int, store: dist.Store, model: nn.Module, expected: list[dict[str, torch.Tensor]]) -> None:
-    dist.init_process_group("threaded", rank=rank, world_size=NUM_RANKS, store=store)
+def train(rank: int, model: nn.Module, expected: list[dict[str, torch.Tensor]]) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
     graphshard.parallelize(model, mesh["tp"], GIVEN.placements)
     graphshard.fully_shard(model, mesh=mesh["replicate", "shard"])
@@ -66,33 +59,10 @@ def train(rank: int, store: dist.Store, model: nn.Module, expected: list[dict[st
             assert_close(param.full_tensor().detach(), after[name], rtol=1e-4, atol=1e-5)
 
 
-def run(rank: int, done: list[int], *args: object) -> None:
-    try:
-        train(rank, *args)
-        done.append(rank)
-    except BaseException as error:
-        traceback.print_exc()
-        ProcessLocalGroup.exception_handle(error)
-    finally:
-        dist.destroy_process_group()
-
-
 if __name__ == "__main__":
     torch.manual_seed(0)
     reference = GIVEN.build()
     models = [copy.deepcopy(reference) for _ in range(NUM_RANKS)]
     expected = steps(reference)
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    _install_threaded_pg()
-    store, done = dist.HashStore(), []
-    threads = [
-        threading.Thread(target=run, args=(rank, done, store, models[rank], expected), daemon=True)
-        for rank in range(NUM_RANKS)
-    ]
     with interpreted_halves(), mock.patch.object(InterpretedHalf, "__call__", run_half):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(100)
-    _uninstall_threaded_pg()
-    print("trained:", sorted(done))
+        print("trained:", run_on_threads(NUM_RANKS, lambda rank: train(rank, models[rank], expected)))
