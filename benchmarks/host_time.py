@@ -2,11 +2,13 @@
 
     python benchmarks/host_time.py
     python benchmarks/host_time.py --blocks 5 --rounds 20
+    torchrun --nproc-per-node 2 benchmarks/host_time.py --contenders fsdp2,graphshard-uncompiled
 
 One process stands for rank 0 of 8: a fake process group returns from collectives at once, and tensors of a
 few elements make kernels cheap, so what is left is the work of the host. A step is a forward and a backward;
 the optimizer, the same for all sharded contenders, is left out. Times are CPU seconds of the process, since
-other work on the machine stretches the wall clock.
+other work on the machine stretches the wall clock. Under torchrun the ranks communicate, over gloo, and rank 0 prints
+what it takes itself.
 
 "graphshard-naive" hands DTensors straight to AOTAutograd, which unwraps and wraps each of them in Python.
 """
@@ -173,20 +175,25 @@ def main(argv: Sequence[str]) -> None:
     """Run and print."""
     options = parse_options(argv)
     torch.set_num_threads(1)
-    print("  ".join(f"{name} {value}" for name, value in describe_machine().items()), flush=True)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
-    mesh = init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("shard",))
+    is_real = dist.is_torchelastic_launched()
+    if is_real:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
+    num_ranks = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("shard",))
     x = many_parameters.random_input(options.width)
     with tempfile.TemporaryDirectory(prefix="host-time-") as folder:
         steppers = {
             name: start_contender(name, options, mesh, x, Path(folder)) for name in options.contenders
         }
     num_parameters = sum(1 for _ in next(iter(steppers.values())).module.parameters())
-    print(f"{num_parameters} parameters in {options.blocks} units, fake group of {NUM_RANKS} ranks")
-    print(
-        format_table(take_turns(steppers, x, options.rounds, options.steps_per_round), num_parameters),
-        flush=True,
-    )
+    samples = take_turns(steppers, x, options.rounds, options.steps_per_round)
+    if dist.get_rank() == 0:
+        print("  ".join(f"{name} {value}" for name, value in describe_machine().items()))
+        kind = "gloo" if is_real else "fake"
+        print(f"{num_parameters} parameters in {options.blocks} units, {kind} group of {num_ranks} ranks")
+        print(format_table(samples, num_parameters), flush=True)
     dist.destroy_process_group()
 
 
