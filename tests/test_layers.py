@@ -39,7 +39,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("graphshard.fsdp1", "graphshard.hardware"),
     ("graphshard.backend.inductor",),
     ("graphshard.backend",),
-    ("graphshard.capture",),
+    ("graphshard.capture", "graphshard.precompile"),
     ("graphshard.report",),
     ("graphshard.inspection",),
     ("graphshard.inspection.formulas",),

@@ -95,17 +95,16 @@ FSDP_MODULE = """
 """
 
 #: Arguments of the subcommands; all of them have --help and --debug.
-_OF_STEPS = """
-    factory --hf --sequence --hardware --tables --unit --loss --param-dtype --reduce-dtype --reshard-after-forward
-    --optimizer --micro-batches --memory-budget --placements --plan --checkpoint --mesh
+_OF_TRAINING = """
+    factory --hf --sequence --unit --param-dtype --reduce-dtype --reshard-after-forward --micro-batches
+"""
+_OF_STEPS = f"""
+    {_OF_TRAINING} --hardware --tables --loss --optimizer --memory-budget --placements --plan --checkpoint --mesh
 """
 COMMANDS = {
     "inspect": f"{_OF_STEPS} --formulas --batch --html --text --all-blocks --trace --json",
     "sweep": f"{_OF_STEPS} --meshes --batch --processes --captures --csv --json --plot",
-    "precompile": """
-        factory --hf --sequence --batch --mesh --out --unit --param-dtype --reduce-dtype --reshard-after-forward
-        --micro-batches --hardware --option --device --threads --rank
-    """,
+    "precompile": f"{_OF_TRAINING} --batch --mesh --out --hardware --option --device --threads --rank",
     "diff": "before after --json",
     "cards": "names --delete",
     "calibrate": "--out --nproc --device --like --quick",

@@ -7,33 +7,36 @@ Read first: ``entry``, then in the order of a compile:
 - ``options`` (what a user may set), ``dynamo_graph`` (what the graph says), ``dtensor_boundary`` (parameters
   enter), ``extended_gathers`` (those with gather extensions), ``parameter_writes`` (those that the model changes
   leave);
-- ``joint`` (passes on the joint graph), ``step_planner``, ``step_trials`` and ``accumulation``
+- ``joint`` (passes on the joint graph), ``step_planner``, ``step_choice``, ``step_trials`` and ``accumulation``
   (choices by cost for both halves);
 - ``compilation`` (the steps that compile a half), ``pipelines``, ``half`` and ``half_variants`` (one half in the states
   of its units), ``dynamic_sizes``, ``observer`` (log lines and dumps);
-- ``precompile`` (the same for a later run, without its other ranks);
 - ``inductor`` (a room of its own: the hand-over).
 """
 
 from .dtensor_boundary import cross_boundary
-from .entry import graphshard
-from .inductor import drop_rng_states, functorch_patch, inductor_decompositions, partition_as_inductor
+from .entry import compile_graph, graphshard
+from .inductor import (
+    count_compiled,
+    drop_rng_states,
+    functorch_patch,
+    inductor_decompositions,
+    partition_as_inductor,
+)
 from .options import BackendOptions, default_hardware
 from .pipelines import JOINT_PIPELINE, LOWERING, RESHARDING, half_pipeline
-from .precompile import INDUCTOR_CACHE_VARIABLE, INDUCTOR_FOLDER, Precompiled, ShardedAs, precompile
-from .step_trials import JointTrials, StepChoice
+from .step_choice import StepChoice
+from .step_trials import JointTrials
 
 __all__ = [
-    "INDUCTOR_CACHE_VARIABLE",
-    "INDUCTOR_FOLDER",
     "JOINT_PIPELINE",
     "LOWERING",
     "RESHARDING",
     "BackendOptions",
     "JointTrials",
-    "Precompiled",
-    "ShardedAs",
     "StepChoice",
+    "compile_graph",
+    "count_compiled",
     "cross_boundary",
     "default_hardware",
     "drop_rng_states",
@@ -42,5 +45,4 @@ __all__ = [
     "half_pipeline",
     "inductor_decompositions",
     "partition_as_inductor",
-    "precompile",
 ]

@@ -18,7 +18,8 @@ from ..ir import UNSHARD, tensor_bytes
 from ..pipeline import PassContext
 from ..planner import KeepingCost, choose_kept, held_beside
 from .half_variants import Selection, shard_ops, specialise_graph
-from .step_trials import JointTrials, StepChoice
+from .step_choice import StepChoice
+from .step_trials import JointTrials
 
 
 def choose_kept_between(

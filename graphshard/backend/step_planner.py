@@ -43,7 +43,8 @@ from .accumulation import accumulation_cost, choose_kept_between
 from .dynamo_graph import DynamoGraph
 from .inductor import partitioner_settings, saved_share
 from .pipelines import half_pipelines
-from .step_trials import JointTrials, StepChoice
+from .step_choice import StepChoice
+from .step_trials import JointTrials
 
 #: Shares of the planning time that is left, for the choice for both halves and then for each half. Later variants of a
 #: half get what remains.

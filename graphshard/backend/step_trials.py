@@ -1,4 +1,4 @@
-"""What is chosen for both halves, and trials of choices: each cuts a copy of the joint graph, and plans the halves.
+"""Trials of choices for both halves: each cuts a copy of the joint graph, and plans the halves.
 
 The cost of keeping a unit's gathered parameters shows only in both halves: the backward has one gather less, memory is
 held in between, and both schedules change. The same is true of activations that are recomputed. So a trial runs
@@ -7,10 +7,9 @@ held in between, and both schedules change. The same is true of activations that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -20,72 +19,13 @@ from ..cost import GraphPrices
 from ..errors import InfeasibleBudgetError
 from ..ir import UNSHARD, UnshardCall, argument, copy_graph, output_values, tensor_bytes
 from ..memory import resident_bytes
-from ..passes import KeepGathered, PlanCollectives, RecomputeActivations
+from ..passes import KeepGathered, PlanCollectives
 from ..pipeline import PassContext, Pipeline, context_from_shard_ops, pieces_of
 from ..planner import SHARES, KeepingCost, PlannedGraph, choose_saved, default_peak, extend_kept
 from ..planner.search import EXACT_STATES, Plan
 from ..progress import say_nothing
 from .inductor import partition_as_inductor, saved_share, type_rng_states
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepChoice:
-    """What was chosen for both halves.
-
-    Attributes:
-        kept: the units that keep their parameters for the backward.
-        peak_bytes: the most that a half holds with the default choice and one unit gathered ahead, without the inputs
-            that live through the step (each half reads only some of those). It limits the plans if nothing else does.
-        input_bytes: of all inputs of the joint graph; ``peak_bytes`` holds for steps of this size only.
-        kept_between: the units that keep their parameters between micro-batches whose gradients are not reduced.
-        saved_share: of the activations that the partitioner would save by itself; None if all of them are saved.
-        recomputed, saved: names of the nodes that this share comes to; see ``recompute_activations``.
-    """
-
-    kept: tuple[str, ...]
-    peak_bytes: int | None = None
-    input_bytes: int = 0
-    kept_between: tuple[str, ...] = ()
-    saved_share: float | None = None
-    recomputed: tuple[str, ...] = ()
-    saved: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return "\n".join(
-            [f"units that keep their parameters: {', '.join(self.kept) or 'none'}", *self.notes()]
-        )
-
-    def notes(self) -> list[str]:
-        """Sentences for a reader: what stays between micro-batches, and whether activations are recomputed."""
-        between = f"units that keep their parameters between micro-batches: {', '.join(self.kept_between)}"
-        found = [between] if self.kept_between else []
-        if self.saved_share is None:
-            return found
-        return [
-            *found,
-            f"{len(self.recomputed)} ops of the forward are computed again in the backward, to keep the memory budget: "
-            f"{self.saved_share:g} of the activations that torch would save by itself is saved.",
-        ]
-
-    def extended(self, tag: Pipeline) -> Pipeline:
-        """The passes ``tag``, and behind them the one that tags the chosen activations for the partitioner."""
-        if self.saved_share is None:
-            return tag
-        step = RecomputeActivations(recomputed=self.recomputed, saved=self.saved)
-        return Pipeline(*tag.passes, step, given=tag.given)
-
-    def to_dict(self) -> dict[str, object]:
-        """As JSON can hold it."""
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(data: Mapping[str, object]) -> StepChoice:
-        """Reads :meth:`to_dict` back."""
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in data.items()
-        }
-        return StepChoice(**values)
-
+from .step_choice import StepChoice
 
 #: Gives the bytes that may be live in a half, from the half and its context.
 BudgetOf = Callable[[fx.GraphModule, PassContext], int | str]

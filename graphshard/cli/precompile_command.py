@@ -19,7 +19,7 @@ from .hf_model import hf_factory
 from .inspect_command import RESHARD, add_training_arguments, make_inputs, mp_policy_of, parse_mesh
 
 if TYPE_CHECKING:
-    from ..backend import Precompiled
+    from ..precompile import Precompiled
 
 _AUTO = "auto"
 
@@ -85,8 +85,9 @@ def run_precompile(options: argparse.Namespace) -> int:
     # The imports below load Inductor, which takes seconds. Mistakes above are reported before that.
     import torch
 
-    from ..backend import INDUCTOR_CACHE_VARIABLE, INDUCTOR_FOLDER, ShardedAs, default_hardware, precompile
+    from ..backend import default_hardware
     from ..capture import ShardingRules
+    from ..precompile import INDUCTOR_CACHE_VARIABLE, INDUCTOR_FOLDER, ShardedAs, precompile
 
     torch.set_num_threads(options.threads)
     hardware: Any = options.hardware or default_hardware()

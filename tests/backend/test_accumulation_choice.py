@@ -13,7 +13,8 @@ from support.trials import CARD, in_capture
 import graphshard
 import graphshard.backend.step_planner as planning
 from graphshard.backend.accumulation import _Accumulation, accumulation_cost, choose_kept_between
-from graphshard.backend.step_trials import JointTrials, StepChoice
+from graphshard.backend.step_choice import StepChoice
+from graphshard.backend.step_trials import JointTrials
 from graphshard.errors import InfeasibleBudgetError
 from graphshard.ir import UNIT
 from graphshard.ir.rewrite import copy_graph

@@ -16,7 +16,8 @@ import graphshard
 import graphshard.backend.step_planner as planning
 import graphshard.backend.step_trials as joint_trials
 from graphshard.backend.pipelines import JOINT_PIPELINE
-from graphshard.backend.step_trials import JointTrials, StepChoice, draws_random_numbers
+from graphshard.backend.step_choice import StepChoice
+from graphshard.backend.step_trials import JointTrials, draws_random_numbers
 from graphshard.capture.capture_step import capture_step
 from graphshard.capture.rules import ShardingRules
 from graphshard.errors import InfeasibleBudgetError

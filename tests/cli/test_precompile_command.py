@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from support.factories import MODULE
 
-from graphshard.backend import ShardedAs, precompile
 from graphshard.cli.main import main
 from graphshard.cost import load_card
 from graphshard.errors import OptionError
 from graphshard.hardware import MachineNeed
 from graphshard.hardware.kept_cards import keep_card
+from graphshard.precompile import ShardedAs, precompile
 
 
 @pytest.fixture

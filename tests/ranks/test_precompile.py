@@ -20,8 +20,9 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch.distributed.device_mesh import DeviceMesh
 
-from graphshard.backend import INDUCTOR_FOLDER, Precompiled, ShardedAs, compilation, precompile
+from graphshard.backend import compilation
 from graphshard.passes import plan_collectives
+from graphshard.precompile import INDUCTOR_FOLDER, Precompiled, ShardedAs, precompile
 
 #: 15 and 3 rows on two ranks: the shards of the ranks differ, their graphs do not.
 WORKLOAD = WORKLOADS["mlp_7_15_3"]

@@ -23,15 +23,13 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from .._compat import TorchDynamoException, tree_leaves, tree_map
-from .._compat_groups import fake_world
-from ..cost import HardwareCard
-from ..errors import GraphShardError, OptionError
-from ..fsdp import FSDPModule, fully_shard
-from ..user_cache import CACHE_VARIABLE, cache_folder
-from .entry import compile_graph
-from .inductor import count_compiled
-from .options import BackendOptions
+from ._compat import TorchDynamoException, tree_leaves, tree_map
+from ._compat_groups import fake_world
+from .backend import BackendOptions, compile_graph, count_compiled
+from .cost import HardwareCard
+from .errors import GraphShardError, OptionError
+from .fsdp import FSDPModule, fully_shard
+from .user_cache import CACHE_VARIABLE, cache_folder
 
 #: Environment that names the folder of Inductor's caches, and where precompiled kernels lie in the folder of plans.
 INDUCTOR_CACHE_VARIABLE, INDUCTOR_FOLDER = "TORCHINDUCTOR_CACHE_DIR", "inductor"
