@@ -103,6 +103,22 @@ def test_reductions_over_copies_are_merged_as_those_in_front_of_them():
     assert sorted(map(sorted, scattered)) == sorted(map(sorted, by_kind["all_reduce"]))
 
 
+def test_reductions_over_copies_stay_apart_where_no_bucket_can_hold_them():
+    """The first sum is read before the second reduction is ready, though both reductions share a bucket."""
+    problem = backward(1)
+    first, second = (index for index, one in enumerate(problem.collectives) if one.name in ("r3", "r4"))
+    sums = [
+        Collective(name=f"s{index}", kind="all_reduce", queue="copies", in_bytes=1, out_bytes=1, earliest=earliest,
+                   deadline=deadline, merge_key=("s",), limit="reduction", views_result=True, after=(index,))
+        for index, earliest, deadline in ((first, 5, 6), (second, 7, 9))
+    ]  # fmt: skip
+    problem = replace(problem, collectives=[*problem.collectives, *sums])
+    own = {len(problem.collectives) - 2, len(problem.collectives) - 1}
+    for restricted in in_large_buckets(problem):
+        assert not any(own <= set(bucket) for bucket in restricted.fixed_buckets)
+    plan(problem)
+
+
 def test_collectives_that_no_bucket_can_hold_together_stay_apart():
     """The second gather's input is made behind the reader of the first."""
     ones = [
