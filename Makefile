@@ -6,6 +6,8 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 BIN := $(VENV)/bin
 PINS = $(if $(TORCH),$$(grep == requirements.txt | grep -vE "^(torch|setuptools)==") torch==$(TORCH) "setuptools>=77",-r requirements.txt)
 export OMP_NUM_THREADS ?= 1
+# A process that a signal ends writes where it was.
+export PYTHONFAULTHANDLER ?= 1
 # So many processes run tests, in the order of tests/support/run_order.py; ranks come on top.
 JOBS ?= 2
 
