@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from support.factories import MODULE
 
+from graphshard import precompile as precompile_module
 from graphshard.cli.main import main
 from graphshard.cost import load_card
 from graphshard.errors import OptionError
 from graphshard.hardware import MachineNeed
 from graphshard.hardware.kept_cards import keep_card
-from graphshard.precompile import ShardedAs, precompile
+from graphshard.precompile import Precompiled, ShardedAs, precompile
 
 
 @pytest.fixture
@@ -86,3 +87,29 @@ def test_a_process_with_a_group_is_refused(fake_group, tmp_path):
 def test_a_card_that_is_not_known_yet_is_refused(tmp_path):
     with pytest.raises(OptionError, match="cannot measure the machine of a later run"):
         precompile(lambda: None, tmp_path, ShardedAs(mesh={"shard": 2}), options={"hardware": "auto"})
+
+
+@pytest.mark.parametrize(
+    ("differs", "asked", "expected"),
+    [
+        ({}, (), [0, 3]),
+        ({3: {"compiled": 1}}, (), [0, 3, 1, 2]),
+        ({3: {"planned": 1}}, (), [0, 3, 1, 2]),
+        ({3: {"not_kept": 1}}, (), [0, 3]),
+        ({}, (2, 1), [2, 1]),
+    ],
+    ids=["all_alike", "other_code", "other_plans", "not_cached", "asked_for"],
+)
+def test_other_ranks_are_compiled_if_the_last_one_needs_what_rank_0_does_not(
+    tmp_path, monkeypatch, differs, asked, expected
+):
+    def compile_step(*_):
+        rank, nothing = dist.get_rank(), {"found": 0, "compiled": 0, "not_kept": 0, "planned": 0}
+        return Precompiled(rank=rank, **{**nothing, **differs.get(rank, {})})
+
+    monkeypatch.setattr(precompile_module, "_compile_step", compile_step)
+    told = []
+    done = precompile(
+        lambda: None, tmp_path, ShardedAs(mesh={"shard": 4}), options={"hardware": None}, ranks=asked, tell=told.append
+    )
+    assert [each.rank for each in done] == expected and told == done
