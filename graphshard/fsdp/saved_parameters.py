@@ -86,6 +86,7 @@ class GatheredOnce:
     ) -> None:
         self.unit = unit
         self.fulls = {name: full.detach() for name, full in fulls.items()}
+        self._dtypes = {name: full.dtype for name, full in fulls.items()}
         self.written: set[str] = set()
         self._shards: dict[str, tuple[HoldsShard, weakref.ref[Any], Version]] = {}
         for name, slot in slots.items():
@@ -112,10 +113,10 @@ class GatheredOnce:
         return shard() is param and version_of(param) == version
 
     def gathered_again(self, name: str) -> Tensor:
-        """The full parameter, from another gather.
+        """The full parameter, from another gather, in the dtype that the forward has read.
 
         Raises:
-            ParameterStateError: the shard has changed since the forward.
+            ParameterStateError: the shard has changed since the forward, or is gathered in a dtype of less precision.
         """
         if not self._is_current(name):
             raise ParameterStateError(
@@ -128,7 +129,18 @@ class GatheredOnce:
             self.unit.gather_for_backward()
             full = self.unit.gathered_value(name)
         assert full is not None, f"{name} was gathered for a backward and is not there"
-        return full
+        return full if full.dtype == self._dtypes[name] else self._as_read(name, full)
+
+    def _as_read(self, name: str, full: Tensor) -> Tensor:
+        """Casts a full parameter, gathered since the unit's dtypes have changed, to the dtype before the change."""
+        dtype = self._dtypes[name]
+        if torch.promote_types(full.dtype, dtype) != full.dtype:
+            raise ParameterStateError(
+                f"parameter {name} of unit {self.unit.label} was read in {dtype} by the forward whose backward now "
+                f"gathers it again, and forwards since then gather it in {full.dtype}: run backward() before the next "
+                "forward in the other mode"
+            )
+        return full.to(dtype)
 
 
 @dataclass(frozen=True, slots=True)

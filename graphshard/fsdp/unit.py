@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .._compat import in_backward
 from ..ir import COMMS, UNIT, UnshardCall, unit_state_of
@@ -382,6 +383,15 @@ class Unit(UnitGradients):
             self.reshard_after_backward or (self.keeps_between and self.reshards)
         ):
             self.reshard()
+
+    def set_policy(self, policy: MixedPrecisionPolicy) -> None:
+        """Changes dtypes for the next forwards. Frees what is gathered, which has the old dtypes."""
+        if policy == self.settings.mp_policy:
+            return
+        self.drop_prefetched()
+        self.reshard()
+        self.settings.mp_policy = policy
+        self.refresh()
 
     def refresh(self) -> None:
         """Rebuilds what the next graphs are traced with; call it after a change of ``settings``."""

@@ -103,7 +103,7 @@ def move_to_device(
         ShardingError: (a ValueError) ``device_id`` is another device than the ranks compute on.
         ParameterStateError: (a RuntimeError) parameters are on several devices, or on another one.
     """
-    given = options.device_id
+    given = options.device
     if given is not None:
         wanted = given if isinstance(given, torch.device) else torch.device(given)
         if wanted.type != "cpu" and wanted.index is None:

@@ -45,7 +45,7 @@ class Options:
     mixed_precision: MixedPrecision | None = None
     ignored_modules: Iterable[torch.nn.Module] | None = None
     param_init_fn: Any = None
-    device_id: int | torch.device | None = None
+    device_id: int | str | torch.device | None = None
     sync_module_states: bool = False
     forward_prefetch: bool = False
     limit_all_gathers: bool = True
@@ -105,6 +105,11 @@ class Options:
     def strategy(self) -> ShardingStrategy:
         """The sharding strategy; FULL_SHARD if none was given."""
         return self.sharding_strategy or ShardingStrategy.FULL_SHARD
+
+    @property
+    def device(self) -> int | torch.device | None:
+        """The argument ``device_id``; a string is a device, as for torch's functions."""
+        return torch.device(self.device_id) if isinstance(self.device_id, str) else self.device_id
 
     @property
     def is_hybrid(self) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
-from ..fsdp import cast_tensors, tensors_in
-from .wrapper_state import WrapperState, own_modules
+from .._compat_fsdp1 import WRAPPED
+from ..fsdp import Unit, cast_tensors, owner_of, slots_of, tensors_in
+from .wrapper_state import WrapperState, own_modules, wrappers_in
 
 
 def cast_buffers(module: nn.Module, state: WrapperState) -> None:
@@ -24,6 +27,60 @@ def cast_buffers(module: nn.Module, state: WrapperState) -> None:
         for name, buffer in each._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 state.buffer_dtypes[f"{path}.{name}" if path else name] = buffer.dtype
+                each._buffers[name] = buffer.to(dtype)
+
+
+def is_precise_in_eval() -> bool:
+    """Whether the environment asks for full precision in eval mode; FSDP1 reads the variable as it wraps, too."""
+    return os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
+
+
+def input_dtype(state: WrapperState) -> torch.dtype | None:
+    """What a wrapper casts its floating-point inputs to; None if it leaves them as they are."""
+    given = state.options.mixed_precision
+    if given is None or state.is_precise or not state.options.casts_inputs(state.is_root):
+        return None
+    return given.param_dtype
+
+
+def follow_mode(wrapper: nn.Module) -> None:
+    """Computes in full precision if the wrapped module is in eval mode, else as ``mixed_precision`` says.
+
+    For the wrappers in a module that ``FSDP_USE_FULL_PREC_IN_EVAL`` holds for. The next forward is traced again.
+    """
+    for each, state in wrappers_in(wrapper):
+        module = each._modules[WRAPPED]
+        assert module is not None
+        if not state.is_precise_in_eval or state.is_precise is not module.training:
+            continue
+        state.is_precise = not module.training
+        precise = MixedPrecisionPolicy(cast_forward_inputs=False)
+        for unit in _units_of(module):
+            unit.set_policy(precise if state.is_precise else state.options.mp_policy)
+        if state.is_precise:
+            restore_buffers(module, state)
+        else:
+            cast_buffers(module, state)
+        each._input_dtype = input_dtype(state)
+
+
+def _units_of(module: nn.Module) -> Iterator[Unit]:
+    """The units that own parameters of a wrapper's module: one, or none."""
+    seen: set[int] = set()
+    for _, each in own_modules(module):
+        for _, slot in slots_of(each):
+            unit = owner_of(slot)
+            if module in unit.modules and id(unit) not in seen:
+                seen.add(id(unit))
+                yield unit
+
+
+def restore_buffers(module: nn.Module, state: WrapperState) -> None:
+    """Casts the buffers that :func:`cast_buffers` has cast back."""
+    for path, each in own_modules(module):
+        for name, buffer in each._buffers.items():
+            dtype = state.buffer_dtypes.get(f"{path}.{name}" if path else name)
+            if buffer is not None and dtype is not None:
                 each._buffers[name] = buffer.to(dtype)
 
 

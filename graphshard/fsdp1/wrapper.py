@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -28,7 +28,14 @@ from .materialize import materialize, move_to_device, own_states, sync_states
 from .meshes import Meshes
 from .norms import clip_gradients
 from .options import Options
-from .precision import cast_buffers, keep_low_precision_gradients, run_in_full_precision
+from .precision import (
+    cast_buffers,
+    follow_mode,
+    input_dtype,
+    is_precise_in_eval,
+    keep_low_precision_gradients,
+    run_in_full_precision,
+)
 from .state_dicts import register_hooks
 from .state_methods import StateMethods
 from .summon import Summon, summoned
@@ -80,7 +87,7 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
         mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | torch.device | None = None,
+        device_id: int | str | torch.device | None = None,
         sync_module_states: bool = False,
         forward_prefetch: bool = False,
         limit_all_gathers: bool = True,
@@ -137,11 +144,13 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
         else:
             _check_container(module, ignored_modules, ignored_params)
         cast_buffers(module, state)
+        state.is_precise_in_eval = options.mixed_precision is not None and is_precise_in_eval()
         keep_low_precision_gradients(module, options.mixed_precision)
         self._fsdp_wrapped_module = module
         self.__dict__[STATE] = state
         self._keeps_precision = keeps_precision
         self._is_summoned = False
+        self._follows_mode = state.is_precise_in_eval
         register_hooks(self)
         _make_root(self)
         _leave_frames()
@@ -154,11 +163,20 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
         """
         if self._is_summoned:
             raise refuse_forward(self)
+        if self._follows_mode and not torch.compiler.is_compiling():
+            follow_mode(self)
         if self._keeps_precision:
             return run_in_full_precision(self._fsdp_wrapped_module, args, kwargs)
         if self._input_dtype is not None:
             args, kwargs = cast_tensors((args, kwargs), self._input_dtype)
         return self._fsdp_wrapped_module(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> Self:
+        """``nn.Module.train``. With ``FSDP_USE_FULL_PREC_IN_EVAL=1`` the dtypes follow the mode."""
+        super().train(mode)
+        if self._follows_mode:
+            follow_mode(self)
+        return self
 
     # -- the wrapped module -----------------------------------------------------------------------
 
@@ -373,8 +391,7 @@ def _make_root(wrapper: nn.Module) -> None:
     """Makes the newest wrapper the root of those below it, and sets what each casts its inputs to."""
     for each, state in wrappers_in(wrapper):
         state.is_root = each is wrapper
-        given, casts = state.options.mixed_precision, state.options.casts_inputs(state.is_root)
-        each._input_dtype = given.param_dtype if given is not None and casts else None
+        each._input_dtype = input_dtype(state)
 
 
 def _has_forward(module: nn.Module) -> bool:

@@ -51,6 +51,8 @@ class WrapperState:
         is_summoned: ``summon_full_params`` shows full parameters.
         no_sync_depth: how many ``no_sync`` contexts are open.
         has_comm_hook: ``register_comm_hook`` was called.
+        is_precise_in_eval: in eval mode, ``mixed_precision`` is left out.
+        is_precise: it is left out at present.
     """
 
     options: Options
@@ -64,6 +66,8 @@ class WrapperState:
     is_summoned: bool = False
     no_sync_depth: int = 0
     has_comm_hook: bool = False
+    is_precise_in_eval: bool = False
+    is_precise: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WrapperState:
         """The state of a copied wrapper, which runs on the same ranks."""

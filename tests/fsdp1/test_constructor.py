@@ -227,6 +227,13 @@ def test_a_device_without_an_index(fake_group):
         move_to_device(nn.Linear(1, 1, device="meta"), Options(), torch.device("cpu"), set(), set())
 
 
+def test_a_device_by_its_name(fake_group):
+    fake_group(2)
+    assert FullyShardedDataParallel(nn.Linear(2, 2), device_id="cpu").compute_device == torch.device("cpu")
+    with pytest.raises(ShardingError, match="this process has no accelerator"):
+        FullyShardedDataParallel(nn.Linear(2, 2), device_id="cuda:0")
+
+
 def test_prefetches_are_accepted(fake_group):
     fake_group(2)
     with warnings.catch_warnings():

@@ -2,7 +2,9 @@
 
 import copy
 import functools
+import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing import assert_close
 
 from graphshard import FullyShardedDataParallel
+from graphshard.errors import ParameterStateError
 
 LINEARS = ModuleWrapPolicy({nn.Linear})
 
@@ -200,6 +203,65 @@ def train_in_mixed_precision(implementation: str) -> None:
 @pytest.mark.parametrize("implementation", GRAPHSHARD)
 def test_mixed_precision(run_on_gloo_ranks, implementation):
     run_on_gloo_ranks(2, train_in_mixed_precision, implementation)
+
+
+def compute_precisely_in_eval(implementation: str) -> None:
+    """With the variable, dtypes follow the mode of each wrapped module, as FSDP1's do; gradients too."""
+    policy = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.float16)
+    options: dict[str, Any] = {"mixed_precision": policy, "auto_wrap_policy": ModuleWrapPolicy({Recording})}
+    inputs = torch.linspace(0.1, 0.9, 8).view(2, 4)
+
+    def build(kind: str) -> nn.Module:
+        torch.manual_seed(0)
+        return wrap(kind, nn.Sequential(Recording(), Recording()), **options)
+
+    with mock.patch.dict(os.environ, FSDP_USE_FULL_PREC_IN_EVAL="1"):
+        found = []
+        for kind in ("fsdp1", implementation):
+            wrapper, steps = build(kind), []
+            forward = compile_if_asked(kind, wrapper)
+            for part, is_training in ((wrapper, True), (wrapper, False), (wrapper, True), (wrapper.module[1], False)):
+                part.train(is_training)
+                out = forward(inputs)
+                out.float().sum().backward()
+                # Buffers of FSDP1 follow the root alone.
+                num_seen = 3 if part is wrapper else 2
+                seen = [each.seen[:num_seen] for each in wrapper.modules() if isinstance(each, Recording)]
+                steps.append((seen, out.detach(), full_gradients(wrapper)))
+                wrapper.zero_grad()
+            found.append(steps)
+        for (seen, out, grads), (torch_seen, torch_out, torch_grads) in zip(found[1], found[0], strict=True):
+            assert seen == torch_seen, (seen, torch_seen)
+            assert_close((out, grads), (torch_out, torch_grads), rtol=2e-2, atol=2e-2)
+        assert found[1][1][0] == [[torch.float32] * 3] * 2
+        torch.manual_seed(0)
+        plain = nn.Sequential(Recording(), Recording())
+        assert_close(found[1][1][1], plain(inputs).detach())
+        change_mode_before_backward(build(implementation), found[1][0][2], implementation, inputs)
+
+
+def change_mode_before_backward(
+    wrapper: nn.Module, expected: dict[str, torch.Tensor], implementation: str, inputs: torch.Tensor
+) -> None:
+    """An evaluation between a forward and its backward changes no gradient; the reverse would lose precision."""
+    forward = compile_if_asked(implementation, wrapper)
+    loss = forward(inputs).float().sum()
+    wrapper.eval()
+    with torch.no_grad():
+        assert forward(inputs).dtype is torch.float32
+    loss.backward()
+    assert_close(full_gradients(wrapper), expected, rtol=0, atol=0)
+    if implementation == "sharded":
+        loss = forward(inputs).sum()
+        wrapper.train()
+        forward(inputs)
+        with pytest.raises(ParameterStateError, match=r"was read in torch\.float32 .* gather it in torch\.bfloat16"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("implementation", GRAPHSHARD)
+def test_full_precision_in_eval(run_on_gloo_ranks, implementation):
+    run_on_gloo_ranks(2, compute_precisely_in_eval, implementation)
 
 
 def keep_low_precision(implementation: str) -> None:
