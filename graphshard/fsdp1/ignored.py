@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,6 +33,12 @@ def ignored_in(module: nn.Module, options: Options) -> tuple[set[nn.Module], set
         raise ShardingError(
             f"FullyShardedDataParallel: {name} holds a FullyShardedDataParallel, whose parameters are sharded "
             "already; name the module before it is wrapped"
+        )
+    if module in given:
+        warnings.warn(
+            f"FullyShardedDataParallel: {name} holds the module that is wrapped, so nothing is sharded; name modules "
+            "inside of it, or leave out the wrapper",
+            stacklevel=5,
         )
     modules = {child for each in given if isinstance(each, nn.Module) for child in each.modules()}
     modules = {each for each in modules if state_of(each) is None}

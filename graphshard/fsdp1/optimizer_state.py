@@ -51,6 +51,7 @@ def by_names(
     *,
     to_cpu: bool,
     is_kept: bool,
+    group: Any,
 ) -> State:
     """A state of an optimizer with names as keys; all ranks take part.
 
@@ -61,20 +62,52 @@ def by_names(
         kind: whole values, DTensors, or this rank's rows.
         to_cpu: move values to the CPU.
         is_kept: this rank returns the state; others return an empty dict.
+        group: the ranks that gather whole values.
 
     Raises:
         OptionError: (a ValueError) the optimizer has a parameter that is not the model's.
+        ParameterStateError: (a RuntimeError) ranks have states of different parameters, which they cannot gather.
     """
     names = _numbered_names(model, params)
 
     def name(key: Any) -> str:
         return clean_name(key) if isinstance(key, str) else names[key]
 
+    # Optimizers of ranks may number parameters differently; ranks gather in the model's order.
+    order = {each: place for place, each in enumerate(names_of(model).values())}
+    given = {name(key): entries for key, entries in state["state"].items()}
+    given = {each: given[each] for each in sorted(given, key=lambda each: order.get(each, len(order)))}
+    if kind is StateDictType.FULL_STATE_DICT:
+        _check_agreement(given, group)
     values: dict[str, Any] = {}
-    for key, entries in state["state"].items():
-        values[name(key)] = {each: _sent(value, kind, to_cpu=to_cpu) for each, value in entries.items()}
-    groups = [{**group, "params": [name(key) for key in group["params"]]} for group in state["param_groups"]]
-    return {"state": values, "param_groups": copy.deepcopy(groups)} if is_kept else {}
+    for key, entries in given.items():
+        values[key] = {each: _sent(entries[each], kind, to_cpu=to_cpu) for each in sorted(entries, key=str)}
+    result = {"state": values}
+    if "param_groups" in state:
+        groups = [{**each, "params": [name(key) for key in each["params"]]} for each in state["param_groups"]]
+        result["param_groups"] = copy.deepcopy(groups)
+    return result if is_kept else {}
+
+
+def _check_agreement(state: State, group: Any) -> None:
+    """Refuses states that ranks cannot gather together; all ranks of ``group`` take part."""
+    own = {
+        f"{name}.{each}"
+        for name, entries in state.items()
+        for each, value in entries.items()
+        if isinstance(value, DTensor)
+    }
+    of_ranks: list[set[str]] = [set() for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(of_ranks, own, group=group)
+    some = set[str]().union(*of_ranks)
+    missing = [(rank, sorted(some - has)) for rank, has in enumerate(of_ranks) if some - has]
+    if missing:
+        rank, names = missing[0]
+        raise ParameterStateError(
+            f"optim_state_dict: the ranks' optimizers have states of different parameters, so whole ones cannot be "
+            f"gathered: rank {rank} has no {', '.join(names[:5])}; give each rank's optimizer the same parameters, and "
+            "step it on all ranks"
+        )
 
 
 def to_optimizer(
@@ -106,13 +139,19 @@ def to_optimizer(
             f"have: {', '.join(map(str, unknown[:5]))}"
         )
     saved = {_plain(key): entries for key, entries in state["state"].items()}
-    keys: dict[str, Any] = {name: name if keeps_names else number for number, name in enumerate(names)}
+    keys: dict[str, Any] = {name: number for number, name in enumerate(names)}
+    if keeps_names:  # its keys are names with the attributes of wrappers, perhaps
+        own = {_plain(key): key for group in groups for key in group["params"]}
+        keys = {name: own.get(name, name) for name in names}
     values = {
         keys[name]: {each: _received(value, by_name[name], name) for each, value in saved[name].items()}
         for name in names
         if name in saved
     }
-    return {"state": values, "param_groups": _groups_to_load(names, groups, state["param_groups"], keys)}
+    result = {"state": values}
+    if "param_groups" in state:
+        result["param_groups"] = _groups_to_load(names, groups, state["param_groups"], keys)
+    return result
 
 
 def _groups_to_load(

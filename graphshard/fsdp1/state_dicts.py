@@ -30,6 +30,7 @@ def register_hooks(wrapper: nn.Module) -> None:
     """Makes ``state_dict()`` and ``load_state_dict()`` of a wrapper, or of a module around it, translate values."""
     wrapper.register_state_dict_post_hook(_after_state_dict)
     wrapper.register_load_state_dict_pre_hook(_before_load)
+    wrapper.register_load_state_dict_post_hook(_after_load)
 
 
 def _own_parameters(wrapper: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
@@ -105,6 +106,12 @@ def _before_load(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *u
         value = state_dict.get(key)
         if isinstance(value, Tensor):
             state_dict[key] = as_shard(value, param, clean_name(key))
+
+
+def _after_load(wrapper: nn.Module, incompatible_keys: Any) -> None:
+    """Cleans the names that ``load_state_dict`` returns, or that its error lists."""
+    for keys in incompatible_keys:
+        keys[:] = map(clean_name, keys)
 
 
 def as_shard(value: Tensor, like: Tensor, name: str) -> Tensor:

@@ -82,6 +82,7 @@ class StateMethods:
             settings.state_dict_type if settings is not None else _FULL,
             to_cpu=getattr(config, "offload_to_cpu", True),
             is_kept=not getattr(config, "rank0_only", False) or _rank(model, group) == 0,
+            group=_group(model, group),
         )
 
     @staticmethod
@@ -133,14 +134,24 @@ class StateMethods:
         _warn_of_legacy("full_optim_state_dict", "optim_state_dict", optim_input)
         is_kept = not rank0_only or _rank(model, group) == 0
         params = parameters_of(model, optim, optim_input)
-        return optimizers.by_names(model, params, optim.state_dict(), _FULL, to_cpu=True, is_kept=is_kept)
+        return optimizers.by_names(
+            model,
+            params,
+            optim.state_dict(),
+            _FULL,
+            to_cpu=True,
+            is_kept=is_kept,
+            group=_group(model, group),
+        )
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Any, group: Any = None) -> State:
         """:meth:`optim_state_dict` with DTensors."""
         _warn_of_legacy("sharded_optim_state_dict", "optim_state_dict")
         kind, params = StateDictType.SHARDED_STATE_DICT, parameters_of(model, optim, None)
-        return optimizers.by_names(model, params, optim.state_dict(), kind, to_cpu=False, is_kept=True)
+        return optimizers.by_names(
+            model, params, optim.state_dict(), kind, to_cpu=False, is_kept=True, group=_group(model, group)
+        )
 
     @staticmethod
     def shard_full_optim_state_dict(

@@ -147,8 +147,13 @@ def _put_back(entries: list[tuple[nn.Module, str, nn.Parameter]], summon: Summon
 
 
 def write_piece(shard: Tensor, full: Tensor) -> None:
-    """Copies this rank's piece of a whole tensor into its shard; no rank communicates."""
+    """Copies this rank's piece of a whole tensor into its shard, if it differs; no rank communicates.
+
+    A shard that is not written to counts as unchanged: forwards before may still have their backwards.
+    """
     assert isinstance(shard, DTensor)
     full = full.to(mesh_device(shard.device_mesh))
     piece = distribute_tensor(full, shard.device_mesh, shard.placements, src_data_rank=None)
-    shard.to_local().copy_(piece.to_local())
+    local, written = shard.to_local(), piece.to_local()
+    if not torch.equal(local, written.to(local.device)):
+        local.copy_(written)

@@ -227,6 +227,15 @@ def test_a_device_without_an_index(fake_group):
         move_to_device(nn.Linear(1, 1, device="meta"), Options(), torch.device("cpu"), set(), set())
 
 
+def test_a_wrapper_of_an_ignored_module(fake_group):
+    fake_group(2)
+    for name in ("ignored_modules", "ignored_states"):
+        model = nn.Linear(2, 2)
+        with pytest.warns(UserWarning, match=f"{name} holds the module that is wrapped, so nothing is sharded"):
+            wrapper = FullyShardedDataParallel(model, **{name: [model]})
+        assert not any(isinstance(param, DTensor) for param in wrapper.parameters())
+
+
 def test_a_device_by_its_name(fake_group):
     fake_group(2)
     assert FullyShardedDataParallel(nn.Linear(2, 2), device_id="cpu").compute_device == torch.device("cpu")

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 from graphshard import FullyShardedDataParallel
-from graphshard.errors import NotRootError, TrainingStateError, UnsupportedShardingError
+from graphshard.errors import NotRootError, ParameterStateError, TrainingStateError, UnsupportedShardingError
 
 LINEARS = ModuleWrapPolicy({nn.Linear})
 NO_SHARD = {"sharding_strategy": ShardingStrategy.NO_SHARD}
@@ -199,6 +199,31 @@ def summon_more() -> None:
 
 def test_uses_of_whole_parameters(run_on_gloo_ranks):
     run_on_gloo_ranks(2, summon_more)
+
+
+def summon_between_forward_and_backward() -> None:
+    """Only what is written counts as a change: by an op, through .data, or not at all."""
+    plain, cls = make_mlp(), FullyShardedDataParallel
+    data = torch.linspace(-1.0, 1.0, 12).view(3, 4)
+    wrapper = wrap("sharded", copy.deepcopy(plain), auto_wrap_policy=LINEARS)
+    loss = wrapper(data).square().sum()
+    with cls.summon_full_params(wrapper):
+        pass
+    (loss + wrapper(2 * data).square().sum()).backward()
+    (plain(data).square().sum() + plain(2 * data).square().sum()).backward()
+    assert_close(full_gradients(wrapper), {name: param.grad for name, param in plain.named_parameters()})
+    with cls.summon_full_params(wrapper):
+        wrapper.module[0].module.weight.data.fill_(2.0)
+    assert (full_parameters(wrapper)["0.weight"] == 2.0).all()
+    loss = wrapper(data).square().sum()
+    with cls.summon_full_params(wrapper), torch.no_grad():
+        wrapper.module[2].module.weight.add_(1.0)
+    with pytest.raises(ParameterStateError, match="changed after the forward"):
+        loss.backward()
+
+
+def test_summon_between_forward_and_backward(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, summon_between_forward_and_backward)
 
 
 def scale_gradients(implementation: str) -> None:

@@ -209,6 +209,70 @@ def test_refusals(run_on_gloo_ranks):
     run_on_gloo_ranks(2, refuse)
 
 
+def gather_states_of_unlike_optimizers() -> None:
+    """Ranks may order parameters differently, and may save states without groups; they cannot have other parameters."""
+    cls, rank = FullyShardedDataParallel, dist.get_rank()
+    model, usual = make("sharded")
+    expected = cls.optim_state_dict(model, usual)
+
+    def stepped(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = adam(params)
+        for param in params:
+            param.grad = torch.full_like(param, float(param.shape[0]))
+        optimizer.step()
+        return optimizer
+
+    params = list(model.parameters())
+    in_order = cls.optim_state_dict(model, stepped(params))
+    turned = cls.optim_state_dict(model, stepped(params[:: 1 - 2 * rank]))
+    assert list(turned["state"]) == list(in_order["state"])
+    assert_close(turned["state"], in_order["state"])
+    with pytest.raises(ParameterStateError, match=r"rank 1 has no 3\.bias\.exp_avg"):
+        cls.optim_state_dict(model, stepped(params[: 4 - rank]))
+    bare = usual.state_dict()
+    groups = bare.pop("param_groups")
+    saved = cls.optim_state_dict(model, usual, bare)
+    assert set(saved) == {"state"}
+    assert_close(saved["state"], expected["state"])
+    other, optimizer = make("sharded", seed=1)
+    loaded = cls.optim_state_dict_to_load(other, optimizer, saved)
+    assert set(loaded) == {"state"}
+    optimizer.load_state_dict({**loaded, "param_groups": groups})
+    assert_close(values(optimizer.state_dict()["state"]), values(usual.state_dict()["state"]))
+
+
+def load_by_names() -> None:
+    """Optimizers whose keys are names get their own names; load_state_dict() returns and lists clean ones."""
+    with warnings.catch_warnings():  # of torch's own torch.jit.script
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import _NamedOptimizer
+    cls = FullyShardedDataParallel
+    model, _ = make("sharded")
+    around = nn.ModuleDict({"dense": model})
+    named = _NamedOptimizer(around.named_parameters(), torch.optim.SGD, module=around, lr=0.1, momentum=0.9)
+    model(torch.ones(3, 4)).sum().backward()
+    named.step()
+    before = cls.optim_state_dict(around, named)
+    assert set(before["state"]) == {f"dense.{number}.{kind}" for number in (1, 3) for kind in ("weight", "bias")}
+    before = copy.deepcopy(before)
+    named.step()
+    loaded = cls.optim_state_dict_to_load(around, named, before, is_named_optimizer=True)
+    named.load_state_dict(loaded)
+    assert_close(cls.optim_state_dict(around, named)["state"], before["state"])
+    state = around.state_dict()
+    del state["dense.1.weight"]
+    state["dense.other"] = torch.ones(1)
+    found = around.load_state_dict(state, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == (["dense.1.weight"], ["dense.other"])
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "dense\.1\.weight"'):
+        around.load_state_dict(state)
+
+
+@pytest.mark.parametrize("check", [gather_states_of_unlike_optimizers, load_by_names])
+def test_names_and_orders(run_on_gloo_ranks, check):
+    run_on_gloo_ranks(2, check)
+
+
 def use_legacy_names() -> None:
     """The older functions warn and work, and their states are those of FSDP1."""
     plain, plain_optimizer = make("plain", is_adam=False)
