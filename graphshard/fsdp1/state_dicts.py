@@ -20,7 +20,7 @@ from .._compat_fsdp1 import (
     without_checkpoint_names,
 )
 from ..errors import ParameterStateError
-from ..fsdp import mesh_device, slots_of
+from ..fsdp import mesh_device, refuse_lost_data, slots_of
 from .summon import whole_tensor
 from .training_state import own_state
 from .wrapper_state import WrapperState, clean_name, own_modules
@@ -57,7 +57,9 @@ def _after_state_dict(
     to_cpu = config.offload_to_cpu and not by_helpers
     first_only = kind is StateDictType.FULL_STATE_DICT and getattr(config, "rank0_only", False)
     is_kept = not first_only or _is_first(state)
-    for key, _ in _own_parameters(wrapper, prefix):
+    for key, param in _own_parameters(wrapper, prefix):
+        if isinstance(param, DTensor):
+            refuse_lost_data(param, clean_name(key))
         if key in state_dict and isinstance(state_dict[key], DTensor):
             value = _converted(state_dict.pop(key) if not is_kept else state_dict[key], kind)
             if is_kept:

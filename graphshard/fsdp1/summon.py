@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import UnsupportedShardingError
-from ..fsdp import SUMMONED, mesh_device, slots_of
+from ..fsdp import SUMMONED, mesh_device, refuse_lost_data, slots_of
 from .training_state import check_idle
 from .wrapper_state import WrapperState, own_modules, state_of, wrappers_in
 
@@ -97,13 +97,19 @@ def _one_summoned(wrapper: nn.Module, state: WrapperState, summon: Summon) -> It
 
 
 def _entries(wrapper: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Each place where a module of the wrapper's own unit holds a shard."""
-    return [
-        (each, name, slot.param)
-        for _, each in own_modules(wrapper)
-        for name, slot in slots_of(each)
-        if isinstance(slot.param, DTensor)
-    ]
+    """Each place where a module of the wrapper's own unit holds a shard.
+
+    Raises:
+        ParameterStateError: (a RuntimeError) something was assigned to the ``.data`` of a shard.
+    """
+    found = []
+    for _, each in own_modules(wrapper):
+        for name, slot in slots_of(each):
+            param = slot.param
+            if isinstance(param, DTensor):
+                refuse_lost_data(param, slot.name)
+                found.append((each, name, param))
+    return found
 
 
 def _shards(entries: list[tuple[nn.Module, str, nn.Parameter]]) -> list[nn.Parameter]:

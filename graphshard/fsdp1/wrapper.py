@@ -345,6 +345,21 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
         return self._state.options.cpu_offload or CPUOffload()
 
     @property
+    def backward_prefetch(self) -> BackwardPrefetch | None:
+        """The argument of the constructor, as the next two."""
+        return self._state.options.backward_prefetch
+
+    @property
+    def forward_prefetch(self) -> bool:
+        """See above."""
+        return self._state.options.forward_prefetch
+
+    @property
+    def limit_all_gathers(self) -> bool:
+        """See above."""
+        return self._state.options.limit_all_gathers
+
+    @property
     def process_group(self) -> Any:
         """The ranks over which parameters are sharded."""
         return self._state.meshes.shard.get_group()

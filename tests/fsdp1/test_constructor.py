@@ -106,6 +106,8 @@ def test_what_fsdp1_shows_as_attributes(fake_group):
     assert (ours.rank, ours.world_size, ours.compute_device) == (0, 2, torch.device("cpu"))
     assert ours.sharding_strategy is ShardingStrategy.FULL_SHARD
     assert ours.process_group.size() == 2
+    assert ours.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+    assert (ours.forward_prefetch, ours.limit_all_gathers) == (False, True)
     plain = wrap("sharded", build_mlp((4, 4)))
     assert (plain.mixed_precision, plain.cpu_offload) == (MixedPrecision(), CPUOffload())
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -220,6 +220,11 @@ def summon_between_forward_and_backward() -> None:
         wrapper.module[2].module.weight.add_(1.0)
     with pytest.raises(ParameterStateError, match="changed after the forward"):
         loss.backward()
+    lost = wrapper.module[0].module.weight
+    lost.data = torch.zeros_like(lost)
+    for read in (cls.summon_full_params(wrapper).__enter__, wrapper.state_dict):
+        with pytest.raises(ParameterStateError, match=r"0\.weight: its \.data was assigned to"):
+            read()
 
 
 def test_summon_between_forward_and_backward(run_on_gloo_ranks):
