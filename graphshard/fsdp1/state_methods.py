@@ -232,5 +232,5 @@ def _warn_of_legacy(name: str, new: str, optim_input: Any = None) -> None:
 def _warn_of_input(optim_input: Any) -> None:
     if optim_input is not None:
         warnings.warn(
-            "FSDP: the argument optim_input is deprecated: pass the optimizer", FutureWarning, stacklevel=4
+            "FSDP: the `optim_input` argument is deprecated: pass the optimizer", FutureWarning, stacklevel=4
         )

@@ -301,7 +301,7 @@ def use_legacy_names() -> None:
                 cls.sharded_optim_state_dict(model, optimizer), other, other_optimizer
             ),
         ]
-    assert any("optim_input is deprecated" in str(each.message) for each in caught)
+    assert any("`optim_input` argument is deprecated" in str(each.message) for each in caught)
     for result in results:
         assert_close(values(result["state"]), values(optimizer.state_dict()["state"]))
     for result in (results[0], results[2], results[3]):
