@@ -82,7 +82,7 @@ def by_names(
     values: dict[str, Any] = {}
     for key, entries in given.items():
         values[key] = {each: _sent(entries[each], kind, to_cpu=to_cpu) for each in sorted(entries, key=str)}
-    result = {"state": values}
+    result: State = {"state": values}
     if "param_groups" in state:
         groups = [{**each, "params": [name(key) for key in each["params"]]} for each in state["param_groups"]]
         result["param_groups"] = copy.deepcopy(groups)
@@ -148,7 +148,7 @@ def to_optimizer(
         for name in names
         if name in saved
     }
-    result = {"state": values}
+    result: State = {"state": values}
     if "param_groups" in state:
         result["param_groups"] = _groups_to_load(names, groups, state["param_groups"], keys)
     return result
