@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from .._compat import gradients_are_boxed, in_backward, in_recomputation
+from .._compat import gradients_are_boxed, in_backward, in_recomputation, is_tracing
 from ..ir import COMMS, UnshardCall, gradient_call
 from .eager_collectives import reduce_together
 from .parameter_slot import ParameterSlot, as_complex, local_shard, shard_data
@@ -212,8 +212,29 @@ def show_gathered(unit: Unit) -> None:
     What is shown already, and still valid, stays the same tensor.
     """
     slots = [slot for slot in unit.slots if unit.gathered_value(slot.name) is not None]
-    slots = [slot for slot in slots if slot.valid_shown is None]
+    slots = [slot for slot in slots if unit.shows_kept or slot.valid_shown is None]
+    unit.shows_kept = False
     if slots:
+        for slot, full in zip(slots, _gathered(unit, slots, is_shown=True), strict=True):
+            slot.show(full)
+
+
+def show_kept(unit: Unit) -> None:
+    """Makes the modules show the full parameters that a forward keeps for its backward, as FSDP2 does.
+
+    Called where someone looks at parameters between the two, perhaps on one rank only: forwards and backwards do the
+    same with and without it.
+    """
+    if not unit.may_show_kept or unit.tree.in_forward or in_backward() or is_tracing():
+        return
+    unit.may_show_kept = False
+    if any(slot.hidden is not None for slot in unit.slots):  # unshard() shows it
+        return
+    slots = [
+        slot for slot in unit.slots if not slot.is_substituted and unit.held_value(slot.name) is not None
+    ]
+    if slots:
+        unit.shows_kept = True
         for slot, full in zip(slots, _gathered(unit, slots, is_shown=True), strict=True):
             slot.show(full)
 
@@ -247,6 +268,7 @@ def _gather(unit: Unit, slots: list[ParameterSlot], in_use: ForwardReads) -> Non
         missing = []
         for slot in slots:
             shown = slot.valid_shown if slot.needs_op else local_shard(slot)
+            shown = None if slot.needs_op and unit.shows_kept else shown
             if shown is None or (slot.needs_op and type(shown) is not nn.Parameter):
                 missing.append(slot)
             else:

@@ -6,7 +6,6 @@ changing one import.
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import warnings
@@ -36,7 +35,7 @@ from .parameter_slot import ParameterSlot, slots_of, store_parameters, stored_pa
 from .placements import DataParallelAxes, Layout, layout_of
 from .read_parameter import traced_read
 from .shard_parameter import give_places, hand_over, local_piece, mesh_device, shard_extended, shard_parameter
-from .shard_versions import SUCCESSOR, watch_optimizers
+from .shard_versions import SUCCESSOR, optimizers_of, watch_optimizers
 from .sharded_class import offer_backend, sharded_class, watch_frames, wrap_own_forward
 from .tree import SLOTS, Tree, UnitSettings, relabel
 from .unit import Unit
@@ -335,16 +334,14 @@ def _refuse_stale_optimizers(entries: list[_Owned]) -> None:
         held[id(entry.param)] += 2  # by the module's dict and by the entry
     if all(sys.getrefcount(entry.param) <= held[id(entry.param)] + 1 for entry in entries):
         return
-    for candidate in gc.get_objects():
-        if not issubclass(type(candidate), torch.optim.Optimizer):  # isinstance may be fooled by a proxy
-            continue
+    for optimizer in optimizers_of([entry.param for entry in entries]):
         stale = [
-            params[id(p)].path for group in candidate.param_groups for p in group["params"] if id(p) in params
+            params[id(p)].path for group in optimizer.param_groups for p in group["params"] if id(p) in params
         ]
         if stale:
             shown = ", ".join(stale[:5]) + (f" and {len(stale) - 5} more" if len(stale) > 5 else "")
             raise StaleOptimizerError(
-                f"fully_shard: this {type(candidate).__name__} was made before sharding and holds {shown}, "
+                f"fully_shard: this {type(optimizer).__name__} was made before sharding and holds {shown}, "
                 "which sharding replaces: make the optimizer after fully_shard "
                 "(and delete the old one)"
             )

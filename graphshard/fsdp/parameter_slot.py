@@ -336,9 +336,10 @@ def slots_of(module: nn.Module) -> Iterator[tuple[str, ParameterSlot]]:
 
 def zero_gradients(module: nn.Module, set_to_none: bool) -> None:
     """``nn.Module.zero_grad``, on the shards: also of parameters that are shown gathered."""
+    parameters = list(module.parameters())  # which may show gathered ones from now on
     slots = [slot for each in module.modules() for _, slot in slots_of(each)]
     shards = {id(slot.shown): slot.param for slot in slots if slot.shown is not None}
-    for shown in module.parameters():
+    for shown in parameters:
         param = shards.get(id(shown), shown)
         if set_to_none:
             param.grad = None

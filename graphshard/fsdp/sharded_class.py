@@ -26,7 +26,14 @@ from .._compat_frames import (
 )
 from ..errors import ShardingError, UnsupportedShardingError
 from ..ir import UNIT
-from .eager_autograd import drop_prefetched, finish_reads, take_part_unused, watch_backward, watch_outputs
+from .eager_autograd import (
+    drop_prefetched,
+    finish_reads,
+    show_kept,
+    take_part_unused,
+    watch_backward,
+    watch_outputs,
+)
 from .fsdp_module import FSDPModule, refuse_torch_sharding
 from .parameter_slot import ParameterSlot, slots_of, stored_parameters
 from .read_parameter import is_reading, read_ahead, read_parameter
@@ -174,6 +181,7 @@ def _read_parameters(self: nn.Module) -> Any:
         if not torch.compiler.is_compiling():
             for slot in slots.values():
                 slot.unit.tree.may_be_tied = True  # whoever has the dict may write to it
+                show_kept(owner_of(slot))
         return stored
     if not torch.compiler.is_compiling():
         # While Dynamo traces another frame, Dynamo itself looks at the module: no forward reads.

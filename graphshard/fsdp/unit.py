@@ -91,6 +91,10 @@ class Unit(UnitGradients):
         keeps_between: a planner keeps its parameters gathered for the next micro-batch while gradients wait.
         gradients: the gradients that wait for a reduction.
         for_backward: the gathers of forwards whose backwards may come.
+        after_forward: the gathers of the last uncompiled forward, if the unit keeps them for a backward.
+        may_show_kept: who looks at parameters before that backward is shown these (``show_kept`` in
+            :mod:`graphshard.fsdp.eager_autograd`).
+        shows_kept: the modules show these.
         in_use: the full parameters, as read, by name while an uncompiled forward of the unit runs, empty until the
             first one is read; else None.
     """
@@ -109,6 +113,9 @@ class Unit(UnitGradients):
     handle: Tensor = field(init=False)
     marker: Tensor = field(init=False)
     in_use: ForwardReads | None = None
+    after_forward: list[GatheredOnce] = field(default_factory=list)
+    may_show_kept: bool = False
+    shows_kept: bool = False
     for_backward: KeptForBackward = field(default_factory=KeptForBackward)
     _gathered: dict[str, _Gathered] = field(default_factory=dict)
     _prefetched: PendingGather | None = None
@@ -193,11 +200,11 @@ class Unit(UnitGradients):
         wanted = self.slots if slots is None else slots
         wanted = [slot for slot in wanted if slot.hidden is not None or not slot.is_substituted]
         missing = [
-            (slot, slot.as_sent(shard_data(slot))) for slot in wanted if self._held_value(slot.name) is None
+            (slot, slot.as_sent(shard_data(slot))) for slot in wanted if self.held_value(slot.name) is None
         ]
         return PendingGather(self, missing)
 
-    def _held_value(self, name: str) -> Tensor | None:
+    def held_value(self, name: str) -> Tensor | None:
         """The full parameter, if it is gathered or kept for the backward of a forward."""
         full = self.gathered_value(name)
         return full if full is not None else self.for_backward.valid(name)
@@ -222,7 +229,7 @@ class Unit(UnitGradients):
         for slot in slots:
             full = fresh.get(slot.name)
             if full is None:
-                kept = self._held_value(slot.name)
+                kept = self.held_value(slot.name)
                 assert kept is not None, f"{slot.name} is neither gathered nor being gathered"
                 full = kept.detach()
             elif self.keeps_from_forward:
@@ -245,7 +252,7 @@ class Unit(UnitGradients):
             fresh = self._take_missing(None)
             for slot in self.slots:
                 full = fresh.get(slot.name)
-                full = self._held_value(slot.name) if full is None else full
+                full = self.held_value(slot.name) if full is None else full
                 if full is not None:
                     self._gathered[slot.name] = _Gathered(full, slot, version_of(slot.param))
         if not self.in_backward:
@@ -259,13 +266,14 @@ class Unit(UnitGradients):
             return
         self.in_backward = self.is_entered = False
         self.tree.gathered_again.remove(self)
-        is_shown = any(slot.hidden is not None for slot in self.slots)
+        is_shown = any(slot.hidden is not None for slot in self.slots) and not self.shows_kept
         if not is_shown and not self.keeps_from_forward:
             self._gathered.clear()
 
     def end_of_gradients(self) -> None:
         """Frees full parameters once a backward has the gradients of all that a forward has read."""
         self.leave_backward()
+        self.after_forward.clear()
         if self.reshard_after_backward and not (self.reduces_unused or self.stays_gathered):
             self.for_backward.free()
 
@@ -304,7 +312,10 @@ class Unit(UnitGradients):
     def end_forward(self, outer: ForwardReads | None) -> None:
         """Ends an uncompiled forward of the unit, and frees its parameters if the backward gathers them again."""
         self.tree.saved.end()
-        self.forget(self.in_use.gathers if self.in_use is not None else ())
+        gathers = self.in_use.gathers if self.in_use is not None else []
+        self.forget(gathers)
+        if not self.reshards and torch.is_grad_enabled() and not in_backward():
+            self.after_forward, self.may_show_kept = [*gathers], bool(gathers)
         self.in_use = outer
         if self.tree.running:  # else the iteration was reset
             self.tree.running.pop()
@@ -367,21 +378,27 @@ class Unit(UnitGradients):
     def reshard(self) -> None:
         """Frees the gathered parameters, also those kept for a backward, and shows the shards."""
         self._gathered.clear()
+        self.after_forward.clear()
         self.for_backward.free()
         self.hide()
 
     def hide(self) -> None:
         """Shows the shards, and keeps the gathered parameters."""
+        self.may_show_kept = self.shows_kept = False
         for slot in self.slots:
             slot.hide()
 
     def end_backward(self) -> None:
         """Frees the gathered parameters at the end of a backward, unless they stay for the next micro-batch."""
         self.leave_backward()
+        self.after_forward.clear()
+        self.may_show_kept = False
         if not self.stays_gathered and (
             self.reshard_after_backward or (self.keeps_between and self.reshards)
         ):
             self.reshard()
+        elif self.shows_kept:
+            self.hide()
 
     def refresh(self) -> None:
         """Rebuilds what the next graphs are traced with; call it after a change of ``settings``."""
