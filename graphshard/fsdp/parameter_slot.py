@@ -41,6 +41,7 @@ class ParameterSlot:
         needs_op: a forward reads the result of ``graphshard::unshard``; if False, the shard itself.
         hidden: the sharded parameter while the owners show the gathered one; else None.
         shown: the gathered parameter that they show then.
+        shown_version: its version counter when they began to.
         version: its version when an uncompiled forward last read it.
         is_extended: the shard is a tensor subclass with a gather extension.
         untraceable: why that extension cannot be compiled; "" if it can.
@@ -61,6 +62,7 @@ class ParameterSlot:
     needs_op: bool = True
     hidden: nn.Parameter | None = None
     shown: nn.Parameter | None = None
+    shown_version: int = 0
     version: Version | None = None
     is_extended: bool = False
     untraceable: str = ""
@@ -155,6 +157,11 @@ class ParameterSlot:
         return shown if shown is not None and shown.requires_grad == self.param.requires_grad else None
 
     @property
+    def is_shown_changed(self) -> bool:
+        """Whether what the owners show was changed in place."""
+        return self.shown is not None and self.shown._version != self.shown_version
+
+    @property
     def is_substituted(self) -> bool:
         """Whether ``torch.func.functional_call`` has put another value in the parameter's place."""
         entries = [stored_parameters(owner)[name] for owner, name in self.owners]
@@ -171,6 +178,7 @@ class ParameterSlot:
         if self.hidden is None:
             self.hidden = self.param
         self.shown = _as_parameter(self.as_read(full))
+        self.shown_version = self.shown._version
         for owner, name in self.owners:
             stored_parameters(owner)[name] = self.shown
 
@@ -300,6 +308,15 @@ def replaced(slot: ParameterSlot, value: Tensor) -> ParameterStateError:
         f"parameter {slot.name} was replaced by a {type(value).__name__} of shape {tuple(value.shape)}; "
         "a sharded parameter must stay a DTensor: use distribute_tensor() on the new value. Values for "
         "torch.func.functional_call must be tensors that are no nn.Parameter"
+    )
+
+
+def lost_writes(names: Sequence[str]) -> ParameterStateError:
+    """The error for writes to full parameters that modules show between a forward and its backward."""
+    return ParameterStateError(
+        f"parameter(s) {', '.join(names)} were written to between a forward and its backward, where modules show "
+        "gathered parameters that the backward frees, so the write would be lost: call reshard() on the module first, "
+        "or write after the backward"
     )
 
 

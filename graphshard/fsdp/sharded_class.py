@@ -387,7 +387,7 @@ def run_inside_tree(
             if tree.reads_ahead:
                 tree.ahead.clear()
         if not is_compiling:
-            unit.end_forward(outer)
+            unit.end_forward(outer, module)
             if not was_in_forward:
                 drop_prefetched(tree)
     if policy.output_dtype is not None:

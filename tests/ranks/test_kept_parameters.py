@@ -13,6 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
+from graphshard.errors import ParameterStateError
+
 SIZES = ((6, 7), (7, 6), (6, 3))
 
 
@@ -105,8 +107,15 @@ def look_after_forwards(implementation: str) -> None:
     assert num_full() == 4
     with torch.no_grad():
         model[0].weight.div_(2)
+        model[2].weight.mul_(2)
+    with pytest.raises(
+        ParameterStateError, match=r"2\.weight were written to between a forward and its backward"
+    ):
+        model[2].reshard()
+    with torch.no_grad():
         model(inputs)
     assert_close(model[0].weight.full_tensor(), reference[0].weight)
+    assert_close(model[2].weight.full_tensor(), reference[2].weight)
 
 
 def check_gradients_of_two(reference: nn.Module, model: nn.Module) -> None:
