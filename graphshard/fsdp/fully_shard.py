@@ -19,7 +19,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from .._compat_composable import is_replicated_by_torch, is_sharded_by_torch, set_state_for_torch
+from .._compat_composable import (
+    is_replicated_by_torch,
+    is_sharded_by_torch,
+    set_state_for_torch,
+    state_for_torch_of,
+)
 from .._compat_dtensor import drop_dtensor_results
 from ..errors import (
     AlreadyShardedError,
@@ -141,6 +146,10 @@ def fully_shard(
         each.register_state_dict_pre_hook(_show_shards)
         each.register_load_state_dict_pre_hook(_reshard)
     return module
+
+
+#: ``fully_shard.state(module)``, as of torch's function: an object for each unit, None for another module.
+fully_shard.__dict__["state"] = state_for_torch_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
