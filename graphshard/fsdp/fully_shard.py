@@ -407,6 +407,7 @@ def _install(
 
 
 def _swap_classes(modules: list[nn.Module], unit: Unit) -> None:
+    state = state_for_torch(unit)
     for root in modules:
         for owner in root.modules():
             names = tuple(owner.__dict__.get(SLOTS, {}))
@@ -414,7 +415,7 @@ def _swap_classes(modules: list[nn.Module], unit: Unit) -> None:
             if is_unit:
                 owner.__dict__[UNIT] = unit
                 wrap_own_forward(owner)
-                set_state_for_torch(owner, state_for_torch(unit))
+                set_state_for_torch(owner, state)
             if is_unit or (names and UNIT not in owner.__dict__):
                 owner.__class__ = sharded_class(_plain_class(owner), names, is_unit)
             if names:
