@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .._compat import storage_id
 from ..errors import ParameterStateError
 from ..ir import NO_AXIS, MeshAxis, UnshardCall
 from .placements import OuterLayout
@@ -41,7 +42,7 @@ class ParameterSlot:
         needs_op: a forward reads the result of ``graphshard::unshard``; if False, the shard itself.
         hidden: the sharded parameter while the owners show the gathered one; else None.
         shown: the gathered parameter that they show then.
-        shown_version: its version counter when they began to.
+        shown_state: its version and storage when they began to.
         version: its version when an uncompiled forward last read it.
         is_extended: the shard is a tensor subclass with a gather extension.
         untraceable: why that extension cannot be compiled; "" if it can.
@@ -62,7 +63,7 @@ class ParameterSlot:
     needs_op: bool = True
     hidden: nn.Parameter | None = None
     shown: nn.Parameter | None = None
-    shown_version: int = 0
+    shown_state: tuple[int, int] = (0, 0)
     version: Version | None = None
     is_extended: bool = False
     untraceable: str = ""
@@ -158,8 +159,8 @@ class ParameterSlot:
 
     @property
     def is_shown_changed(self) -> bool:
-        """Whether what the owners show was changed in place."""
-        return self.shown is not None and self.shown._version != self.shown_version
+        """Whether what the owners show was changed in place, or something was assigned to its ``.data``."""
+        return self.shown is not None and _state_of(self.shown) != self.shown_state
 
     @property
     def is_substituted(self) -> bool:
@@ -178,7 +179,7 @@ class ParameterSlot:
         if self.hidden is None:
             self.hidden = self.param
         self.shown = _as_parameter(self.as_read(full))
-        self.shown_version = self.shown._version
+        self.shown_state = _state_of(self.shown)
         for owner, name in self.owners:
             stored_parameters(owner)[name] = self.shown
 
@@ -309,6 +310,12 @@ def replaced(slot: ParameterSlot, value: Tensor) -> ParameterStateError:
         "a sharded parameter must stay a DTensor: use distribute_tensor() on the new value. Values for "
         "torch.func.functional_call must be tensors that are no nn.Parameter"
     )
+
+
+def _state_of(shown: Tensor) -> tuple[int, int]:
+    local = shown._local_tensor if isinstance(shown, DTensor) else shown
+    has_memory = type(local) in (Tensor, nn.Parameter)  # a tensor subclass may have none
+    return shown._version, storage_id(local) if has_memory else 0
 
 
 def lost_writes(names: Sequence[str]) -> ParameterStateError:

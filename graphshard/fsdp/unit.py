@@ -308,6 +308,8 @@ class Unit(UnitGradients):
     def begin_forward(self) -> ForwardReads | None:
         """Begins an uncompiled forward of one of the unit's modules; returns the argument of :meth:`end_forward`."""
         self.write_back()
+        if self.shows_kept:
+            self.hide()
         if not self.tree.running and not in_backward():
             self.tree.begin_iteration()
         outer, reads = self.in_use, None
