@@ -65,6 +65,12 @@ def set_state_for_torch(module: nn.Module, state: StateForTorch) -> None:
     module.__dict__[STATE_KEY] = states
 
 
+def state_for_torch_of(module: nn.Module) -> StateForTorch | None:
+    """What :func:`set_state_for_torch` has set for a module, or None (checked: 2.13)."""
+    state: StateForTorch | None = module.__dict__.get(STATE_KEY, {}).get(fully_shard.__wrapped__)
+    return state
+
+
 #: Functions of torch that ask a module for the APIs that were applied to it, before they shard or replicate it.
 _ASKING_TO_SHARD = ("_is_composable_with_fsdp", "is_composable_with_replicate", "_is_fully_sharded")
 

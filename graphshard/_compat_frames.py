@@ -125,3 +125,12 @@ def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _with_inner(constant)
+
+
+def is_counting_hook(frame: types.FrameType) -> bool:
+    """Whether a frame is the hook by which ``CommDebugMode`` lists a module's parameters before it runs.
+
+    It cannot count a collective that starts in this hook: it fails with a KeyError (checked: 2.13).
+    """
+    is_hook = frame.f_code.co_name == "_fw_pre_hook"
+    return is_hook and frame.f_globals.get("__name__") == "torch.distributed.tensor.debug._comm_mode"

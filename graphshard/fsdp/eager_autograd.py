@@ -8,8 +8,8 @@ parameters still gather the same. Code that Dynamo traces reads parameters one b
 
 from __future__ import annotations
 
-import functools
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from .._compat import gradients_are_boxed, in_backward, in_recomputation
+from .._compat import gradients_are_boxed, in_backward, in_recomputation, is_tracing
 from ..ir import COMMS, UnshardCall, gradient_call
 from .eager_collectives import reduce_together
 from .parameter_slot import ParameterSlot, as_complex, local_shard, shard_data
-from .saved_parameters import ForwardReads, GatheredOnce, can_hook
+from .saved_parameters import ForwardReads, GatheredOnce, Span, can_hook
 from .shard_versions import FullRead, version_of
 from .tensor_trees import tensors_in
 from .tree import Tree, TreeUnit
@@ -174,30 +174,41 @@ def watch_backward(unit: Unit, outputs: Any) -> None:
     """Makes the backward of a forward's outputs gather the unit again, and start to gather what comes next."""
     if unit.in_use is None or not unit.in_use.gathers or not torch.is_grad_enabled() or not can_hook():
         return
-    tree = unit.tree
-    enter = functools.partial(
-        _enter_backward, unit, tuple(tree.running[:-1]), tree.last_forward, unit.in_use.gathers
-    )
-    for output in tensors_in(outputs):
-        if output.requires_grad and output.grad_fn is not None:
-            output.register_hook(enter)
+    tree, reads = unit.tree, unit.in_use
+    around = tuple(tree.running[:-1])
+    enter = _EnterBackward(unit, around, tree.last_forward, reads.gathers, reads.span)
+    watched = [each for each in tensors_in(outputs) if each.requires_grad and each.grad_fn is not None]
+    for output in watched:
+        output.register_hook(enter)
+    reads.span.num_to_enter += bool(watched)
     tree.last_forward = unit
 
 
-def _enter_backward(
-    unit: Unit,
-    around: tuple[TreeUnit, ...],
-    previous: TreeUnit | None,
-    gathers: list[GatheredOnce],
-    grad: Tensor,
-) -> None:
-    """Gathers a unit for its backward, unless it is gathered, and then starts to gather those that come next."""
-    unit.tree.enter_backward(unit, around)
-    if unit.unshards_in_backward and any(gathered.is_freed for gathered in gathers):
-        unit.gather_for_backward()
-        unit.is_entered = True
-    for other in unit.backward_prefetch or filter(None, [previous]):
-        other.prefetch_for_backward()
+@dataclass(eq=False, slots=True)
+class _EnterBackward:
+    """A hook of the outputs of a module's forward: it gathers the unit for its backward, unless it is gathered.
+
+    Then it starts to gather the units that come next.
+    """
+
+    unit: Unit
+    around: tuple[TreeUnit, ...]
+    previous: TreeUnit | None
+    gathers: list[GatheredOnce]
+    span: Span
+    has_entered: bool = False
+
+    def __call__(self, grad: Tensor) -> None:
+        unit = self.unit
+        self.span.num_to_enter -= not self.has_entered
+        self.has_entered = True
+        unit.tree.enter_backward(unit, self.around)
+        unit.is_between = self.span.num_to_enter > 0
+        if unit.unshards_in_backward and any(gathered.is_freed for gathered in self.gathers):
+            unit.gather_for_backward()
+            unit.is_entered = True
+        for other in unit.backward_prefetch or filter(None, [self.previous]):
+            other.prefetch_for_backward()
 
 
 def drop_prefetched(tree: Tree) -> None:
@@ -212,8 +223,30 @@ def show_gathered(unit: Unit) -> None:
     What is shown already, and still valid, stays the same tensor.
     """
     slots = [slot for slot in unit.slots if unit.gathered_value(slot.name) is not None]
-    slots = [slot for slot in slots if slot.valid_shown is None]
+    slots = [slot for slot in slots if unit.shows_kept or slot.valid_shown is None]
+    unit.shows_kept = False
     if slots:
+        for slot, full in zip(slots, _gathered(unit, slots, is_shown=True), strict=True):
+            slot.show(full)
+
+
+def show_kept(unit: Unit) -> None:
+    """Makes the modules show the full parameters that a forward keeps for its backward, as FSDP2 does.
+
+    Called where someone looks at parameters between the two, perhaps on one rank only: forwards and backwards do the
+    same with and without it.
+    """
+    tree = unit.tree
+    if not unit.may_show_kept or tree.in_forward or tree.has_begun_backward or in_backward() or is_tracing():
+        return
+    unit.may_show_kept = False
+    if any(slot.hidden is not None for slot in unit.slots):  # unshard() shows it
+        return
+    slots = [
+        slot for slot in unit.slots if not slot.is_substituted and unit.held_value(slot.name) is not None
+    ]
+    if slots:
+        unit.shows_kept = True
         for slot, full in zip(slots, _gathered(unit, slots, is_shown=True), strict=True):
             slot.show(full)
 
@@ -247,6 +280,7 @@ def _gather(unit: Unit, slots: list[ParameterSlot], in_use: ForwardReads) -> Non
         missing = []
         for slot in slots:
             shown = slot.valid_shown if slot.needs_op else local_shard(slot)
+            shown = None if slot.needs_op and unit.shows_kept else shown
             if shown is None or (slot.needs_op and type(shown) is not nn.Parameter):
                 missing.append(slot)
             else:

@@ -6,7 +6,6 @@ changing one import.
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import warnings
@@ -20,7 +19,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from .._compat_composable import is_replicated_by_torch, is_sharded_by_torch, set_state_for_torch
+from .._compat_composable import (
+    is_replicated_by_torch,
+    is_sharded_by_torch,
+    set_state_for_torch,
+    state_for_torch_of,
+)
 from .._compat_dtensor import drop_dtensor_results
 from ..errors import (
     AlreadyShardedError,
@@ -36,7 +40,7 @@ from .parameter_slot import ParameterSlot, slots_of, store_parameters, stored_pa
 from .placements import DataParallelAxes, Layout, layout_of
 from .read_parameter import traced_read
 from .shard_parameter import give_places, hand_over, local_piece, mesh_device, shard_extended, shard_parameter
-from .shard_versions import SUCCESSOR, watch_optimizers
+from .shard_versions import SUCCESSOR, optimizers_of, watch_optimizers
 from .sharded_class import offer_backend, sharded_class, watch_frames, wrap_own_forward
 from .tree import SLOTS, Tree, UnitSettings, relabel
 from .unit import Unit
@@ -142,6 +146,10 @@ def fully_shard(
         each.register_state_dict_pre_hook(_show_shards)
         each.register_load_state_dict_pre_hook(_reshard)
     return module
+
+
+#: ``fully_shard.state(module)``, as of torch's function: an object for each unit, None for another module.
+fully_shard.__dict__["state"] = state_for_torch_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,16 +343,14 @@ def _refuse_stale_optimizers(entries: list[_Owned]) -> None:
         held[id(entry.param)] += 2  # by the module's dict and by the entry
     if all(sys.getrefcount(entry.param) <= held[id(entry.param)] + 1 for entry in entries):
         return
-    for candidate in gc.get_objects():
-        if not issubclass(type(candidate), torch.optim.Optimizer):  # isinstance may be fooled by a proxy
-            continue
+    for optimizer in optimizers_of([entry.param for entry in entries]):
         stale = [
-            params[id(p)].path for group in candidate.param_groups for p in group["params"] if id(p) in params
+            params[id(p)].path for group in optimizer.param_groups for p in group["params"] if id(p) in params
         ]
         if stale:
             shown = ", ".join(stale[:5]) + (f" and {len(stale) - 5} more" if len(stale) > 5 else "")
             raise StaleOptimizerError(
-                f"fully_shard: this {type(candidate).__name__} was made before sharding and holds {shown}, "
+                f"fully_shard: this {type(optimizer).__name__} was made before sharding and holds {shown}, "
                 "which sharding replaces: make the optimizer after fully_shard "
                 "(and delete the old one)"
             )
@@ -401,6 +407,7 @@ def _install(
 
 
 def _swap_classes(modules: list[nn.Module], unit: Unit) -> None:
+    state = state_for_torch(unit)
     for root in modules:
         for owner in root.modules():
             names = tuple(owner.__dict__.get(SLOTS, {}))
@@ -408,7 +415,7 @@ def _swap_classes(modules: list[nn.Module], unit: Unit) -> None:
             if is_unit:
                 owner.__dict__[UNIT] = unit
                 wrap_own_forward(owner)
-                set_state_for_torch(owner, state_for_torch(unit))
+                set_state_for_torch(owner, state)
             if is_unit or (names and UNIT not in owner.__dict__):
                 owner.__class__ = sharded_class(_plain_class(owner), names, is_unit)
             if names:

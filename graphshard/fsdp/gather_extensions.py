@@ -203,6 +203,8 @@ def why_untraceable(full: Tensor, num_ranks: int) -> str:
     kind = type(full).__name__
     if not is_traceable_wrapper_subclass(full):
         return f"{kind} does not define __tensor_flatten__ and __tensor_unflatten__, which say what tensors it holds"
+    if not _can_be_rebuilt(full):
+        return f"{kind}.__tensor_unflatten__ does not make a {kind} of (inner tensors, context, size, stride)"
     held = {name: getattr(full, name) for name in full.__tensor_flatten__()[0]}
     nested = [name for name, value in held.items() if type(value) not in (Tensor, nn.Parameter)]
     if nested:
@@ -258,7 +260,7 @@ def copy_extended(piece: Tensor, name: str, device: torch.device) -> Tensor:
         ExtensionError: (an AssertionError) the copy differs from the piece.
     """
     given = inner_tensors(piece)
-    if hasattr(piece, "__tensor_flatten__") and piece.device == device:
+    if hasattr(piece, "__tensor_flatten__") and piece.device == device and _can_be_rebuilt(piece):
         names, context = piece.__tensor_flatten__()
         inner = {each: copy_extended(getattr(piece, each).detach(), name, device) for each in names}
         unflatten: Any = type(piece).__tensor_unflatten__
@@ -276,6 +278,17 @@ def copy_extended(piece: Tensor, name: str, device: torch.device) -> Tensor:
             "__tensor_unflatten__, and move the model to the device before it is sharded"
         )
     return copied
+
+
+def _can_be_rebuilt(tensor: Tensor) -> bool:
+    """Whether its class makes an equal tensor of what it says that the tensor holds."""
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name).detach() for name in names}
+    unflatten: Any = type(tensor).__tensor_unflatten__
+    try:
+        return type(unflatten(inner, context, tensor.shape, tensor.stride())) is type(tensor)
+    except TypeError:  # another signature
+        return False
 
 
 def is_quantised(full: Tensor) -> bool:

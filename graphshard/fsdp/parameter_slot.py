@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .._compat import storage_id
 from ..errors import ParameterStateError
 from ..ir import NO_AXIS, MeshAxis, UnshardCall
 from .placements import OuterLayout
@@ -41,6 +42,7 @@ class ParameterSlot:
         needs_op: a forward reads the result of ``graphshard::unshard``; if False, the shard itself.
         hidden: the sharded parameter while the owners show the gathered one; else None.
         shown: the gathered parameter that they show then.
+        shown_state: its version and storage when they began to.
         version: its version when an uncompiled forward last read it.
         is_extended: the shard is a tensor subclass with a gather extension.
         untraceable: why that extension cannot be compiled; "" if it can.
@@ -61,6 +63,7 @@ class ParameterSlot:
     needs_op: bool = True
     hidden: nn.Parameter | None = None
     shown: nn.Parameter | None = None
+    shown_state: tuple[int, int] = (0, 0)
     version: Version | None = None
     is_extended: bool = False
     untraceable: str = ""
@@ -155,6 +158,11 @@ class ParameterSlot:
         return shown if shown is not None and shown.requires_grad == self.param.requires_grad else None
 
     @property
+    def is_shown_changed(self) -> bool:
+        """Whether what the owners show was changed in place, or something was assigned to its ``.data``."""
+        return self.shown is not None and _state_of(self.shown) != self.shown_state
+
+    @property
     def is_substituted(self) -> bool:
         """Whether ``torch.func.functional_call`` has put another value in the parameter's place."""
         entries = [stored_parameters(owner)[name] for owner, name in self.owners]
@@ -171,6 +179,7 @@ class ParameterSlot:
         if self.hidden is None:
             self.hidden = self.param
         self.shown = _as_parameter(self.as_read(full))
+        self.shown_state = _state_of(self.shown)
         for owner, name in self.owners:
             stored_parameters(owner)[name] = self.shown
 
@@ -303,6 +312,21 @@ def replaced(slot: ParameterSlot, value: Tensor) -> ParameterStateError:
     )
 
 
+def _state_of(shown: Tensor) -> tuple[int, int]:
+    local = shown._local_tensor if isinstance(shown, DTensor) else shown
+    has_memory = type(local) in (Tensor, nn.Parameter)  # a tensor subclass may have none
+    return shown._version, storage_id(local) if has_memory else 0
+
+
+def lost_writes(names: Sequence[str]) -> ParameterStateError:
+    """The error for writes to full parameters that modules show between a forward and its backward."""
+    return ParameterStateError(
+        f"parameter(s) {', '.join(names)} were written to between a forward and its backward, where modules show "
+        "gathered parameters that the backward frees, so the write would be lost: call reshard() on the module first, "
+        "or write after the backward"
+    )
+
+
 def store_parameters(module: nn.Module) -> None:
     """Prepares a module to hold sharded parameters, for :func:`stored_parameters`."""
     if STORED not in module.__dict__:
@@ -336,9 +360,10 @@ def slots_of(module: nn.Module) -> Iterator[tuple[str, ParameterSlot]]:
 
 def zero_gradients(module: nn.Module, set_to_none: bool) -> None:
     """``nn.Module.zero_grad``, on the shards: also of parameters that are shown gathered."""
+    parameters = list(module.parameters())  # which may show gathered ones from now on
     slots = [slot for each in module.modules() for _, slot in slots_of(each)]
     shards = {id(slot.shown): slot.param for slot in slots if slot.shown is not None}
-    for shown in module.parameters():
+    for shown in parameters:
         param = shards.get(id(shown), shown)
         if set_to_none:
             param.grad = None

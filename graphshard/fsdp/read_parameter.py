@@ -29,7 +29,7 @@ from ..ir import (
     unit_state_of,
     unshard_outside_transforms,
 )
-from .eager_autograd import full_parameter
+from .eager_autograd import full_parameter, show_kept
 from .gather_extensions import TracedExtension, extended_calls, full_after
 from .parameter_slot import ParameterSlot, is_substitute, local_shard, replaced, stored_parameters
 from .shard_versions import FullParameter, version_of
@@ -58,6 +58,8 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
             "it runs uncompiled, or leave it out of torch.compile (torch.compiler.disable on its forward), or store "
             "plain tensors and use MixedPrecisionPolicy(param_dtype=...)"
         )
+    if not is_read and not torch.compiler.is_compiling():
+        show_kept(owner_of(slot))
     param = stored_parameters(module)[name]
     if param is None or not is_read:
         return param

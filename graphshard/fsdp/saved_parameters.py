@@ -221,12 +221,30 @@ class KeptForBackward:
                     gathered.fulls.pop(name, None)
 
 
-class ForwardReads(dict[str, FullRead]):
-    """The full parameters that a forward of a unit reads, by name, and the gathers that they are from."""
+class Span:
+    """How many modules of a unit, in one forward of it, its backward has yet to enter."""
 
-    def __init__(self) -> None:
+    num_to_enter = 0
+
+
+class ForwardReads(dict[str, FullRead]):
+    """The full parameters that a forward of a unit reads, by name, and the gathers that they are from.
+
+    Attributes:
+        to_run: ids of the unit's modules that have not run in this forward.
+        span: shared with the hooks of the backward, which must not hold full parameters.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         super().__init__()
         self.gathers: list[GatheredOnce] = []
+        self.to_run = {id(module) for module in modules}
+        self.span = Span()
+
+    def has_more_to_run(self, module: nn.Module) -> bool:
+        """Whether another module goes on with these reads after ``module``: not if a parameter was written to."""
+        self.to_run.discard(id(module))
+        return bool(self.to_run) and not any(gathered.written for gathered in self.gathers)
 
 
 class SavedParameters:

@@ -13,6 +13,8 @@ is a :class:`FullParameter`, which notes that ``.data`` was asked for.
 from __future__ import annotations
 
 import functools
+import gc
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,6 +58,32 @@ def refuse_lost_data(param: DTensor, name: str) -> None:
             "parameter with copy_() under torch.no_grad(), or assign a new one to the module's attribute "
             "(torch.nn.utils.vector_to_parameters assigns .data)"
         )
+
+
+def optimizers_of(params: Sequence[Tensor]) -> Iterator[torch.optim.Optimizer]:
+    """The optimizers that hold some of the tensors.
+
+    Goes from a tensor to the list, the group, the list of groups and the optimizer that refer to it. It does not ask
+    for all objects: their list would refer to tuples that other threads are building, which CPython then cannot finish
+    (a SystemError there).
+    """
+    lists = [each for each in gc.get_referrers(*params) if type(each) is list and each is not params]
+    groups = (
+        [each for each in gc.get_referrers(*lists) if type(each) is dict and "params" in each]
+        if lists
+        else []
+    )
+    holders = (
+        [each for each in gc.get_referrers(*groups) if type(each) is list and each is not groups]
+        if groups
+        else []
+    )
+    found = gc.get_referrers(*holders) if holders else []
+    # The attributes of an object lie in a dict, or (Python 3.11 and later) in the object itself.
+    dicts = [each for each in found if type(each) is dict and "param_groups" in each]
+    found += gc.get_referrers(*dicts) if dicts else []
+    optimizers = {id(each): each for each in found if issubclass(type(each), torch.optim.Optimizer)}
+    yield from optimizers.values()
 
 
 @functools.cache

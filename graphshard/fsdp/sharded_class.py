@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import types
 from collections.abc import Callable, Iterator, MutableMapping
 from importlib import import_module
@@ -20,13 +21,21 @@ from torch import nn
 from .._compat import is_tracing, outside_transforms, register_backend
 from .._compat_composable import watch_torch_sharding
 from .._compat_frames import (
+    is_counting_hook,
     leave_frame_to_python,
     leave_frames_to_python,
     place_run_in_python,
 )
 from ..errors import ShardingError, UnsupportedShardingError
 from ..ir import UNIT
-from .eager_autograd import drop_prefetched, finish_reads, take_part_unused, watch_backward, watch_outputs
+from .eager_autograd import (
+    drop_prefetched,
+    finish_reads,
+    show_kept,
+    take_part_unused,
+    watch_backward,
+    watch_outputs,
+)
 from .fsdp_module import FSDPModule, refuse_torch_sharding
 from .parameter_slot import ParameterSlot, slots_of, stored_parameters
 from .read_parameter import is_reading, read_ahead, read_parameter
@@ -174,6 +183,7 @@ def _read_parameters(self: nn.Module) -> Any:
         if not torch.compiler.is_compiling():
             for slot in slots.values():
                 slot.unit.tree.may_be_tied = True  # whoever has the dict may write to it
+                show_kept(owner_of(slot))
         return stored
     if not torch.compiler.is_compiling():
         # While Dynamo traces another frame, Dynamo itself looks at the module: no forward reads.
@@ -194,12 +204,16 @@ def _named_parameters(
 ) -> Iterator[tuple[str, Any]]:
     """``nn.Module.named_parameters``, which gathers in a forward.
 
-    It compares slots: in a compiled forward, two reads of a tied parameter are different tensors.
+    It compares slots: in a compiled forward, two reads of a tied parameter are different tensors. A hook of torch's
+    CommDebugMode gets the shards: it cannot count a gather that it causes itself.
     """
+    read = read_parameter
     if not torch.compiler.is_compiling():
         trees = (slot.unit.tree for each in self.modules() for _, slot in slots_of(each))
         for tree in itertools.islice(trees, 1):
             _find_ties(tree)
+        if is_counting_hook(sys._getframe(1)):
+            read = _shard
     modules = (
         self.named_modules(prefix=prefix, remove_duplicate=remove_duplicate) if recurse else [(prefix, self)]
     )
@@ -212,7 +226,11 @@ def _named_parameters(
                 continue
             if remove_duplicate:
                 seen.add(key)
-            yield f"{path}.{name}" if path else name, read_parameter(module, name) if name in slots else param
+            yield f"{path}.{name}" if path else name, read(module, name) if name in slots else param
+
+
+def _shard(module: nn.Module, name: str) -> Any:
+    return stored_parameters(module)[name]
 
 
 def _get_parameter(self: nn.Module, target: str) -> Any:
@@ -369,7 +387,7 @@ def run_inside_tree(
             if tree.reads_ahead:
                 tree.ahead.clear()
         if not is_compiling:
-            unit.end_forward(outer)
+            unit.end_forward(outer, module)
             if not was_in_forward:
                 drop_prefetched(tree)
     if policy.output_dtype is not None:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from .._compat import queue_after_backward
 from ..coordination import Steps, StepWords
 from ..ir import NO_AXIS, UNIT, MeshAxis, UnitState, UserComms
-from .saved_parameters import SavedParameters
+from .saved_parameters import ForwardReads, SavedParameters
 from .shard_versions import FullRead
 
 #: Where a module keeps the slots of its sharded parameters.
@@ -102,6 +102,8 @@ class TreeUnit(UnitState, Protocol):
     reduces_unused: bool
     in_backward: bool
     is_entered: bool
+    is_between: bool
+    between: ForwardReads | None
     successors: list[TreeUnit]
     handle: Tensor
 
@@ -152,6 +154,9 @@ class TreeUnit(UnitState, Protocol):
     def prefetch_for_backward(self) -> None:
         """Starts to gather for the backward, if the unit will have to."""
 
+    def end_reads(self, reads: ForwardReads | None) -> None:
+        """Frees what a forward of the unit has read, if the backward gathers it again."""
+
     def end_backward(self) -> None:
         """Frees the gathered parameters at the end of a backward, unless they stay for the next micro-batch."""
 
@@ -172,6 +177,7 @@ class Tree:
         reads_ahead: parameters that a forward reads at its begin, for functions given to ``torch.cond`` and the like.
         ahead: these parameters, full, by name while a forward runs.
         saved: the hooks by which an uncompiled backward gathers again.
+        between: units of several modules, of which some have run in the running forward.
         gathered_again: the units that the running backward has gathered, and not left.
         prefetched: the units whose gathers were started early, those that were used since among them.
         last_forward: the unit whose forward has ended last, if a backward gathers it again.
@@ -193,6 +199,7 @@ class Tree:
     reads_ahead: list[tuple[nn.Module, str]] = field(default_factory=list)
     ahead: dict[str, Tensor] = field(default_factory=dict)
     saved: SavedParameters = field(default_factory=SavedParameters)
+    between: list[TreeUnit] = field(default_factory=list)
     gathered_again: list[TreeUnit] = field(default_factory=list)
     prefetched: list[TreeUnit] = field(default_factory=list)
     last_forward: TreeUnit | None = None
@@ -215,6 +222,11 @@ class Tree:
     def in_forward(self) -> bool:
         """Whether a forward of the model is running."""
         return bool(self.forwards)
+
+    @property
+    def has_begun_backward(self) -> bool:
+        """Whether a backward is running, or has raised an exception and no forward has run since."""
+        return self._end_is_queued
 
     def follow(self, group_name: str, run: str, what: str, *, branch: str) -> None:
         """Checks, where that is not certain, that all ranks run the same collectives; called before a graph starts.
@@ -295,6 +307,7 @@ class Tree:
     def reset(self) -> None:
         """Drops the state that an interrupted forward or backward has left."""
         self.running.clear()
+        self.between.clear()
         self.forget_reads()
         self.ahead.clear()
         self.saved.clear()
@@ -342,7 +355,7 @@ class Tree:
         """
         self.queue_end_of_backward()
         for other in list(self.gathered_again):
-            if other.is_entered and other is not unit and other not in around:
+            if other.is_entered and not other.is_between and other is not unit and other not in around:
                 other.leave_backward()
         unit.is_entered = True
 

@@ -7,6 +7,7 @@ state when it runs. So a switch that a user flips between a forward and its back
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from .._compat import in_backward
 from ..ir import COMMS, UNIT, UnshardCall, unit_state_of
 from .eager_collectives import PendingGather, write_back, write_back_reads
-from .parameter_slot import ParameterSlot, shard_data
+from .parameter_slot import ParameterSlot, lost_writes, shard_data
 from .saved_parameters import ForwardReads, GatheredOnce, KeptForBackward, refuse_transform
 from .shard_versions import FullRead, Version, version_of
 from .tree import GATHER, Tree, TreeUnit, UnitSettings
@@ -92,8 +93,15 @@ class Unit(UnitGradients):
         keeps_between: a planner keeps its parameters gathered for the next micro-batch while gradients wait.
         gradients: the gradients that wait for a reduction.
         for_backward: the gathers of forwards whose backwards may come.
+        after_forward: the gathers of the last uncompiled forward, if the unit keeps them for a backward.
+        may_show_kept: who looks at parameters before that backward is shown these (``show_kept`` in
+            :mod:`graphshard.fsdp.eager_autograd`).
+        shows_kept: the modules show these.
         in_use: the full parameters, as read, by name while an uncompiled forward of the unit runs, empty until the
             first one is read; else None.
+        between: the same after the forward of one of several modules of the unit, until the next one's in the same
+            forward of the model: the unit is gathered and reduced once for all of them.
+        is_between: the running backward has entered one of these modules, and not all.
     """
 
     modules: list[nn.Module]
@@ -110,6 +118,11 @@ class Unit(UnitGradients):
     handle: Tensor = field(init=False)
     marker: Tensor = field(init=False)
     in_use: ForwardReads | None = None
+    between: ForwardReads | None = None
+    is_between: bool = False
+    after_forward: list[GatheredOnce] = field(default_factory=list)
+    may_show_kept: bool = False
+    shows_kept: bool = False
     for_backward: KeptForBackward = field(default_factory=KeptForBackward)
     _gathered: dict[str, _Gathered] = field(default_factory=dict)
     _prefetched: PendingGather | None = None
@@ -194,11 +207,11 @@ class Unit(UnitGradients):
         wanted = self.slots if slots is None else slots
         wanted = [slot for slot in wanted if slot.hidden is not None or not slot.is_substituted]
         missing = [
-            (slot, slot.as_sent(shard_data(slot))) for slot in wanted if self._held_value(slot.name) is None
+            (slot, slot.as_sent(shard_data(slot))) for slot in wanted if self.held_value(slot.name) is None
         ]
         return PendingGather(self, missing)
 
-    def _held_value(self, name: str) -> Tensor | None:
+    def held_value(self, name: str) -> Tensor | None:
         """The full parameter, if it is gathered or kept for the backward of a forward."""
         full = self.gathered_value(name)
         return full if full is not None else self.for_backward.valid(name)
@@ -223,7 +236,7 @@ class Unit(UnitGradients):
         for slot in slots:
             full = fresh.get(slot.name)
             if full is None:
-                kept = self._held_value(slot.name)
+                kept = self.held_value(slot.name)
                 assert kept is not None, f"{slot.name} is neither gathered nor being gathered"
                 full = kept.detach()
             elif self.keeps_from_forward:
@@ -246,7 +259,7 @@ class Unit(UnitGradients):
             fresh = self._take_missing(None)
             for slot in self.slots:
                 full = fresh.get(slot.name)
-                full = self._held_value(slot.name) if full is None else full
+                full = self.held_value(slot.name) if full is None else full
                 if full is not None:
                     self._gathered[slot.name] = _Gathered(full, slot, version_of(slot.param))
         if not self.in_backward:
@@ -258,15 +271,16 @@ class Unit(UnitGradients):
         """Frees what was gathered for the backward, unless ``unshard()`` shows it or the unit keeps it."""
         if not self.in_backward:
             return
-        self.in_backward = self.is_entered = False
+        self.in_backward = self.is_entered = self.is_between = False
         self.tree.gathered_again.remove(self)
-        is_shown = any(slot.hidden is not None for slot in self.slots)
+        is_shown = any(slot.hidden is not None for slot in self.slots) and not self.shows_kept
         if not is_shown and not self.keeps_from_forward:
             self._gathered.clear()
 
     def end_of_gradients(self) -> None:
         """Frees full parameters once a backward has the gradients of all that a forward has read."""
         self.leave_backward()
+        self.after_forward.clear()
         if self.reshard_after_backward and not (self.reduces_unused or self.stays_gathered):
             self.for_backward.free()
 
@@ -293,30 +307,55 @@ class Unit(UnitGradients):
             self.tree.come(call.group_name, GATHER, self.label, names, _GATHER_REMEDY, can_skip=can_skip)
 
     def begin_forward(self) -> ForwardReads | None:
-        """Begins an uncompiled forward of the unit; returns the argument of :meth:`end_forward`."""
+        """Begins an uncompiled forward of one of the unit's modules; returns the argument of :meth:`end_forward`."""
         self.write_back()
+        if self.shows_kept:
+            self.hide()
         if not self.tree.running and not in_backward():
             self.tree.begin_iteration()
-        outer, self.in_use = self.in_use, ForwardReads()
+        outer, reads = self.in_use, None
+        if outer is None and not in_backward():
+            reads, self.between = self.between, None
+        self.in_use = reads if reads is not None else ForwardReads(self.modules)
         self.tree.running.append(self)
         self.tree.saved.begin(self.unshards_in_backward)
         return outer
 
-    def end_forward(self, outer: ForwardReads | None) -> None:
-        """Ends an uncompiled forward of the unit, and frees its parameters if the backward gathers them again."""
+    def end_forward(self, outer: ForwardReads | None, module: nn.Module) -> None:
+        """Ends an uncompiled forward of one of the unit's modules.
+
+        Once all of them have run, or the outermost forward ends, frees parameters that the backward gathers again.
+        """
         self.tree.saved.end()
-        self.forget(self.in_use.gathers if self.in_use is not None else ())
-        self.in_use = outer
+        reads, self.in_use = self.in_use, outer
+        is_alone = outer is not None or len(self.tree.running) < 2 or in_backward()
+        if reads is None or is_alone or sys.exc_info()[1] is not None or not reads.has_more_to_run(module):
+            self.end_reads(reads)
+        else:
+            self.between = reads
+            self.tree.between.append(self)
         if self.tree.running:  # else the iteration was reset
             self.tree.running.pop()
         if not self.tree.running:
+            while self.tree.between:
+                unit = self.tree.between.pop()
+                reads, unit.between = unit.between, None
+                if reads is not None:
+                    unit.end_reads(reads)
             for gathered in self.tree.saved.alone:
                 gathered.unit.forget([gathered])
             self.tree.forget_reads()
             self.tree.saved.clear()
+        refuse_transform(self.label)
+
+    def end_reads(self, reads: ForwardReads | None) -> None:
+        """Frees what a forward of the unit has read, if the backward gathers it again."""
+        gathers = reads.gathers if reads is not None else []
+        self.forget(gathers)
+        if not self.reshards and torch.is_grad_enabled() and not in_backward():
+            self.after_forward, self.may_show_kept = [*gathers], bool(gathers)
         if self.reshards and self.is_gathered and not self.in_backward:
             self.reshard()
-        refuse_transform(self.label)
 
     def write_back(self) -> None:
         """Writes full parameters that an uncompiled forward has changed in place back to the shards.
@@ -328,7 +367,7 @@ class Unit(UnitGradients):
         for name in mine:
             del self.tree.read_alone[name]
         handed_on = [reads for unit, reads in self.tree.handed_on if unit is self]
-        for reads in (*handed_on, mine, self.in_use or {}):
+        for reads in (*handed_on, mine, self.in_use or {}, self.between or {}):
             changed = [self.slot_of(name) for name, read in reads.items() if read.is_changed]
             if changed:
                 write_back_reads(self.label, changed, reads)
@@ -363,26 +402,35 @@ class Unit(UnitGradients):
         self.drop_prefetched()
         self.reshard()
         self.drop_gradients()
-        self.in_use = None
+        self.in_use = self.between = None
 
     def reshard(self) -> None:
         """Frees the gathered parameters, also those kept for a backward, and shows the shards."""
         self._gathered.clear()
+        self.after_forward.clear()
         self.for_backward.free()
         self.hide()
 
     def hide(self) -> None:
         """Shows the shards, and keeps the gathered parameters."""
+        written = [slot.name for slot in self.slots if self.shows_kept and slot.is_shown_changed]
+        self.may_show_kept = self.shows_kept = False
         for slot in self.slots:
             slot.hide()
+        if written:
+            raise lost_writes(written)
 
     def end_backward(self) -> None:
         """Frees the gathered parameters at the end of a backward, unless they stay for the next micro-batch."""
         self.leave_backward()
+        self.after_forward.clear()
+        self.may_show_kept = False
         if not self.stays_gathered and (
             self.reshard_after_backward or (self.keeps_between and self.reshards)
         ):
             self.reshard()
+        elif self.shows_kept:
+            self.hide()
 
     def set_policy(self, policy: MixedPrecisionPolicy) -> None:
         """Changes dtypes for the next forwards. Frees what is gathered, which has the old dtypes."""

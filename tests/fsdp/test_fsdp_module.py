@@ -76,6 +76,18 @@ def test_the_state_of_fsdp2_is_refused(fake_group: Mesh) -> None:
         torch.distributed.fsdp.fully_shard.state(model).lazy_init()
 
 
+def test_state_is_that_of_the_unit(fake_group: Mesh) -> None:
+    """As `fully_shard.state` of torch: one object for each unit, also for several modules; else None."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    mesh = fake_group(1)
+    graphshard.fully_shard([model[0], model[1]], mesh=mesh)
+    assert graphshard.fully_shard.state(model) is None
+    graphshard.fully_shard(model, mesh=mesh)
+    states = [graphshard.fully_shard.state(module) for module in (model, model[0], model[1])]
+    assert len(set(states)) == 2 and states[1] == states[2]
+    assert graphshard.fully_shard.state(model[2]) is None
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -232,11 +244,6 @@ def test_a_slice_is_a_plain_container_of_units(fake_group: Mesh) -> None:
 @pytest.mark.parametrize("name", ["get_cls_to_fsdp_cls", "disable_fsdp_module_new_init"])
 def test_private_helpers_of_torch_are_left_out(name: str) -> None:
     assert not hasattr(graphshard, name) and name not in torch.distributed.fsdp.__all__
-
-
-def test_no_registry_of_states() -> None:
-    assert not hasattr(graphshard.fully_shard, "state")
-    assert hasattr(torch.distributed.fsdp.fully_shard, "state")
 
 
 def test_a_forward_shows_the_shards_again_though_they_changed_while_gathered(fake_group):

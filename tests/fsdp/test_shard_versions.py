@@ -1,11 +1,13 @@
 """What counts as a change of a shard, and that looking for it disturbs nobody."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, zeros
 
-from graphshard.fsdp.shard_versions import version_of, watch_optimizers
+from graphshard.fsdp.shard_versions import optimizers_of, version_of, watch_optimizers
 
 OPTIMIZERS = {
     "loop": lambda params: torch.optim.SGD(params, lr=0.1, foreach=False),
@@ -79,3 +81,32 @@ def test_a_compiled_optimizer_still_compiles():
     optimizer = torch.optim.SGD([weight], lr=0.5)
     torch.compile(optimizer.step, backend="eager")()
     assert torch.equal(weight.detach(), torch.full((3,), 0.5))
+
+
+def test_optimizers_are_found_while_other_threads_build_tuples():
+    """A list of all objects would make such a thread fail: its tuple would have another owner."""
+    layer, has_ended, errors = nn.Linear(2, 2), threading.Event(), []
+
+    def build_tuples() -> None:
+        while not has_ended.is_set():
+            try:
+                tuple(number for number in range(500))
+            except SystemError as error:
+                errors.append(error)
+
+    of_all, of_one = (
+        torch.optim.Adam(layer.parameters()),
+        torch.optim.SGD([{"params": [layer.bias]}], lr=0.1),
+    )
+    thread = threading.Thread(target=build_tuples)
+    thread.start()
+    try:
+        for _ in range(3):
+            found = list(optimizers_of([layer.weight, layer.bias]))
+        alone = list(optimizers_of([layer.weight]))
+        others = list(optimizers_of([torch.ones(2)]))
+    finally:
+        has_ended.set()
+        thread.join()
+    assert {id(each) for each in found} == {id(of_all), id(of_one)} and alone == [of_all]
+    assert not others and not errors

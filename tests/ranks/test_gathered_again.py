@@ -14,6 +14,7 @@ from support.implementations import shard_units
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
@@ -46,7 +47,9 @@ class Uses(nn.Module):
                 self.norm.bias.data[0] += 1
         hidden = self.first(x).relu()
         hidden = hidden @ self.second + hidden[:, :WIDTH] @ self.second[1:].t().contiguous()
-        hidden = hidden @ self.frozen.t() + hidden * self.second.double().to(x.dtype)[0] * self.second[0].tanh()
+        hidden = (
+            hidden @ self.frozen.t() + hidden * self.second.double().to(x.dtype)[0] * self.second[0].tanh()
+        )
         hidden = hidden + self.table(torch.arange(len(x)) % 5)
         return x + self.norm(hidden)
 
@@ -223,7 +226,9 @@ def count_of_checkpointed(implementation: str, call: str) -> tuple[int, int]:
     model = Model(twice=False)
     shard_units(implementation, model, list(model.blocks), reshard_after_forward=True)
     with count_collectives() as counts:
-        model(batch(0), {"plain": lambda block, x: block(x), "checkpoint": checkpointed}[call]).mean().backward()
+        model(
+            batch(0), {"plain": lambda block, x: block(x), "checkpoint": checkpointed}[call]
+        ).mean().backward()
     return counts["gathers"], counts["reductions"]
 
 
@@ -251,7 +256,9 @@ def differentiate_inside() -> None:
     model = copy.deepcopy(reference)
     fully_shard(model[0])
     fully_shard(model)
-    with pytest.raises(UnsupportedShardingError, match=r"unit 0 calls torch.func.grad.*set_unshard_in_backward\(False"):
+    with pytest.raises(
+        UnsupportedShardingError, match=r"unit 0 calls torch.func.grad.*set_unshard_in_backward\(False"
+    ):
         model(batch(0))
     model[0].set_unshard_in_backward(False)
     for _ in range(2):
@@ -285,7 +292,9 @@ def interrupt_a_backward() -> None:
         if fail[0]:
             raise ValueError("interrupted")
 
-    hook = model.blocks[1].register_forward_hook(lambda module, args, output: note(output.register_hook(interrupt)))
+    hook = model.blocks[1].register_forward_hook(
+        lambda module, args, output: note(output.register_hook(interrupt))
+    )
     with pytest.raises(ValueError, match="interrupted"):
         model(batch(0)).mean().backward()
     hook.remove()
@@ -318,3 +327,84 @@ WITH_WRITES = ["plain", "retained", "resharded", "hooked", "hidden_output"]
 def test_gradients_are_those_of_units_that_keep(run_on_gloo_ranks, written, dtype, ranks):
     steps = WITH_WRITES if written else list(STEPS)
     run_on_gloo_ranks(4 if ranks == 2 else 2, compare, steps, written, dtype, ranks)
+
+
+def count_with_comm_debug_mode() -> None:
+    """Torch's counter lists parameters in a hook of its own, in which it cannot count the gather of a unit."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+    seen = []
+    model[0].register_forward_pre_hook(
+        lambda module, _: seen.extend(value.shape for _, value in module.named_parameters())
+    )
+    fully_shard(model[2], reshard_after_forward=True)
+    fully_shard(model, reshard_after_forward=False)  # its first read is that of a hook
+    c10d = torch.ops.c10d
+    for _ in range(2):
+        with CommDebugMode() as in_forward:
+            loss = model(torch.ones(2, 4, requires_grad=True)).sum()
+        with CommDebugMode() as in_backward:
+            loss.backward()
+        assert in_forward.get_comm_counts() == {c10d._allgather_base_: 2}
+        assert in_backward.get_comm_counts() == {c10d._allgather_base_: 1, c10d._reduce_scatter_base_: 2}
+    assert seen == [(6, 4), (6,)] * 2
+
+
+def test_comm_debug_mode_counts_as_for_fsdp2(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, count_with_comm_debug_mode)
+
+
+class Ends(nn.Module):
+    """Its first and last layer are one unit, tied or not; further layers run between them."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Embedding(9, 6), nn.Linear(6, 6), nn.Linear(6, 9, bias=False)
+        if tied:
+            self.last.weight = self.first.weight
+
+    def forward(self, tokens: Tensor, kind: str = "all") -> Tensor:
+        hidden = self.middle(self.first(tokens)).tanh()
+        if kind == "twice":
+            hidden = hidden + self.middle(self.first(tokens + 1))
+        if kind == "raises":
+            raise ValueError("in the middle")
+        return hidden if kind == "part" else self.last(hidden)
+
+
+def run_units_of_two_modules(
+    implementation: str, reshard: bool | None, tied: bool
+) -> list[tuple[int, int, int]]:
+    """The gathers of forward and backward and the reductions, for several forwards."""
+    torch.manual_seed(42)
+    reference, options = Ends(tied), {} if reshard is None else {"reshard_after_forward": reshard}
+    model = copy.deepcopy(reference)
+    shard_units(implementation, model, [[model.first, model.last], model.middle], **options)
+    world_size, counts = dist.get_world_size(), []
+    for kind in ("all", "twice", "part", "all"):
+        tokens = [torch.randint(8, (5,), generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+        if kind == "part" and implementation == "sharded":
+            with pytest.raises(ValueError, match="in the middle"):
+                model(tokens[dist.get_rank()], "raises")
+        with count_collectives() as in_forward:
+            loss = model(tokens[dist.get_rank()], kind).square().sum()
+        with count_collectives() as in_backward:
+            loss.backward()
+        counts.append((in_forward["gathers"], in_backward.get("gathers", 0), in_backward["reductions"]))
+        for each in tokens:
+            (reference(each, kind).square().sum() / world_size).backward()
+        for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            if expected.grad is not None:
+                torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+        model.zero_grad()
+        reference.zero_grad()
+    return counts
+
+
+@pytest.mark.parametrize("implementation", ["fsdp2", "sharded"])
+@pytest.mark.parametrize("reshard", [True, False, None])
+def test_a_unit_of_two_modules_is_gathered_once_a_forward(run_on_gloo_ranks, implementation, reshard):
+    again = 0 if reshard is False else 2
+    for tied in (True, False):
+        counts = run_on_gloo_ranks(2, run_units_of_two_modules, implementation, reshard, tied)
+        assert [counts[0][index] for index in (0, 3)] == [(2, again, 2)] * 2
+        assert counts[0] == counts[1]

@@ -13,6 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
+from graphshard.errors import ParameterStateError
+
 SIZES = ((6, 7), (7, 6), (6, 3))
 
 
@@ -48,6 +50,8 @@ def list_parameters_after_forward(implementation: str, reshard_after_forward: bo
     forward = compile_if_asked(implementation, model)
     loss = forward(batch_of(dist.get_rank(), 0)).square().sum()
     full = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    for (name, parameter), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert_close(parameter if name in full else parameter.full_tensor(), whole)
     loss.backward()
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     check_gradients(reference, model, 0)
@@ -57,15 +61,73 @@ def list_parameters_after_forward(implementation: str, reshard_after_forward: bo
 @pytest.mark.parametrize("reshard_after_forward", [False, None])
 @pytest.mark.parametrize("implementation", EVERY)
 def test_parameters_after_a_forward(run_on_gloo_ranks, implementation, reshard_after_forward):
-    """FSDP2 shows what it keeps; graphshard shows shards."""
+    """What an uncompiled unit keeps is shown, as by FSDP2; a compiled graph keeps it to itself."""
     kept = ["0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"]
     if reshard_after_forward is None:
         kept = kept[-2:]
-    expected = kept if implementation == "fsdp2" else []
+    expected = kept if implementation != "compiled" else []
     assert (
         run_on_gloo_ranks(2, list_parameters_after_forward, implementation, reshard_after_forward)
         == [expected] * 2
     )
+
+
+def look_after_forwards(implementation: str) -> None:
+    """What parameters show after forwards of several kinds, and that a look changes no gradient."""
+    reference, model = build(implementation, False)
+    inputs = batch_of(dist.get_rank(), 0)
+
+    def num_full() -> int:
+        return sum(not isinstance(parameter, DTensor) for parameter in model.parameters())
+
+    model(inputs)  # its result is dropped, and no backward comes
+    assert num_full() == 6
+    assert_close(model[0].weight.detach(), reference[0].weight.detach())
+    assert model[0].get_parameter("bias").shape == (7,)
+    model[0].reshard()
+    assert num_full() == 4
+    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+    assert num_full() == 0
+    model(inputs)
+    with torch.no_grad():
+        for shard in (module._parameters["weight"] for module in (model[0], model[2], model[4])):
+            assert not isinstance(shard, DTensor)
+    model.zero_grad()
+    losses = [model(inputs).square().sum()]
+    if dist.get_rank() == 0:  # the other rank communicates as this one
+        assert num_full() == 6
+    losses.append(model(inputs).square().sum())
+    sum(losses).backward()
+    assert num_full() == 0
+    check_gradients_of_two(reference, model)
+    model(inputs)
+    model[0].reshard()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    assert num_full() == 4
+    with torch.no_grad():
+        model[0].weight.div_(2)
+        model[2].weight.mul_(2)
+    with pytest.raises(
+        ParameterStateError, match=r"2\.weight were written to between a forward and its backward"
+    ):
+        model[2].reshard()
+    with torch.no_grad():
+        model(inputs)
+    assert_close(model[0].weight.full_tensor(), reference[0].weight)
+    assert_close(model[2].weight.full_tensor(), reference[2].weight)
+
+
+def check_gradients_of_two(reference: nn.Module, model: nn.Module) -> None:
+    """Those of two equal forwards: twice those of one."""
+    for parameter in model.parameters():
+        parameter.grad /= 2
+    check_gradients(reference, model, 0)
+
+
+@pytest.mark.parametrize("implementation", ["sharded"])
+def test_what_a_look_between_forward_and_backward_changes(run_on_gloo_ranks, implementation):
+    run_on_gloo_ranks(2, look_after_forwards, implementation)
 
 
 def reshard_before_backward(implementation: str) -> int:
@@ -155,9 +217,7 @@ def accumulate_cubes(reshard_after_forward: bool | int, dtype: torch.dtype | Non
     reference = nn.Sequential(Cubes(), Cubes())
     model = copy.deepcopy(reference)
     policy = MixedPrecisionPolicy(param_dtype=dtype)
-    shard_units(
-        "compiled", model, [*model], reshard_after_forward=reshard_after_forward, mp_policy=policy
-    )
+    shard_units("compiled", model, [*model], reshard_after_forward=reshard_after_forward, mp_policy=policy)
     forward = compile_if_asked("compiled", model)
     for _ in range(2):
         for micro_batch in range(3):

@@ -150,7 +150,16 @@ class Nested(Scaled):
         return cls(inner["_inner"]._data)
 
 
+class OtherSignature(Scaled):
+    """Torch never calls its `__tensor_unflatten__`, which takes no context, in code that is not compiled."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], size: Any, stride: Any) -> Any:
+        return Scaled(inner["_data"])
+
+
 REFUSED = [
+    (OtherSignature, 5, r"0.weight .* OtherSignature.__tensor_unflatten__ does not make a OtherSignature"),
     (
         HeldFlat,
         5,
