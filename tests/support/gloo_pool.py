@@ -145,6 +145,7 @@ def run_task(task: Task) -> Any:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     gc.collect()
+    gc.freeze()  # what earlier calls left alive is not looked at again
     random.seed(0)
     torch.manual_seed(0)
     halves = interpreted_halves() if task.interprets else contextlib.nullcontext()
