@@ -1,7 +1,7 @@
 """Halves that run node by node, in place of Inductor: for tests that are not about what Inductor generates.
 
-The passes, the agreement of the ranks and the check at each step work as in training; the planner's exact search is
-brief. A graph that is compiled for the first time costs a tenth.
+The passes, the planner, the agreement of the ranks and the check at each step work as in training. A graph that is
+compiled for the first time costs a tenth.
 """
 
 import contextlib
@@ -13,7 +13,6 @@ from unittest import mock
 from torch import fx
 
 import graphshard.backend.entry  # noqa: F401  (loads the modules that are patched)
-from support.brief_search import brief_search
 
 
 class InterpretedHalf:
@@ -44,10 +43,9 @@ _STANDINS: dict[str, Any] = {
 
 @contextlib.contextmanager
 def interpreted_halves() -> Iterator[None]:
-    """While this is open, what the backend compiles is interpreted, and planned briefly."""
+    """While this is open, what the backend compiles is interpreted."""
     modules = [module for name, module in sys.modules.items() if name.startswith("graphshard.backend")]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(brief_search())
         for module in modules:
             for name in _STANDINS.keys() & vars(module).keys():
                 stack.enter_context(mock.patch.object(module, name, _STANDINS[name]))

@@ -17,7 +17,12 @@ _run: dict[str, bool] = {}
 
 def note_run(config: pytest.Config) -> None:
     """Called once a run, before the tests are imported."""
-    _run["is_thorough"] = "not slow" not in config.option.markexpr
+    note_thorough("not slow" not in config.option.markexpr)
+
+
+def note_thorough(is_thorough: bool) -> None:
+    """Ranks are told by the run that calls them."""
+    _run["is_thorough"] = is_thorough
 
 
 def is_thorough() -> bool:
