@@ -47,8 +47,6 @@ from graphshard.planner.search.simulate import simulate
 from graphshard.planner.to_graph import planned_graph
 from graphshard.testing import run_on_all_ranks
 
-pytestmark = pytest.mark.usefixtures("brief_plans")
-
 #: The module; its package shows the function of the same name.
 graph_plan = importlib.import_module("graphshard.planner.plan_graph")
 
