@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
+from support.brief_search import briefly
 from support.interpreted_halves import interpreted_halves
 from support.run_order import order_items
 from support.sampling import mark_unsampled
@@ -62,6 +63,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def interpreted() -> Iterator[None]:
     """In `make test`, what the test compiles runs node by node: see `support/interpreted_halves.py`."""
     with nullcontext() if is_thorough() else interpreted_halves():
+        yield
+
+
+@pytest.fixture(scope="module")
+def brief_plans() -> Iterator[None]:
+    """In `make test`, what the tests of a module plan is searched for briefly: see `support/brief_search.py`."""
+    with briefly():
         yield
 
 

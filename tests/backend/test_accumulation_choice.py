@@ -22,7 +22,7 @@ from graphshard.memory import ScratchTable
 from graphshard.passes import LowerShards, PlanCollectives
 from graphshard.pipeline.pipeline import Pipeline
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = pytest.mark.usefixtures("brief_plans", "interpreted")
 
 UNITS = ("blocks.0", "blocks.1", "blocks.2", "root")
 NONE_KEPT = StepChoice(kept=())

@@ -29,7 +29,7 @@ from graphshard.pipeline.pipeline import Pipeline
 from graphshard.planner import default_peak
 from graphshard.planner.search.solve import EXACT_STATES
 
-pytestmark = pytest.mark.usefixtures("interpreted")
+pytestmark = pytest.mark.usefixtures("brief_plans", "interpreted")
 
 
 class Attention(nn.Module):

@@ -25,6 +25,8 @@ from graphshard.ir import graph_text
 from graphshard.report import CATEGORIES
 from graphshard.report.formulas import formulas_text, moments_of
 
+pytestmark = pytest.mark.usefixtures("brief_plans")
+
 CARD = round_card(memory_bytes=6 * 2**15)
 OPTIONS = {
     "hardware": CARD,

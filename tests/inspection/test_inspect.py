@@ -43,6 +43,8 @@ from graphshard.report import CATEGORIES, SCHEMA_VERSION, Report, report_schema
 from graphshard.report.text import pass_diffs, report_text
 from graphshard.report.trace import trace_events
 
+pytestmark = pytest.mark.usefixtures("brief_plans")
+
 CPU_CARD = round_card(device_type="cpu")
 
 

@@ -17,6 +17,8 @@ from graphshard.cost.tables import parse_tables
 from graphshard.inspection.other_meshes import worlds_of
 from graphshard.ir.mesh import MeshAxis, MeshLayout
 
+pytestmark = pytest.mark.usefixtures("brief_plans")
+
 CARDS = {name: load_card(name) for name in known_cards()} | {"round": round_card()}
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 

@@ -28,6 +28,8 @@ from graphshard.ir.graph_text import graph_text
 from graphshard.processes import process_context, start_early
 from graphshard.report import CATEGORIES
 
+pytestmark = pytest.mark.usefixtures("brief_plans")
+
 #: The module; its package shows the function of the same name.
 sweeping = importlib.import_module("graphshard.inspection.sweep")
 

@@ -13,6 +13,8 @@ from graphshard.ir import REDUCE_GRAD, ReduceGradCall, graph_text, output_values
 from graphshard.pipeline import joint_outputs
 from graphshard.report import CATEGORIES, Report
 
+pytestmark = pytest.mark.usefixtures("brief_plans")
+
 CARD = round_card()
 
 

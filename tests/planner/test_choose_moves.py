@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.planner_graphs import MESH, PRICES, NodePrices, inputs_of, random_graph
 from support.small_graphs import GraphBuilder, aten, products_and_sums, tensor_parallel_backward
+from support.thorough import drawn
 
 import graphshard
 from graphshard.errors import PlanError
@@ -279,7 +280,7 @@ def test_a_plan_that_moves_what_is_not_there_cannot_be_followed(wrong):
 MOVED, OTHERS = (1, 10, 11, 12, 19, 21, 23, 26, 29, 30), (0, 2, 14, 18, 28, 37)
 
 
-@pytest.mark.parametrize("seed", [*MOVED, *OTHERS])
+@pytest.mark.parametrize("seed", [*drawn(MOVED), *drawn(OTHERS)])
 def test_moved_compute_gives_equal_results_and_is_no_slower(seed):
     gm = random_graph(seed, num_steps=14)
     came, planned = plan_graph(gm, PRICES, move_compute=False), plan_graph(gm, PRICES)
@@ -293,7 +294,7 @@ def test_moved_compute_gives_equal_results_and_is_no_slower(seed):
     assert planned.plan.peak_bytes == measured_peak(planned.gm, None)
 
 
-@pytest.mark.parametrize("seed", MOVED[::2])
+@pytest.mark.parametrize("seed", drawn(MOVED[::2]))
 def test_moves_do_not_depend_on_names(seed):
     gm, renamed = random_graph(seed, num_steps=14), random_graph(seed, num_steps=14, rename="a")
     one, other = plan_graph(gm, PRICES), plan_graph(renamed, PRICES)

@@ -1,6 +1,7 @@
 """The one fixture of the distributed tests: run a function on every rank of a persistent gloo group.
 
-`make test` leaves out what proves nothing of graphshard, and interprets most halves; `make test-all` does neither.
+`make test` leaves out what proves nothing of graphshard, interprets most halves and plans briefly; `make test-all`
+does none of these.
 """
 
 import os
@@ -20,11 +21,16 @@ HERE = Path(__file__).parent
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A case of torch's own FSDP2 is slow: it shows that a test asks for what torch does, and changes with torch only.
 
-    Tests that compare graphshard with FSDP2 run both and are no such cases.
+    Tests that compare graphshard with FSDP2 run both and are no such cases. Of a test marked `compiles`, the compiled
+    cases that the marker does not name are slow.
     """
     for item in items:
-        arguments = item.callspec.params if hasattr(item, "callspec") else {}
-        if HERE in item.path.parents and arguments.get("implementation") == "fsdp2":
+        if HERE not in item.path.parents or not hasattr(item, "callspec"):
+            continue
+        implementation = item.callspec.params.get("implementation", "compiled")
+        named = item.get_closest_marker("compiles")
+        is_left_out = named is not None and not any(name in item.callspec.id for name in named.args)
+        if implementation == "fsdp2" or (implementation == "compiled" and is_left_out):
             item.add_marker(pytest.mark.slow)
 
 
@@ -47,7 +53,8 @@ def gloo_pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GlooPools]:
 def run_on_gloo_ranks(gloo_pools: GlooPools, request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     """`run_on_gloo_ranks(world_size, function, *args)`: see `GlooPools.run`.
 
-    In a run without the slow tests, halves are interpreted unless the test is marked `inductor`.
+    In a run without the slow tests, plans are searched for briefly, and halves are interpreted unless the test is
+    marked `inductor`.
     """
     through_inductor = is_thorough() or request.node.get_closest_marker("inductor") is not None
-    return partial(gloo_pools.run, interprets=not through_inductor)
+    return partial(gloo_pools.run, interprets=not through_inductor, is_thorough=is_thorough())

@@ -86,6 +86,7 @@ def train_in_chunks(implementation: str, tied: bool, as_list: bool) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.compiles("False-True", "True-True")
 @pytest.mark.parametrize(("tied", "as_list"), [(False, False), (False, True), (True, True)])
 @pytest.mark.parametrize("implementation", EVERY)
 def test_output_layer_called_for_each_chunk(run_on_gloo_ranks, implementation, tied, as_list):

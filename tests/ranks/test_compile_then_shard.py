@@ -91,6 +91,7 @@ def train_with_another_compiler(implementation: str) -> None:
 FORMS = ("blocks", "blocks_and_model", "list", "in_place", "model", "model_that_ran")
 
 
+@pytest.mark.compiles("in_place", "list", "model_that_ran")
 @pytest.mark.parametrize("form", FORMS)
 def test_compile_then_shard(run_on_gloo_ranks: Run, form: str) -> None:
     run_on_gloo_ranks(2, train_compiled_blocks, form, "compiled", "graphshard")

@@ -70,6 +70,7 @@ def transform(implementation: str, name: str) -> None:
     check_gradients(reference, model)
 
 
+@pytest.mark.compiles("vmap of grad", "jvp", "after a forward")
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("implementation", GRAPHSHARD)
 def test_like_unsharded(run_on_gloo_ranks, implementation, name):

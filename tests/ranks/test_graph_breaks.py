@@ -160,6 +160,7 @@ def train_breaking(place: str, with_units: bool) -> None:
     check_training(reference, model, torch.compile(model, backend="graphshard"), steps=1)
 
 
+@pytest.mark.compiles("in_a_generator", "in_a_checkpoint", "on_a_number-False")
 @pytest.mark.parametrize(
     ("place", "with_units"),
     [*((place, True) for place in PLACES), ("in_a_loop", False), ("on_a_number", False)],

@@ -74,12 +74,14 @@ def train(implementation: str, how: str, units: tuple[str, ...]) -> None:
 HOW = ["one unit", "three", "deleted first", "while gathered"]
 
 
+@pytest.mark.compiles("three", "while gathered")
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("implementation", GRAPHSHARD)
 def test_ties_within_a_unit(run_on_gloo_ranks, implementation, how):
     run_on_gloo_ranks(2, train, implementation, how, ())
 
 
+@pytest.mark.compiles("three", "written")
 @pytest.mark.parametrize("how", ["three", "before the root", "written", "loaded"])
 @pytest.mark.parametrize("implementation", GRAPHSHARD)
 def test_ties_across_units(run_on_gloo_ranks, implementation, how):

@@ -97,6 +97,7 @@ def _lowest_peak(folder: str, num_results: int, block: Callable[[int], nn.Module
     return min(_peaks_of_steps(folder, num_results, block))
 
 
+@pytest.mark.compiles("1024")
 @pytest.mark.inductor
 @pytest.mark.parametrize(("num_results", "block"), [(0, _Residual), (1024, _Residual), (0, _Gated)])
 def test_the_predicted_peak_is_what_a_compiled_step_allocates(

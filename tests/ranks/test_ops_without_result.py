@@ -129,6 +129,7 @@ COMPUTATIONS = (
 )
 
 
+@pytest.mark.compiles("masked_rows", "number_on_one_rank", "cholesky")
 @pytest.mark.parametrize("compute", COMPUTATIONS)
 @pytest.mark.parametrize("implementation", GRAPHSHARD)
 def test_computations_with_checks(run_on_gloo_ranks, implementation, compute):
@@ -167,6 +168,7 @@ def train_parametrized(implementation: str, orthogonal_map: str) -> None:
     check_training(reference, model, compile_if_asked(implementation, model))
 
 
+@pytest.mark.compiles("householder")
 @pytest.mark.parametrize("orthogonal_map", ["cayley", "matrix_exp", "householder"])
 @pytest.mark.parametrize("implementation", GRAPHSHARD)
 def test_orthogonal_parametrization(run_on_gloo_ranks, implementation, orthogonal_map):

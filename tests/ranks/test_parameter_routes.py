@@ -80,6 +80,7 @@ def train_reading(implementation: str, read: str, has_units: bool) -> None:
             optimizer.zero_grad()
 
 
+@pytest.mark.compiles("parameters", "dict", "norm")
 @pytest.mark.parametrize(("read", "has_units"), [("parameters", False), *((read, True) for read in READS)])
 @pytest.mark.parametrize("implementation", GRAPHSHARD)
 def test_route_gathers(run_on_gloo_ranks, implementation, read, has_units):

@@ -109,6 +109,7 @@ def train_writing(implementation: str, write: str) -> None:
     train_beside(reference, model, compile_if_asked(implementation, model))
 
 
+@pytest.mark.compiles("copy", "view", "out")
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("implementation", GRAPHSHARD)
 def test_write_is_kept(run_on_gloo_ranks, implementation, write):
@@ -165,6 +166,7 @@ def train_replacing(implementation: str, kind: type[Writing], num_shards: int) -
     train_beside(reference, model, forward, check=check_whole_parity)
 
 
+@pytest.mark.compiles("AssigningLater-2", "WritingLists-2")
 @pytest.mark.parametrize("num_shards", [1, 2])
 @pytest.mark.parametrize("kind", [Replacing, WritingLater, WritingLists, AssigningLater])
 @pytest.mark.parametrize("implementation", GRAPHSHARD)
@@ -288,6 +290,7 @@ def train_settings(implementation: str, setting: str) -> None:
             assert_close(other.grad.full_tensor(), one.grad)
 
 
+@pytest.mark.compiles("columns", "offloaded")
 @pytest.mark.parametrize("setting", ["kept", "resharded", "columns", "offloaded"])
 @pytest.mark.parametrize("implementation", GRAPHSHARD)
 def test_write_under_settings(run_on_gloo_ranks, implementation, setting):

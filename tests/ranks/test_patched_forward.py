@@ -92,6 +92,7 @@ def train_patched(implementation: str, patch: str, inner: bool) -> None:
     assert "shift" in inspect.signature(model[0].forward).parameters or patch == "patch_with_a_partial"
 
 
+@pytest.mark.compiles("patch_with_a_method-root", "patch_with_a_partial-units")
 @pytest.mark.parametrize("inner", [True, False], ids=["units", "root"])
 @pytest.mark.parametrize("patch", sorted(PATCHES))
 @pytest.mark.parametrize("implementation", EVERY)

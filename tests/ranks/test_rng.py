@@ -74,6 +74,7 @@ def compare_with_no_checkpointing(implementation: str, form: str, reshard_after_
         assert_close(other, one)
 
 
+@pytest.mark.compiles("function")
 @pytest.mark.inductor
 @pytest.mark.parametrize("form", ["none", "function"])
 @pytest.mark.parametrize("implementation", EVERY)

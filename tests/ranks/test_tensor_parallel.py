@@ -381,6 +381,7 @@ def refuse_number_of_ranks() -> None:
         number_of_ranks(pick_fully_shard("sharded"))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize(
     "sizes",

@@ -112,6 +112,7 @@ def train(implementation: str, kind: str, shard_options: dict, options: dict) ->
 KINDS = ("jagged", "jagged with a gradient", "two jagged", "scaled")
 
 
+@pytest.mark.compiles("two jagged", "scaled")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("implementation", EVERY)
 def test_gradients_are_those_of_their_parameters(run_on_gloo_ranks, implementation, kind):

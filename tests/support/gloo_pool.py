@@ -34,7 +34,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from support.brief_search import briefly
 from support.interpreted_halves import interpreted_halves
+from support.thorough import note_thorough
 
 CALL_TIMEOUT_S = 240.0
 """A call that takes longer is a hang. Generous: a slow machine compiles a small transformer within it."""
@@ -99,6 +101,8 @@ class Task:
     timeout_s: float
     interprets: bool
     """Halves are interpreted: see `interpreted_halves`."""
+    is_thorough: bool
+    """What the run takes: see `thorough`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +121,11 @@ class RankSetup:
 
 
 def describe_task(
-    function: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float, interprets: bool = False
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    timeout_s: float,
+    interprets: bool = False,
+    is_thorough: bool = True,
 ) -> Task:
     """Refer to a module-level function by name. Raises ValueError for a lambda or a nested function."""
     if "<" in function.__qualname__:
@@ -131,6 +139,7 @@ def describe_task(
         arguments=pickle.dumps(arguments),
         timeout_s=timeout_s,
         interprets=interprets,
+        is_thorough=is_thorough,
     )
 
 
@@ -145,10 +154,12 @@ def run_task(task: Task) -> Any:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     gc.collect()
+    gc.freeze()  # what earlier calls left alive is not looked at again
     random.seed(0)
     torch.manual_seed(0)
     halves = interpreted_halves() if task.interprets else contextlib.nullcontext()
-    with halves, warnings.catch_warnings():
+    note_thorough(task.is_thorough)
+    with halves, briefly(), warnings.catch_warnings():
         warnings.simplefilter("error")
         for category, pattern in TOLERATED_WARNINGS:
             warnings.filterwarnings("ignore", message=pattern, category=category)
@@ -305,16 +316,18 @@ class GlooPools:
         *arguments: Any,
         timeout_s: float = CALL_TIMEOUT_S,
         interprets: bool = False,
+        is_thorough: bool = True,
     ) -> list[Any]:
         """Run `function(*arguments)` on every rank of a pool of `world_size`; results in rank order.
 
-        With `interprets`, what `torch.compile` makes of sharded models on the ranks is interpreted.
+        With `interprets`, what `torch.compile` makes of sharded models on the ranks is interpreted. Unless
+        `is_thorough`, the planner's exact search ends early, and parity is compared for fewer steps.
         """
         __tracebackhide__ = True
         pool = self.pools.get(world_size)
         if pool is None or not pool.is_open:
             pool = self.pools[world_size] = GlooPool(world_size, self.inductor_cache)
-        return pool.call(describe_task(function, arguments, timeout_s, interprets))
+        return pool.call(describe_task(function, arguments, timeout_s, interprets, is_thorough))
 
     def close(self) -> None:
         for pool in self.pools.values():

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 from support.implementations import compile_if_asked, pick_fully_shard
+from support.thorough import is_thorough
 from support.toy_models import Workload
 
 FullyShard = Callable[..., nn.Module]
@@ -98,15 +99,17 @@ def train_on_mesh(
     implementation: str,
     arrangement: Arrangement,
     *,
-    num_steps: int = 4,
+    num_steps: int | None = None,
     tolerance: float | None = None,
     clip_to: float | None = None,
     options: dict[str, Any] | None = None,
 ) -> nn.Module:
     """Adam steps of the unsharded model, of FSDP2's and of the implementation's; returns the latter.
 
-    `options` are those of the backend.
+    Four steps, in `make test` two. `options` are those of the backend.
     """
+    if num_steps is None:
+        num_steps = 4 if is_thorough() else 2
     torch.manual_seed(42)
     reference = workload.build()
     model, fsdp2 = copy.deepcopy(reference), copy.deepcopy(reference)

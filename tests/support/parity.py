@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing import assert_close
 
 from support.implementations import compile_if_asked, shard_units
+from support.thorough import is_thorough
 from support.toy_models import WORKLOADS, Workload
 
 LEARNING_RATE = 1e-2
@@ -141,14 +142,15 @@ def start_lockstep(
 
 
 def train_in_lockstep(workload_name: str, implementation: str, reshard_after_forward: bool | None) -> None:
-    """Ten Adam steps against the unsharded model and, unless it is the one tested, against FSDP2."""
+    """Adam steps against the unsharded model and, unless it is the one tested, FSDP2: ten, in `make test` four."""
     workload = WORKLOADS[workload_name]
     tested = start_lockstep(workload, implementation, reshard_after_forward=reshard_after_forward)
+    num_steps = 10 if is_thorough() else 4
     if implementation == "fsdp2":
-        tested.train()
+        tested.train(num_steps)
         return
     fsdp2 = start_lockstep(workload, "fsdp2", reshard_after_forward=reshard_after_forward)
-    for step in range(10):
+    for step in range(num_steps):
         for pair in (fsdp2, tested):
             pair.backward(step)
         check_same_shards(fsdp2.model, tested.model)

@@ -14,3 +14,13 @@ def test_examples_of_a_run(expression, number, drawn, monkeypatch):
     monkeypatch.setattr(thorough, "_run", {})
     thorough.note_run(SimpleNamespace(option=SimpleNamespace(markexpr=expression)))
     assert thorough.examples(number).max_examples == drawn
+
+
+@pytest.mark.parametrize(
+    ("expression", "number", "kept"), [("not slow", 40, 10), ("not slow", 8, 3), ("not slow", 2, 2), ("", 40, 40)]
+)
+def test_random_cases_of_a_run(expression, number, kept, monkeypatch):
+    monkeypatch.setattr(thorough, "_run", {})
+    thorough.note_run(SimpleNamespace(option=SimpleNamespace(markexpr=expression)))
+    cases = thorough.drawn(range(number))
+    assert len(cases) == kept and cases == sorted(set(cases)) and cases == thorough.drawn(range(number))

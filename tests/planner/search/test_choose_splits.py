@@ -8,6 +8,7 @@ import torch
 from support.planner_graphs import MESH, PRICES, inputs_of, random_graph
 from support.problems import LinePrices
 from support.small_graphs import GROUP, GraphBuilder, aten, num_targets
+from support.thorough import drawn
 from torch import fx
 
 from graphshard.errors import InfeasibleBudgetError, PlanError
@@ -24,6 +25,8 @@ from graphshard.planner.search.problem import Collective, Problem, Task
 from graphshard.planner.search.simulate import simulate
 from graphshard.planner.user_constraints import Wishes
 from graphshard.testing import run_on_all_ranks
+
+pytestmark = pytest.mark.usefixtures("brief_plans")
 
 
 def _seconds(problem):
@@ -66,7 +69,7 @@ def _sharded_step(seed):
     return Problem(tasks=tasks, collectives=ones, prices=prices)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", drawn(range(60)))
 def test_without_a_budget_splitting_what_sharding_needs_is_never_faster(seed):
     problem = _sharded_step(seed)
     whole = _seconds(problem)
@@ -74,7 +77,7 @@ def test_without_a_budget_splitting_what_sharding_needs_is_never_faster(seed):
         assert _seconds(_halved(problem, index)) >= whole - 1e-9
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", drawn(range(60)))
 def test_no_bound_is_beaten_by_splitting(seed):
     """So what splitting could bring is part of the gap that a plan reports."""
     problem = _sharded_step(seed)
@@ -365,7 +368,7 @@ def test_the_graph_itself_stays_as_it_is(split_gather):
     assert num_targets(planned.gm, JOIN_PARTS) == 1
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 3, 4, 6, 7])
+@pytest.mark.parametrize("seed", drawn([0, 1, 2, 3, 4, 6, 7]))
 def test_random_graphs_with_parts_compute_the_same_and_are_no_slower(monkeypatch, seed):
     gm = random_graph(seed)
     prices = replace(PRICES, latency=0.01, bandwidth=200.0, turns=0.5)

@@ -6,6 +6,7 @@ import pytest
 from support.brute_force import all_schedules
 from support.planner_graphs import PRICES, random_graph
 from support.problems import LinePrices, random_problem
+from support.thorough import drawn
 
 from graphshard.errors import InfeasibleBudgetError
 from graphshard.ir.shard_rows import RowPlace
@@ -47,12 +48,12 @@ BUSY_CORE = [
 ]
 
 
-@pytest.mark.parametrize("problem", [*FREE, *LIMITED, *DEAR_COPIES, *BUSY_CORE])
+@pytest.mark.parametrize("problem", drawn([*FREE, *LIMITED, *DEAR_COPIES, *BUSY_CORE]))
 def test_nothing_is_faster(problem):
     _check(problem)
 
 
-@pytest.mark.parametrize("problem", [p for p in TIGHT if len(p.collectives) < 7])
+@pytest.mark.parametrize("problem", drawn([p for p in TIGHT if len(p.collectives) < 7]))
 def test_nothing_is_faster_with_several_groups(problem):
     _check(problem)
 
@@ -79,7 +80,7 @@ def _check_time(problem):
     assert found.bounds.seconds <= best.seconds + 1e-9
 
 
-@pytest.mark.parametrize("problem", [*FREE[:30], *LIMITED[:15], *DEAR_COPIES[:15]])
+@pytest.mark.parametrize("problem", drawn([*FREE[:30], *LIMITED[:15], *DEAR_COPIES[:15]]))
 def test_the_search_that_prunes_finds_what_the_plain_one_does(problem):
     assert all_schedules(problem, prunes=True).seconds == all_schedules(problem).seconds
 
@@ -88,17 +89,17 @@ def test_long_problems_have_eight_to_ten_collectives():
     assert {len(problem.collectives) for problem in LONG} == {8, 9, 10}
 
 
-@pytest.mark.parametrize("problem", LONG)
+@pytest.mark.parametrize("problem", drawn(LONG))
 def test_nothing_is_faster_with_eight_to_ten_collectives(problem):
     _check_time(problem)
 
 
-@pytest.mark.parametrize("problem", [p for p in TIGHT if len(p.collectives) >= 7])
+@pytest.mark.parametrize("problem", drawn([p for p in TIGHT if len(p.collectives) >= 7]))
 def test_no_time_is_less_with_several_groups_and_seven_to_ten_collectives(problem):
     _check_time(problem)
 
 
-@pytest.mark.parametrize("problem", LONG_IN_BUDGET)
+@pytest.mark.parametrize("problem", drawn(LONG_IN_BUDGET))
 def test_nothing_within_the_budget_is_faster_with_eight_to_ten_collectives(problem):
     smallest = least_peak(problem)
     _check_time(replace(problem, budget_bytes=smallest + 2))
@@ -137,7 +138,7 @@ def test_graphs_of_ten_collectives_are_planned_exactly(seed, num_steps, seconds)
 
 
 @pytest.mark.parametrize("extra", [0, 3, 8])
-@pytest.mark.parametrize("problem", HEAVY)
+@pytest.mark.parametrize("problem", drawn(HEAVY))
 def test_nothing_within_the_budget_is_faster(problem, extra):
     smallest = least_peak(problem)
     tight = replace(problem, budget_bytes=smallest + extra)
@@ -146,7 +147,7 @@ def test_nothing_within_the_budget_is_faster(problem, extra):
     assert plan(tight).seconds == pytest.approx(best.seconds, abs=1e-9)
 
 
-@pytest.mark.parametrize("problem", HEAVY)
+@pytest.mark.parametrize("problem", drawn(HEAVY))
 def test_one_byte_less_than_the_smallest_budget_is_refused(problem):
     smallest = least_peak(problem)
     assert plan(replace(problem, budget_bytes=smallest)).peak_bytes <= smallest
@@ -162,7 +163,7 @@ SHARED = [
 SHARED_LONG = [replace(problem, shared_links=[("tensor", "copies", "shard")]) for problem in LONG[:15]]
 
 
-@pytest.mark.parametrize("problem", SHARED_LONG)
+@pytest.mark.parametrize("problem", drawn(SHARED_LONG))
 def test_a_shared_link_is_never_faster(problem):
     _check_time(problem)
     assert plan(replace(problem, shared_links=())).seconds <= plan(problem).seconds
@@ -187,17 +188,17 @@ SIDE_BY_SIDE_LONG = [
 ]
 
 
-@pytest.mark.parametrize("problem", [p for p in (*SHARED, *SIDE_BY_SIDE) if len(p.collectives) < 4])
+@pytest.mark.parametrize("problem", drawn([p for p in (*SHARED, *SIDE_BY_SIDE) if len(p.collectives) < 4]))
 def test_nothing_is_faster_on_shared_links_and_where_latencies_pass_side_by_side(problem):
     _check(problem)
 
 
-@pytest.mark.parametrize("problem", [p for p in (*SHARED, *SIDE_BY_SIDE) if len(p.collectives) >= 4])
+@pytest.mark.parametrize("problem", drawn([p for p in (*SHARED, *SIDE_BY_SIDE) if len(p.collectives) >= 4]))
 def test_no_time_is_less_on_shared_links_and_where_latencies_of_four_pass_side_by_side(problem):
     _check_time(problem)
 
 
-@pytest.mark.parametrize("problem", SIDE_BY_SIDE_LONG)
+@pytest.mark.parametrize("problem", drawn(SIDE_BY_SIDE_LONG))
 def test_nothing_is_faster_where_latencies_of_many_pass_side_by_side(problem):
     _check_time(problem)
     assert plan(problem).seconds <= plan(replace(problem, prices=LinePrices())).seconds
@@ -213,24 +214,24 @@ SPREAD = [
 SPREAD_LONG = [replace(problem, prices=LinePrices(spread=3.0)) for problem in LONG[:25]]
 
 
-@pytest.mark.parametrize("problem", [p for p in SPREAD if len(p.collectives) < 4])
+@pytest.mark.parametrize("problem", drawn([p for p in SPREAD if len(p.collectives) < 4]))
 def test_nothing_is_faster_where_ends_are_spread(problem):
     _check(problem)
 
 
-@pytest.mark.parametrize("problem", [p for p in SPREAD if len(p.collectives) >= 4])
+@pytest.mark.parametrize("problem", drawn([p for p in SPREAD if len(p.collectives) >= 4]))
 def test_no_time_is_less_where_ends_of_four_are_spread(problem):
     _check_time(problem)
 
 
-@pytest.mark.parametrize("problem", [p for p in SPREAD if p.tasks[0].live_bytes])
+@pytest.mark.parametrize("problem", drawn([p for p in SPREAD if p.tasks[0].live_bytes]))
 def test_nothing_within_the_budget_is_faster_where_ends_are_spread(problem):
     tight = replace(problem, budget_bytes=least_peak(problem) + 3)
     best = all_schedules(tight, prunes=True)
     assert simulate(tight, best_schedule(tight)).seconds == pytest.approx(best.seconds, abs=1e-9)
 
 
-@pytest.mark.parametrize("problem", SPREAD_LONG)
+@pytest.mark.parametrize("problem", drawn(SPREAD_LONG))
 def test_nothing_is_faster_where_ends_of_many_are_spread(problem):
     _check_time(problem)
     assert plan(problem).seconds >= plan(replace(problem, prices=LinePrices())).seconds - 1e-9
@@ -298,12 +299,12 @@ IN_ROWS = [_in_rows(problem) for problem in (*DEAR_COPIES, *HEAVY)]
 IN_ROWS_LONG = [_in_rows(replace(problem, prices=LinePrices(copies=8.0))) for problem in LONG[:15]]
 
 
-@pytest.mark.parametrize("problem", IN_ROWS)
+@pytest.mark.parametrize("problem", drawn(IN_ROWS))
 def test_nothing_is_faster_where_shards_are_neighbours(problem):
     _check(problem)
 
 
-@pytest.mark.parametrize("problem", IN_ROWS_LONG)
+@pytest.mark.parametrize("problem", drawn(IN_ROWS_LONG))
 def test_nothing_is_faster_where_shards_of_many_are_neighbours(problem):
     _check_time(problem)
 

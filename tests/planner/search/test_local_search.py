@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from support.problems import LinePrices, random_problem
+from support.thorough import drawn
 
 from graphshard.errors import PlanError
 from graphshard.planner.search import local_search as polish
@@ -97,7 +98,7 @@ def test_a_member_goes_over_to_the_next_bucket(merged):
     assert found[0].members == (0,) and len(found) == 4
 
 
-@pytest.mark.parametrize("problem", RANDOM)
+@pytest.mark.parametrize("problem", drawn(RANDOM))
 def test_what_was_kept_is_kept(problem):
     """The budget, and what the user insists on."""
     budget = least_peak(problem) + 6
@@ -188,7 +189,7 @@ def test_less_memory_is_tried_where_the_budget_binds(monkeypatch):
         assert again[0] is None and all(set(searches) == set(best) for searches in again[1:])
 
 
-@pytest.mark.parametrize("seed", range(900, 930))
+@pytest.mark.parametrize("seed", drawn(range(900, 930)))
 def test_what_is_left_out_of_simulations_changes_nothing(seed):
     """As if each changed schedule was simulated from its beginning to its end."""
     problem = random_problem(seed, most=6, num_tasks=6, with_memory=True)

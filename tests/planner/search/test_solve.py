@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.brief_search import briefly
 from support.problems import LinePrices, random_problem
-from support.thorough import examples
+from support.thorough import drawn, examples
 
 from graphshard.errors import InfeasibleBudgetError, PlanError, ProblemError
 from graphshard.planner.search import solve
@@ -27,6 +28,7 @@ from graphshard.progress import TimeLimit
 SEEDS = st.integers(0, 10**6)
 
 
+@briefly()
 @examples(25)
 @given(seed=SEEDS, with_memory=st.booleans())
 def test_a_plan_is_valid_no_slower_than_in_place_and_no_faster_than_the_bound(seed, with_memory):
@@ -39,6 +41,7 @@ def test_a_plan_is_valid_no_slower_than_in_place_and_no_faster_than_the_bound(se
     assert found.gap == pytest.approx(found.seconds / found.bounds.seconds - 1) or not found.bounds.seconds
 
 
+@briefly()
 @examples(15)
 @given(seed=SEEDS, share=st.floats(0.0, 1.0))
 def test_the_budget_is_kept_or_refused_with_one_that_works(seed, share):
@@ -77,6 +80,7 @@ def test_other_hashes_in_another_process_give_the_same_plans(problems, graphs):
     assert text.count("Step(") > 8 * (problems + graphs)
 
 
+@briefly()
 @examples(15)
 @given(seed=SEEDS)
 def test_names_do_not_matter_and_plans_repeat(seed):
@@ -246,7 +250,7 @@ class SteppedPrices(LinePrices):
         return super().collective_seconds(kind, num_bytes, group) + (50.0 if num_bytes > 16 else 0.0)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", drawn(range(20)))
 def test_the_bound_holds_where_prices_are_not_concave(seed):
     problem = random_problem(seed, most=5, num_tasks=4, prices=SteppedPrices())
     found = plan(problem)
