@@ -1,7 +1,7 @@
 """Draws the picture of the inspection page: the upper part of a report's page in a headless Chromium.
 
-    make inspect
-    python benchmarks/draw_inspect_page.py out/llama_3_8b.html --out docs/inspect.png
+For the one in the docs: ``make inspect``, then
+``python benchmarks/draw_inspect_page.py out/llama_3_8b.html --out docs/inspect.png``.
 """
 
 from __future__ import annotations
