@@ -137,7 +137,7 @@ def _replace_reads(
     for region in [user for user in param.users if user.target is CHECKPOINTED_REGION]:
         bodies = entrances(region, param)
         if bodies is None:
-            slot = extension.slot()
+            slot = extension.slot() if extension.slot is not None else None
             raise UnsupportedShardingError(
                 f"parameter {slot.name if slot is not None else param.name} has an all-gather extension and is read in "
                 "a checkpointed region that runs more than once: read it in one that runs once, or outside of it"

@@ -1,5 +1,7 @@
 """Weights that travel in fewer bytes, compiled: the gather extension is traced into the graph."""
 
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,55 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
+from support.cost_cards import round_card
 from support.implementations import GRAPHSHARD, compile_if_asked, pick_fully_shard, world_mesh
+from support.low_precision import Scaled
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
+import graphshard
+
 Run = Callable[..., list[Any]]
 aten = torch.ops.aten
-
-
-class Scaled(Tensor):
-    """A weight in float32 that is gathered as 8-bit codes with a scale in bfloat16 for each row."""
-
-    _data: Tensor
-
-    @staticmethod
-    def __new__(cls, data: Tensor) -> Any:
-        return Tensor._make_wrapper_subclass(
-            cls, data.shape, data.stride(), dtype=data.dtype, device=data.device
-        )
-
-    def __init__(self, data: Tensor) -> None:
-        self._data = data
-
-    def __tensor_flatten__(self) -> Any:
-        return ["_data"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], _: Any, size: Any, stride: Any) -> Any:
-        return cls(inner["_data"])
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-        scale = self._data.abs().amax(1, keepdim=True).clamp(1e-6) / 127
-        return ((self._data / scale).round().to(torch.int8), scale.to(torch.bfloat16)), "metadata"
-
-    def fsdp_post_all_gather(
-        self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        assert metadata == "metadata"
-        codes, scale = gathered
-        return codes.to(dtype) * scale.to(dtype), gathered
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = pytree.tree_map_only(cls, lambda each: each._data, (args, kwargs or {}))
-        result = func(*plain[0], **plain[1])
-        if func.__name__.split(".")[0].endswith("_"):
-            return args[0]
-        return pytree.tree_map_only(Tensor, cls, result)
 
 
 class Block(nn.Module):
@@ -78,11 +42,7 @@ class Block(nn.Module):
 
 def _train(implementation: str, rows: int, is_checkpointed: bool, **options: Any) -> list[Tensor]:
     """Losses and gradients of steps, one of them with two micro-batches, and the weights at the end."""
-    torch.manual_seed(3)
-    model = nn.Sequential(Block(rows, is_checkpointed), Block(rows, False))
-    shard = pick_fully_shard(implementation)
-    shard(model[0], mesh=world_mesh(), reshard_after_forward=True)
-    shard(model, mesh=world_mesh())
+    model = _sharded(implementation, rows, is_checkpointed)
     forward = compile_if_asked(implementation, model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     found = []
@@ -99,7 +59,27 @@ def _train(implementation: str, rows: int, is_checkpointed: bool, **options: Any
     return [*found, *(getattr(each.to_local(), "_data", each.to_local()) for each in model.parameters())]
 
 
-def train_compiled(folder: str) -> None:
+def _sharded(implementation: str, rows: int, is_checkpointed: bool) -> nn.Module:
+    torch.manual_seed(3)
+    model = nn.Sequential(Block(rows, is_checkpointed), Block(rows, False))
+    shard = pick_fully_shard(implementation)
+    shard(model[0], mesh=world_mesh(), reshard_after_forward=True)
+    shard(model, mesh=world_mesh())
+    return model
+
+
+def _inspected(rows: int) -> list[tuple[str, str, str, int]]:
+    """Half, kind, unit and bytes of the collectives in a report on the sharded model."""
+    model = _sharded("compiled", rows, False)
+    report = graphshard.inspect(model, [torch.ones(3, 4)], hardware=round_card(), loss=_loss)
+    return [(half.name, one.kind, one.unit, one.num_bytes) for half in report.halves for one in half.collectives]
+
+
+def _loss(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def train_compiled(folder: str) -> list[tuple[str, str, str, int]]:
     """Compiled, losses, gradients and weights are those of the uncompiled model; the codes are what is gathered."""
     dump = {"dump": folder} if dist.get_rank() == 0 else {}
     for rows, is_checkpointed in ((6, False), (5, True)):
@@ -107,10 +87,11 @@ def train_compiled(folder: str) -> None:
             _train(each, rows, is_checkpointed, **(dump if rows == 6 else {})) for each in GRAPHSHARD
         )
         assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    return _inspected(6)
 
 
 def test_an_extension_is_traced(run_on_gloo_ranks: Run, tmp_path: Path) -> None:
-    run_on_gloo_ranks(2, train_compiled, str(tmp_path))
+    inspected, *_ = run_on_gloo_ranks(2, train_compiled, str(tmp_path))
     joint = next(tmp_path.glob("graph0.joint.*-tag_recompute.txt")).read_text()
     assert "i8[6, 4] = unshard(" in joint and "'0.linear.weight[0]'" in joint
     assert "bf16[6, 1] = unshard(" in joint and "'0.linear.weight[1]'" in joint
@@ -118,6 +99,18 @@ def test_an_extension_is_traced(run_on_gloo_ranks: Run, tmp_path: Path) -> None:
     assert len(scaled) == 1, "the full weight of the block that reshards is not saved for its backward"
     sent = [line for line in joint.splitlines() if line.startswith("%convert") and line.endswith("!save")]
     assert len(sent) == 2
+    for half in ("forward", "backward"):
+        (text,) = (path.read_text() for path in tmp_path.glob(f"graph0.{half}.*-bucket_collectives.txt"))
+        run = sorted(_gathered_bytes(line) for line in text.splitlines() if "= all_gather_into_tensor(" in line)
+        assert sorted(size for name, kind, _, size in inspected if (name, kind) == (half, "all_gather")) == run
+    assert {unit for _, _, unit, _ in inspected} == {"0", "root"}
+
+
+def _gathered_bytes(line: str) -> int:
+    """Bytes of the result of a gather, by its line in a graph: ``%name: i8[6, 4] = ...``."""
+    dtype, shape = re.match(r"%\w+: (\w+)\[([\d, ]*)\]", line).groups()
+    itemsize = {"i8": 1, "u8": 1, "bf16": 2, "f32": 4}[dtype]
+    return itemsize * math.prod(int(size) for size in shape.split(","))
 
 
 class HeldFlat(Scaled):
