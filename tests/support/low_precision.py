@@ -37,7 +37,12 @@ class Scaled(Tensor):
     ) -> Any:
         assert metadata == "metadata"
         codes, scale = gathered
-        return codes.to(dtype) * scale.to(dtype), gathered
+        full = codes.to(dtype) * scale.to(dtype)
+        if out is not None:  # FSDP2 makes the parameter once, and later has it filled again
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(full)
+            return None
+        return full, (*gathered, full)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
