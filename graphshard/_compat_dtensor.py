@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # checked: 2.13
@@ -69,6 +70,11 @@ def named_mesh_without_groups(label: str, num_ranks: int) -> DeviceMesh:
         )
     mesh._dim_group_names = [label]
     return mesh
+
+
+def give_world_to(mesh: DeviceMesh) -> None:
+    """Lets ``mesh.get_group()`` of a mesh without groups answer with the default group in traced code (checked: 2.13)."""
+    vars(mesh).setdefault("_pg_registry", {})[mesh._dim_group_names[0]] = dist.group.WORLD
 
 
 def drop_dtensor_results() -> None:

@@ -51,7 +51,9 @@ from .extended_parameters import (
     ExtendedShard,
     HeldInputs,
     extended_shards,
+    group_for_extensions,
     merge_reads,
+    name_axis,
     read_extended,
     with_saved_parts,
 )
@@ -162,12 +164,14 @@ def capture_step(
         stack.enter_context(lazy_graph_modules())
         stack.enter_context(no_garbage_collection())
         stack.enter_context(mode)
+        own_name = stack.enter_context(group_for_extensions(shards, rules))
         traced = trace_step(StepModule(fake, loss, finds_loss=needs_loss), fake_args, fake_kwargs)
         merge_reads(traced)
         has_others = returns_tuple_of(traced, LossAndOthers)
         if device_type == "cuda":
             use_gpu_attention(traced)
         joint = export_step(stack, traced, fake_args, fake_kwargs)
+        name_axis(joint.graph, own_name)
         outputs = joint_outputs(joint.graph)
         if outputs is None:
             raise CaptureError(

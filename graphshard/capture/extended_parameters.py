@@ -7,7 +7,8 @@ parameter is a property. Its result is the full parameter made of gathers of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from .._compat import FakeTensorMode
 from .._compat_autograd import tensor_of_input
-from .._compat_dtensor import named_mesh_without_groups
+from .._compat_dtensor import give_world_to, named_mesh_without_groups
+from .._compat_groups import fake_world_named
 from ..errors import UnsupportedShardingError
 from ..fsdp import (
     GatherExtended,
@@ -31,9 +33,12 @@ from ..fsdp import (
     why_untraceable,
     without_data,
 )
-from ..ir import ParameterBinding, UnshardCall, output_values
+from ..ir import ParameterBinding, UnshardCall, group_name, is_collective, output_values, set_group_name
 from ..pipeline import PassContext, binding_of, parts_behind
 from .rules import ShardingRules
+
+#: The axis over which a plain model is sharded; in its graphs, the name of the group too.
+_AXIS = "shard"
 
 #: Attributes of a module of the traced copy: what reads its parameters, and the tensors of their shards.
 _READS = "_graphshard_reads"
@@ -114,11 +119,39 @@ def extended_shards(model: nn.Module, rules: ShardingRules) -> dict[str, Extende
                 f"captured: {why}. Change its class, or inspect the model with a plain parameter in its place"
             )
         local = cut_extended(without_data(param), path, num_ranks)[0]
-        mesh = named_mesh_without_groups("shard", num_ranks)
+        mesh = named_mesh_without_groups(_AXIS, num_ranks)
         given = PreArguments(mesh, tuple(param.stride()), owners[path], rules.mp_policy)
         extension = TracedExtension.of_shard(local, param.shape, num_ranks, given)
         found[path] = ExtendedShard(extension=extension, local=local, shape=param.shape, dtype=param.dtype)
     return found
+
+
+@contextmanager
+def group_for_extensions(shards: Mapping[str, ExtendedShard], rules: ShardingRules) -> Iterator[str]:
+    """While extensions of a plain model are traced, the group that their mesh names exists; gives its other name.
+
+    It communicates nothing. A process that has groups of its own keeps these, and a mesh without groups.
+    """
+    given = [shard.extension.given for shard in shards.values() if shard.extension.given is not None]
+    if given:
+        with fake_world_named(_AXIS, rules.mesh["shard"]) as name:
+            for mesh in (each.mesh for each in given if name != _AXIS):
+                give_world_to(mesh)
+            yield name
+    else:
+        yield _AXIS
+
+
+def name_axis(graph: fx.Graph, name: str) -> None:
+    """Makes collectives that an extension has issued name the axis; edits in place.
+
+    Args:
+        graph: a joint graph.
+        name: of the group of :func:`group_for_extensions`.
+    """
+    for node in filter(is_collective, graph.nodes):
+        if group_name(node) == name:
+            set_group_name(node, _AXIS)
 
 
 def carrier_of(shard: ExtendedShard, requires_grad: bool) -> nn.Parameter:
