@@ -73,7 +73,7 @@ def named_mesh_without_groups(label: str, num_ranks: int) -> DeviceMesh:
 
 
 def give_world_to(mesh: DeviceMesh) -> None:
-    """Lets ``mesh.get_group()`` of a mesh without groups answer with the default group in traced code (checked: 2.13)."""
+    """Lets ``get_group()`` of a mesh without groups give the default group in traced code (checked: 2.13)."""
     vars(mesh).setdefault("_pg_registry", {})[mesh._dim_group_names[0]] = dist.group.WORLD
 
 

@@ -228,5 +228,25 @@ def refuse_what_cannot_be_traced() -> None:
             compile_if_asked("compiled", model)(torch.ones(2, 4))
 
 
+def train_one_unit() -> None:
+    """All parameters of a unit, weights and biases, have extensions; a checkpointed region reads two of them."""
+    found = []
+    for implementation in GRAPHSHARD:
+        torch.manual_seed(7)
+        model = nn.Sequential(Block(6, True), Block(6, False))
+        for part in [part for part in model.modules() if isinstance(part, nn.Linear)]:
+            part.weight = nn.Parameter(Rounded(getattr(part.weight, "_data", part.weight).detach().clone()))
+            part.bias = nn.Parameter(Rounded(part.bias.detach().clone()))
+        pick_fully_shard(implementation)(model, mesh=world_mesh(), reshard_after_forward=True)
+        loss = compile_if_asked(implementation, model)(torch.full((3, 4), 0.5)).square().mean()
+        loss.backward()
+        found.append([loss.detach(), *(each.grad.to_local() for each in model.parameters())])
+    assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+def test_a_unit_has_several_extended_parameters(run_on_gloo_ranks: Run) -> None:
+    run_on_gloo_ranks(2, train_one_unit)
+
+
 def test_what_cannot_be_traced_is_refused_on_every_rank(run_on_gloo_ranks: Run) -> None:
     run_on_gloo_ranks(2, refuse_what_cannot_be_traced)
