@@ -1,4 +1,4 @@
-"""Hooks of saved tensors that are in force; private torch names, as in ``_compat``."""
+"""Hooks of saved tensors, and what inputs of joint graphs stand for; private torch names, as in ``_compat``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch import fx
 from torch._C._autograd import (  # checked: 2.11, 2.13
     _pop_saved_tensors_default_hooks,
     _push_saved_tensors_default_hooks,
     _top_saved_tensors_default_hooks,
 )
+from torch._functorch._aot_autograd.descriptors import BufferAOTInput, ParamAOTInput  # checked: 2.13
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
@@ -58,3 +60,11 @@ class HooksOf:
             _pop_saved_tensors_default_hooks()
         elif self._hidden is not None:
             _push_saved_tensors_default_hooks(*self._hidden)
+
+
+def tensor_of_input(node: fx.Node, traced: fx.GraphModule) -> torch.Tensor | None:
+    """The parameter or buffer of ``traced`` that an input of its joint graph stands for; None if it stands for none."""
+    described = node.meta.get("desc")
+    if isinstance(described, BufferAOTInput):
+        return traced.get_buffer(described.target)
+    return traced.get_parameter(described.target) if isinstance(described, ParamAOTInput) else None

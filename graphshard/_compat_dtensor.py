@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # checked: 2.13
@@ -59,6 +60,21 @@ def mesh_without_groups(num_ranks: int, rank: int) -> DeviceMesh:
     with _disable_current_modes():  # a graph is traced with fake tensors; this tensor is real
         ranks = torch.arange(num_ranks)
         return DeviceMesh("cpu", ranks, mesh_dim_names=("axis",), _init_backend=False, _rank=rank)
+
+
+def named_mesh_without_groups(label: str, num_ranks: int) -> DeviceMesh:
+    """A mesh of one axis whose group has the name of the axis, in graphs; it makes no group (checked: 2.13)."""
+    with _disable_current_modes():
+        mesh = DeviceMesh(
+            "cpu", torch.arange(num_ranks), mesh_dim_names=(label,), _init_backend=False, _rank=0
+        )
+    mesh._dim_group_names = [label]
+    return mesh
+
+
+def give_world_to(mesh: DeviceMesh) -> None:
+    """Lets ``get_group()`` of a mesh without groups give the default group in traced code (checked: 2.13)."""
+    vars(mesh).setdefault("_pg_registry", {})[mesh._dim_group_names[0]] = dist.group.WORLD
 
 
 def drop_dtensor_results() -> None:

@@ -26,6 +26,17 @@ def register_group_name(name: str, group: dist.ProcessGroup) -> bool:
 
 
 @contextmanager
+def fake_world_named(name: str, num_ranks: int) -> Iterator[str]:
+    """:func:`fake_world`, whose group has a further name; gives its own. Does nothing in a process that has groups."""
+    if dist.is_initialized():
+        yield name
+        return
+    with fake_world(0, num_ranks):
+        register_group_name(name, dist.group.WORLD)
+        yield dist.group.WORLD.group_name
+
+
+@contextmanager
 def fake_world(rank: int, num_ranks: int) -> Iterator[None]:
     """A context in which this process is one of ``num_ranks`` in a group that communicates nothing (checked: 2.13)."""
     from torch.testing._internal.distributed import fake_pg  # registers the kind of group "fake"

@@ -80,7 +80,7 @@ class InsertShards:
         outputs = output_values(gm.graph)
         handles_behind: dict[int, int] = {}
         counts = {"parameters": 0, "gradients": 0}
-        handles: dict[str, fx.Node] = {}
+        handles = _handles(gm.graph)
         position = {node: index for index, node in enumerate(gm.graph.nodes)}
         for name, node in inputs.items():
             if name not in pending:
@@ -102,6 +102,12 @@ class InsertShards:
             _set_outputs(gm.graph, outputs, handles_behind)
         has_new = bool(counts["parameters"])
         return PassReport(changed=has_new, counts=counts, new_signature=has_new)
+
+
+def _handles(graph: fx.Graph) -> dict[str, fx.Node]:
+    """The handles of units whose parameters with gather extensions are gathered already."""
+    calls = [UnshardCall(*node.args) for node in graph.find_nodes(op="call_function", target=UNSHARD)]
+    return {call.unit: call.handle for call in calls}
 
 
 def _is_inserted(node: fx.Node) -> bool:

@@ -72,10 +72,15 @@ def enter_extended(gm: fx.GraphModule, inputs: list[Any]) -> list[ExtendedEntran
 def _reads(param: fx.Node) -> Iterator[fx.Node]:
     """The reads of a parameter, also those in checkpointed regions."""
     for user in param.users:
-        if slot_of_read(user.target) is not None:
+        if _is_read_of(user, param):
             yield user
         for inner in entrances(user, param) or ():
             yield from _reads(inner)
+
+
+def _is_read_of(node: fx.Node, param: fx.Node) -> bool:
+    """Whether a call reads this parameter; the other argument of a read is the handle of the unit."""
+    return slot_of_read(node.target) is not None and node.args[0] is param
 
 
 def _enter(
@@ -123,7 +128,7 @@ def _replace_reads(
     param.meta["example_value"], param.type = carrier, Tensor
     gm = param.graph.owning_module
     assert gm is not None
-    reads = [user for user in param.users if slot_of_read(user.target) is not None]
+    reads = [user for user in param.users if _is_read_of(user, param)]
     if reads:
         _, handle, *arguments = reads[0].args
         name = f"extended_{param.name}"
@@ -137,7 +142,7 @@ def _replace_reads(
     for region in [user for user in param.users if user.target is CHECKPOINTED_REGION]:
         bodies = entrances(region, param)
         if bodies is None:
-            slot = extension.slot()
+            slot = extension.slot() if extension.slot is not None else None
             raise UnsupportedShardingError(
                 f"parameter {slot.name if slot is not None else param.name} has an all-gather extension and is read in "
                 "a checkpointed region that runs more than once: read it in one that runs once, or outside of it"

@@ -32,7 +32,7 @@ from ..backend import (
     functorch_patch,
     partition_as_inductor,
 )
-from ..errors import CaptureError, OptionTypeError, ShardingError
+from ..errors import CaptureError, OptionTypeError, ShardingError, UnsupportedShardingError
 from ..ir import (
     MeshLayout,
     PlacedParameter,
@@ -47,7 +47,18 @@ from ..ir import (
 )
 from ..passes import InsertShards, KeepGathered, MergeUnshards, MergeWaits, SpreadParameters, TagRecompute
 from ..pipeline import PassContext, PassRecord, Pipeline, context_from_shard_ops, joint_outputs, pieces_of
+from .extended_parameters import (
+    ExtendedShard,
+    HeldInputs,
+    extended_shards,
+    group_for_extensions,
+    merge_reads,
+    name_axis,
+    read_extended,
+    with_saved_parts,
+)
 from .fake_step import LossAndOthers, StepModule, export_step, fake_copy, fake_inputs, trace_step
+from .from_sharded import FoundRules
 from .gc_pauses import no_garbage_collection
 from .gpu_attention import use_gpu_attention
 from .placed_step import PlacedStep, run_reshard_passes
@@ -137,23 +148,30 @@ def capture_step(
     _refuse_parameters_of_loss(loss)
     placed = PlacedStep.of(model, rules)
     mode = FakeTensorMode()
-    fake = fake_copy(model, mode, rules.mp_policy.param_dtype)
+    shards = rules.extended if isinstance(rules, FoundRules) else extended_shards(model, rules)
+    _refuse_placed_extensions(shards, rules)
+    fake = fake_copy(model, mode, rules.mp_policy.param_dtype, shards)
+    order = tuple(path for path, _ in fake.named_parameters())
     if placed is not None:
         placed.hold(fake)
     _checkpoint(fake, checkpoint)
     fake_args, fake_kwargs = fake_inputs((tuple(args), dict(kwargs or {})), mode, rules.mp_policy)
     paths = {id(param): path for path, param in reversed(list(fake.named_parameters()))}
+    held = read_extended(fake, shards, rules, mode)
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())  # a step has a backward, even if the caller is under no_grad
         stack.enter_context(functorch_patch())
         stack.enter_context(lazy_graph_modules())
         stack.enter_context(no_garbage_collection())
         stack.enter_context(mode)
+        own_name = stack.enter_context(group_for_extensions(shards, rules))
         traced = trace_step(StepModule(fake, loss, finds_loss=needs_loss), fake_args, fake_kwargs)
+        merge_reads(traced)
         has_others = returns_tuple_of(traced, LossAndOthers)
         if device_type == "cuda":
             use_gpu_attention(traced)
         joint = export_step(stack, traced, fake_args, fake_kwargs)
+        name_axis(joint.graph, own_name)
         outputs = joint_outputs(joint.graph)
         if outputs is None:
             raise CaptureError(
@@ -164,10 +182,13 @@ def capture_step(
             values = output_values(joint.graph)
             own_results = [values[index] for index in outputs.own_results]
             _refuse_other_results(own_results[:1] if has_others else own_results, loss)
-        plain = _plain_parameters(outputs.primals, traced, model, rules, paths, placed)
-        positions = _positions_of(plain, outputs.primals)
-        order = tuple(path for path, _ in fake.named_parameters())
-        context = PassContext(plain=_with_places(plain, order))
+        primals = outputs.primals
+        gradients = {node: index - outputs.num_results for node, index in outputs.gradients.items()}
+        inputs = HeldInputs.of(primals, gradients, traced, held)
+        unheld = [node for node in primals if node.name not in inputs.names]
+        plain = _plain_parameters(unheld, traced, model, rules, paths, placed)
+        positions = _positions_of(plain, inputs.names, primals)
+        context = PassContext(plain=_with_places(plain, order), held=inputs.names)
         cut = _cut_parameters(plain, outputs.primals, placed)
 
         def run_joint_passes(gm: fx.GraphModule) -> _JointStep:
@@ -183,14 +204,14 @@ def capture_step(
             first, tag = PLAIN_PIPELINE.split(-1)
             reshards = run_reshard_passes(gm, cut, context, run) if placed is not None else {}
             run(first, context)
-            known = replace(_context_of(gm, placed), device_type=device_type)
+            known = replace(_context_of(gm, placed, inputs), device_type=device_type)
             choice = choose(gm, known, tag) if choose is not None else None
             if choice is not None:
                 run(Pipeline(KeepGathered(units=choice.kept), given=tag.given), context)
                 tag = choice.extended(tag)
             run(tag, context)
             known = replace(
-                _context_of(gm, placed),
+                _context_of(gm, placed, inputs),
                 pieces=pieces_of(gm),
                 device_type=device_type,
                 default_peak_bytes=choice.peak_bytes if choice is not None else None,
@@ -206,7 +227,7 @@ def capture_step(
         joint=halves.joint.gm,
         forward=halves.forward,
         backward=halves.backward,
-        context=halves.joint.context,
+        context=with_saved_parts(halves.joint.context, halves.forward),
         text=halves.joint.text,
         records=halves.joint.records,
         num_results=outputs.num_results,
@@ -232,9 +253,9 @@ class _JointStep:
     reshards: Mapping[tuple[str, str], str]
 
 
-def _context_of(gm: fx.GraphModule, placed: PlacedStep | None) -> PassContext:
+def _context_of(gm: fx.GraphModule, placed: PlacedStep | None, inputs: HeldInputs) -> PassContext:
     """What shard ops say; the axis of placements, whose reshards are lowered, lies inside their axes."""
-    context = context_from_shard_ops(gm)
+    context = inputs.added_to(context_from_shard_ops(gm))
     if placed is None:
         return context
     return replace(context, mesh=MeshLayout.of_axes([*context.mesh.axes, placed.axis]))
@@ -247,6 +268,14 @@ def _cut_parameters(
         return ()
     shapes = {node.name: node.meta["val"].shape for node in primals if node.meta.get("val") is not None}
     return placed.parameters({each.call.name: (each.placeholder, shapes[each.placeholder]) for each in plain})
+
+
+def _refuse_placed_extensions(shards: Mapping[str, ExtendedShard], rules: ShardingRules) -> None:
+    if shards and rules.placements is not None:
+        raise UnsupportedShardingError(
+            f"placements: parameter(s) {', '.join(list(shards)[:8])} have a gather extension and cannot be placed on a "
+            "further axis; leave out placements, or give plain parameters"
+        )
 
 
 def _refuse_parameters_without_dims(model: nn.Module) -> None:
@@ -281,8 +310,10 @@ def _plain_parameters(
     return plain
 
 
-def _positions_of(plain: Sequence[PlainParameter], primals: Sequence[fx.Node]) -> list[int]:
-    names = {given.placeholder for given in plain}
+def _positions_of(
+    plain: Sequence[PlainParameter], held: frozenset[str], primals: Sequence[fx.Node]
+) -> list[int]:
+    names = {given.placeholder for given in plain} | held
     return [index for index, node in enumerate(primals) if node.name in names]
 
 

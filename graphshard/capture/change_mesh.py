@@ -52,6 +52,11 @@ def reshard_step(captured: CapturedStep, mesh: Mapping[str, int]) -> CapturedSte
     Returns:
         A step without texts and records; its joint graph is that of ``captured``.
     """
+    if captured.context.held:
+        sizes = {binding.group_size for binding in captured.context.parameters}
+        assert sizes == {mesh["shard"]}, "a step with gather extensions is captured for each mesh"
+        forward, backward = copy_graph(captured.forward), copy_graph(captured.backward)
+        return replace(captured, forward=forward, backward=backward, text="", records=())
     with lazy_graph_modules():
         offsets = _offsets(captured, mesh["shard"])
         forward, backward = (

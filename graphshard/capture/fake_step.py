@@ -26,6 +26,7 @@ from ..backend import inductor_decompositions
 from ..errors import CaptureError
 from ..ir import value_text
 from .export_blocks import export_joint_of_blocks
+from .extended_parameters import ExtendedShard, carrier_of
 
 #: A frame of a traceback.
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+?)(?:, code: |\n)\s*([^\n]*)')
@@ -94,10 +95,22 @@ class StepModule(nn.Module):
         return loss if len(found) == 1 else LossAndOthers(loss, found[1:])
 
 
-def fake_copy(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
-    """A copy of a model with fake parameters and buffers on the CPU; floating-point parameters have ``dtype``."""
+def fake_copy(
+    model: nn.Module,
+    mode: FakeTensorMode,
+    dtype: torch.dtype | None,
+    shards: Mapping[str, ExtendedShard],
+) -> nn.Module:
+    """A copy of a model with fake parameters and buffers on the CPU.
+
+    Floating-point parameters have ``dtype``. Those of ``shards`` are carriers.
+    """
     memo: dict[int, Any] = {}
-    for param in model.parameters():
+    for path, param in model.named_parameters():
+        if path in shards:
+            with mode:
+                memo[id(param)] = carrier_of(shards[path], param.requires_grad)
+            continue
         fake = _fake(param, mode, dtype if param.dtype.is_floating_point else None)
         memo[id(param)] = nn.Parameter(fake, requires_grad=param.requires_grad)
     for buffer in model.buffers():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from ..errors import UnsupportedShardingError
 from ..fsdp import SLOTS, ParameterSlot, TreeUnit, slots_of
 from ..ir import UNIT, UnshardCall
+from .extended_parameters import ExtendedShard
 from .rules import ShardingRules
 
 #: Entries of a module that ``fully_shard`` made, or that only loading and saving use.
@@ -29,9 +30,11 @@ class FoundRules(ShardingRules):
 
     Attributes:
         calls: the ``unshard`` call of each parameter, by its path.
+        extended: the shards of parameters with gather extensions, by path.
     """
 
     calls: Mapping[str, UnshardCall]
+    extended: Mapping[str, ExtendedShard] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Checks nothing: axes have the names of the model's own mesh."""
@@ -51,8 +54,8 @@ def plain_copy(model: nn.Module) -> tuple[nn.Module, FoundRules]:
 
     Raises:
         UnsupportedShardingError: the model has what a capture without ranks cannot follow: offloading, tensor
-            parallelism, ignored parameters, gather extensions, custom collectives, or policies that differ between
-            units. Lists all of them.
+            parallelism, ignored parameters, gather extensions that cannot be traced, custom collectives, or policies
+            that differ between units. Lists all of them.
     """
     slots = {id(slot): slot for owner in model.modules() for _, slot in slots_of(owner)}
     units = {id(slot.unit): slot.unit for slot in slots.values()}
@@ -70,6 +73,7 @@ def plain_copy(model: nn.Module) -> tuple[nn.Module, FoundRules]:
         units=[unit.label for unit in units.values() if unit.label != "root"],
         mp_policy=first.unit.settings.mp_policy,
         calls={slot.name: UnshardCall(None, None, *slot.arguments) for slot in slots.values()},
+        extended={slot.name: ExtendedShard.of(slot) for slot in slots.values() if slot.is_extended},
     )
     return _copied(model), rules
 
@@ -82,8 +86,8 @@ def _problems(model: nn.Module, slots: list[ParameterSlot], units: list[TreeUnit
     for slot in slots:
         if slot.outer is not None:
             yield f"parameter {slot.name} is a DTensor of another kind of parallelism"
-        if slot.is_extended:
-            yield f"parameter {slot.name} has a gather extension"
+        if slot.untraceable:
+            yield f"parameter {slot.name} has a gather extension that cannot be captured: {slot.untraceable}"
         if slot.hidden is not None:
             yield f"parameter {slot.name} is gathered now (call reshard())"
         if (slot.axis, slot.replicate) != (slots[0].axis, slots[0].replicate):

@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ..cost import HardwareCard, known_cards, load_card
-from ..errors import UsageError
+from ..cost import HardwareCard, known_cards, load_card, read_kept_card
+from ..errors import CardError, UsageError
 from ..user_cache import cache_folder
-
-if TYPE_CHECKING:
-    from ..hardware import KeptCard
 
 GIB = 2**30
 
@@ -41,14 +38,12 @@ def run_cards(options: argparse.Namespace) -> int:
     shipped = [name for name in options.names or known_cards() if name not in kept]
     if shipped:
         print(format_table([HEADER, *(_row(load_card(name)) for name in shipped)]))
-    shown = [each for name, each in kept.items() if name in options.names or not options.names]
+    shown = {name: each for name, each in kept.items() if name in options.names or not options.names}
     if shown:
         print(f"\nmeasured for hardware='auto', in {_folder()}:" if shipped else "")
-        print(format_table([HEADER, *((each.file.stem, *_row(each.card)[1:]) for each in shown)]))
-        for each in shown:
-            print(
-                f"{each.file.stem}: host {each.key.get('host')}, {each.key.get('ranks')}, {each.card.summary}"
-            )
+        print(format_table([HEADER, *((name, *_row(card)[1:]) for name, (_, card) in shown.items())]))
+        for name, (key, card) in shown.items():
+            print(f"{name}: host {key.get('host')}, {key.get('ranks')}, {card.summary}")
     return 0
 
 
@@ -57,13 +52,13 @@ def _folder() -> Path:
     return cache_folder("cards") or Path(os.devnull, "cards")
 
 
-def _kept() -> Mapping[str, KeptCard]:
-    """The kept cards by name; what reads them loads torch, for seconds, so it is imported only if there are some."""
-    if not any(_folder().glob("*.json")):
-        return {}
-    from ..hardware import kept_cards
-
-    return {each.file.stem: each for each in kept_cards()}
+def _kept() -> Mapping[str, tuple[Mapping[str, str], HardwareCard]]:
+    """Keys and cards of the kept ones by name, those that can be read."""
+    found = {}
+    for file in sorted(_folder().glob("*.json")):
+        with suppress(OSError, ValueError, TypeError, KeyError, CardError):
+            found[file.stem] = read_kept_card(file)
+    return found
 
 
 def _delete(names: tuple[str, ...]) -> int:

@@ -91,6 +91,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_inspect(options: argparse.Namespace) -> int:
     """Inspects a model, prints the summary and writes the files asked for."""
+    of_batch = hf_factory(options)
     refuse_missing_folders(options, _OUTPUTS)
     mesh = parse_mesh(options.mesh or ["shard=64"])
     given = inspect_options(options)
@@ -111,7 +112,6 @@ def run_inspect(options: argparse.Namespace) -> int:
     progress = StageLines(following if dynamic is None else ("import the model", "captures"))
     progress("import the model")
     loss = None if options.loss is None else load_attribute("--loss", options.loss)
-    of_batch = hf_factory(options)
     model, args, kwargs = make_inputs(options.factory) if of_batch is None else of_batch(options.batch or 1)
     if dynamic is not None:
         if given.pop("plan") != "unit":

@@ -66,6 +66,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_sweep(options: argparse.Namespace) -> int:
     """Sweeps over batch sizes and meshes, prints the table and writes the files asked for."""
+    of_config = hf_factory(options)
     refuse_missing_folders(options, _OUTPUTS)
     if options.meshes and options.mesh:
         raise UsageError("--mesh and --meshes: give all combinations with --mesh, or a list with --meshes")
@@ -80,7 +81,7 @@ def run_sweep(options: argparse.Namespace) -> int:
     find_loss = None if options.loss is None else partial(load_attribute, "--loss", options.loss)
     if find_loss is not None:
         find_loss()
-    make = hf_factory(options) or batched(options.factory)
+    make = of_config or batched(options.factory)
     if num_processes > 1:
         start_early()
     # The imports below load Inductor, which takes seconds. Mistakes above are reported before that.

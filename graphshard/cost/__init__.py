@@ -10,7 +10,7 @@ the planner asks: ``prices``. Measuring a card: ``calibration``, ``probes``, ``c
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .card_files import card_of, known_cards, load_card, parse_card
+from .card_files import card_of, known_cards, load_card, parse_card, read_kept_card
 from .cards import HardwareCard, LinkClass
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ __all__ = [
     "parse_card",
     "probe_collectives",
     "probe_compute",
+    "read_kept_card",
     "slowest",
     "tables_of",
     "total_flops",

@@ -76,6 +76,17 @@ def card_of(hardware: str | Path | HardwareCard) -> HardwareCard:
     return hardware if isinstance(hardware, HardwareCard) else load_card(hardware)
 
 
+def read_kept_card(file: Path) -> tuple[dict[str, str], HardwareCard]:
+    """Key and card of a file in the user's cache.
+
+    Raises:
+        OSError, ValueError, TypeError, KeyError, CardError: it cannot be read, or is no such file.
+    """
+    data = json.loads(file.read_text())
+    card = parse_card(json.dumps(data["card"]), where=str(file))
+    return dict(data["key"]), replace(card, file=file)
+
+
 def parse_card(text: str, *, where: str) -> HardwareCard:
     """Reads a card from JSON.
 

@@ -13,7 +13,16 @@ Further: ``deepcopy``, ``tensor_trees``.
 from .eager_autograd import Writable
 from .fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from .fully_shard import fully_shard
-from .gather_extensions import TracedExtension, inner_tensors
+from .gather_extensions import (
+    PreArguments,
+    TracedExtension,
+    cut_extended,
+    has_extension,
+    inner_tensors,
+    refuse_wrapper,
+    why_untraceable,
+    without_data,
+)
 from .parameter_slot import SUMMONED, ParameterSlot, as_complex, slot_of_shard, slots_of
 from .read_parameter import GatherExtended, slot_of_read
 from .shard_parameter import mesh_device
@@ -30,6 +39,7 @@ __all__ = [
     "FSDPModule",
     "GatherExtended",
     "ParameterSlot",
+    "PreArguments",
     "TracedExtension",
     "Tree",
     "TreeUnit",
@@ -39,12 +49,15 @@ __all__ = [
     "Writable",
     "as_complex",
     "cast_tensors",
+    "cut_extended",
     "fully_shard",
+    "has_extension",
     "inner_tensors",
     "mesh_device",
     "owner_of",
     "place_of_forward_in_python",
     "refuse_lost_data",
+    "refuse_wrapper",
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "slot_of_read",
@@ -53,4 +66,6 @@ __all__ = [
     "tensors_in",
     "unit_of",
     "version_of",
+    "why_untraceable",
+    "without_data",
 ]

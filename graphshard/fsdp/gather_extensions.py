@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -100,13 +100,22 @@ def extended_calls(slot: ParameterSlot, call: UnshardCall) -> tuple[list[Unshard
         return calls_before(call._replace(shard=shard), *_pre_arguments(slot))
 
 
-def _pre_arguments(slot: ParameterSlot) -> tuple[DeviceMesh, Sequence[int], nn.Module, MixedPrecisionPolicy]:
+class PreArguments(NamedTuple):
+    """What ``fsdp_pre_all_gather`` is called with, besides the shape of the whole parameter."""
+
+    mesh: DeviceMesh
+    stride: tuple[int, ...]
+    module: nn.Module
+    policy: MixedPrecisionPolicy
+
+
+def _pre_arguments(slot: ParameterSlot) -> PreArguments:
     param = slot.param
     assert isinstance(param, DTensor)
     mesh = param.device_mesh
     shard_mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
     owner, _ = slot.owners[0]
-    return shard_mesh, param.stride(), owner, slot.unit.settings.mp_policy
+    return PreArguments(shard_mesh, param.stride(), owner, slot.unit.settings.mp_policy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,48 +123,68 @@ class TracedExtension:
     """How compiled code makes a full parameter of the tensors that its shard holds.
 
     Attributes:
-        slot: the parameter; held weakly, since a graph must not keep a model.
+        slot: the parameter; held weakly, since a graph must not keep a model. None in a capture of a plain model.
         kind: class of the shard.
         names: attributes by which the shard holds its tensors.
         context: of ``__tensor_unflatten__``.
         shape, stride: of the padded shard.
         padded: the attributes of tensors that get rows of padding.
+        given: without a slot, what the extension is called with.
     """
 
-    slot: ref[ParameterSlot]
+    slot: ref[ParameterSlot] | None
     kind: type
     names: tuple[str, ...]
     context: Any
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     padded: frozenset[str] = frozenset()
+    given: PreArguments | None = None
 
     @staticmethod
     def of(slot: ParameterSlot, local: Tensor) -> TracedExtension:
         """Reads it off this rank's shard, of a parameter that can be traced."""
+        return replace(TracedExtension.of_shard(local, slot.shape, slot.axis.size), slot=ref(slot))
+
+    @staticmethod
+    def of_shard(
+        local: Tensor, shape: Sequence[int], num_ranks: int, given: PreArguments | None = None
+    ) -> TracedExtension:
+        """Reads it off a shard along dim 0 of a parameter of this shape, without a slot."""
         names, context = local.__tensor_flatten__()
-        shape = padded_shape(slot.shape, slot.dim, slot.axis.size)
         # Decided by what is equal on every rank, so that all of them trace the same graph.
-        padded = frozenset(names if slot.shape[slot.dim] % slot.axis.size else ())
+        padded = frozenset(names if shape[0] % num_ranks else ())
         return TracedExtension(
-            slot=ref(slot),
+            slot=None,
             kind=type(local),
             names=tuple(names),
             context=context,
-            shape=tuple(shape),
+            shape=tuple(padded_shape(shape, 0, num_ranks)),
             stride=tuple(local.stride()),
             padded=padded,
+            given=given,
         )
 
-    def like_inner(self, local: Tensor) -> list[Tensor]:
-        """Empty tensors like :meth:`inner`, made in the fake mode that is on."""
+    def calls(self, call: UnshardCall) -> tuple[list[UnshardCall], Any]:
+        """:func:`calls_before`; ``call.shard`` has all rows."""
+        given = self.given
+        if given is None:
+            slot = self.slot() if self.slot is not None else None
+            assert slot is not None, "a graph is traced while its model is alive"
+            given = _pre_arguments(slot)
+        with torch.no_grad():
+            shard = call.shard if call.device is None else call.shard.to(call.device)
+            return calls_before(call._replace(shard=shard), *given)
+
+    def like_inner(self, local: Tensor, device: torch.device | str | None = None) -> list[Tensor]:
+        """Empty tensors like :meth:`inner`, on this device or that of ``local``, made in the fake mode that is on."""
         found = []
         for name in self.names:
             value = getattr(local, name)
             shape = [self.shape[0], *value.shape[1:]] if name in self.padded else list(value.shape)
             is_like = shape == list(value.shape)
             size = (shape, value.stride()) if is_like else (shape, torch.empty(shape, device="meta").stride())
-            found.append(torch.empty_strided(*size, dtype=value.dtype, device=value.device))
+            found.append(torch.empty_strided(*size, dtype=value.dtype, device=device or value.device))
         return found
 
     def inner(self, local: Tensor) -> list[Tensor]:
@@ -188,6 +217,18 @@ def refuse_wrapper(full: Tensor, name: str) -> None:
             f"parameter {name} is a {type(full).__name__}, which holds its data in other tensors: define {_PRE} and "
             f"{_POST} in its class, which say how shards are gathered, or list the parameter in ignored_params"
         )
+
+
+def without_data(full: Tensor) -> Tensor:
+    """A parameter with an extension on the meta device, if :func:`why_untraceable` says nothing."""
+    names, context = full.__tensor_flatten__()
+    inner = {}
+    for name in names:
+        value = getattr(full, name)
+        inner[name] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    unflatten: Any = type(full).__tensor_unflatten__
+    found: Tensor = unflatten(inner, context, full.shape, full.stride())
+    return found
 
 
 def why_untraceable(full: Tensor, num_ranks: int) -> str:

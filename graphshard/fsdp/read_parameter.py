@@ -30,7 +30,7 @@ from ..ir import (
     unshard_outside_transforms,
 )
 from .eager_autograd import full_parameter, show_kept
-from .gather_extensions import TracedExtension, extended_calls, full_after
+from .gather_extensions import TracedExtension, full_after
 from .parameter_slot import ParameterSlot, is_substitute, local_shard, replaced, stored_parameters
 from .shard_versions import FullParameter, version_of
 from .tree import SLOTS, Tree
@@ -178,9 +178,8 @@ class GatherExtended(torch.autograd.Function):
         handle: Tensor,
         *inner: Tensor,
     ) -> Tensor:
-        slot = _alive(extension.slot)
         call = UnshardCall(extension.rebuilt(inner), handle, *arguments)
-        calls, metadata = extended_calls(slot, call)
+        calls, metadata = extension.calls(call)
         parts = []
         for index, each in enumerate(calls):
             parts.append(UNSHARD(*each._replace(name=part_name(call.name, index))))

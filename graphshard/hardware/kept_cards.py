@@ -7,13 +7,13 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..cost import HardwareCard, parse_card
+from ..cost import HardwareCard, read_kept_card
 from ..errors import CardError
 from ..ir import text_fingerprint
 from ..machine import this_processor
@@ -119,10 +119,9 @@ def read_kept(file: Path | None) -> KeptCard | None:
     if file is None:
         return None
     try:
-        data = json.loads(file.read_text())
-        need = MachineNeed.from_data(data["need"])
-        card = parse_card(json.dumps(data["card"]), where=str(file))
-        return KeptCard(file=file, key=dict(data["key"]), need=need, card=replace(card, file=file))
+        key, card = read_kept_card(file)
+        need = MachineNeed.from_data(json.loads(file.read_text())["need"])
+        return KeptCard(file=file, key=key, need=need, card=card)
     except (OSError, ValueError, TypeError, KeyError, CardError):
         return None
 

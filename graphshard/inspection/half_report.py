@@ -14,7 +14,7 @@ from torch import fx
 
 from ..cost import CostModel, total_flops
 from ..ir import group_name
-from ..pipeline import PassContext, reduced_parameters, shards_behind
+from ..pipeline import PassContext, parts_behind, reduced_parameters, shards_behind
 from ..planner import GraphProblem, problem_of_graph
 from ..planner.search import Bounds, BucketRun, lower_bounds
 from ..report import CollectiveEvent, ComputeEvent, HalfReport, MemoryPoint, ScheduleStep
@@ -236,7 +236,10 @@ def _names(found: GraphProblem, members: Sequence[int]) -> str:
 
 def _collectives(half: ScheduledHalf, found: GraphProblem, events: Walk) -> Iterator[CollectiveEvent]:
     served = reduced_parameters(half.gm, half.ctx)
-    bindings = {node: served.get(node) or shards_behind(node, half.ctx) for node in found.starts}
+    bindings = {
+        node: served.get(node) or shards_behind(node, half.ctx) or parts_behind(node, half.ctx)
+        for node in found.starts
+    }
     units = {
         node.name: ", ".join(dict.fromkeys(binding.unit for binding in behind))
         for node, behind in bindings.items()

@@ -80,7 +80,7 @@ def categorized_memory(
     model = MemoryModel(gm, kept=kept, device_type=device_type, scratch=ctx.scratch)
     _take_over(gm, model, saved_memory)
     is_whole_forward = ctx.first_gradient is None and bool(ctx.parameters)
-    flow = _Flow(gm.graph, set(kept), reduces=not is_whole_forward)
+    flow = _Flow(gm.graph, set(kept), reduces=not is_whole_forward, held=_held(gm.graph, ctx))
     order = list(gm.graph.nodes)
     category_of: dict[Buffer, str] = {}
     ranges = model.ranges(order)
@@ -124,7 +124,7 @@ def kept_bytes_by_category(gm: fx.GraphModule, ctx: PassContext) -> Bytes:
 
 def _kept_bytes(gm: fx.GraphModule, kept: Sequence[fx.Node], ctx: PassContext, flow: _Flow) -> Bytes:
     found = [0] * len(CATEGORIES)
-    bound = {binding.placeholder for binding in (*ctx.parameters, *ctx.pieces)}
+    bound = {binding.placeholder for binding in (*ctx.parameters, *ctx.pieces)} | ctx.held
     for node in kept:
         is_parameter = node.name in bound or (not ctx.parameters and flow.is_gathered(node))
         category = "parameters" if is_parameter else "inputs"
@@ -133,6 +133,12 @@ def _kept_bytes(gm: fx.GraphModule, kept: Sequence[fx.Node], ctx: PassContext, f
         category = "parameters" if isinstance(value, nn.Parameter) else "inputs"
         found[CATEGORIES.index(category)] += stored_bytes(value)
     return tuple(found)
+
+
+def _held(graph: fx.Graph, ctx: PassContext) -> set[fx.Node]:
+    """The inputs of which gather extensions make what is gathered."""
+    names = {name for binding in ctx.parameters for name in binding.held}
+    return {node for node in graph.find_nodes(op="placeholder") if node.name in names} if names else set()
 
 
 def _take_over(gm: fx.GraphModule, model: MemoryModel, memory: Sequence[SavedMemory]) -> None:
@@ -164,10 +170,18 @@ def _output_category(value: object, model: MemoryModel, category_of: Mapping[Buf
 
 
 class _Flow:
-    """The data flow of parameters and gradients: full parameters, values on the way to a reduction, reduced values."""
+    """The data flow of parameters and gradients: full parameters, values on the way to a reduction, reduced values.
 
-    def __init__(self, graph: fx.Graph, kept: set[fx.Node], *, reduces: bool) -> None:
-        self._from_inputs: set[fx.Node] = set(kept)
+    What is computed of ``held`` inputs alone is a part of a shard. What is computed of gathered parts alone is a full
+    parameter.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, kept: set[fx.Node], *, reduces: bool, held: set[fx.Node] | None = None
+    ) -> None:
+        self._parts: set[fx.Node] = set(held or ())
+        self._of_parts: set[fx.Node] = set(self._parts)
+        self._from_inputs: set[fx.Node] = kept | self._parts
         self._gathered: set[fx.Node] = set()
         self._reduced: set[fx.Node] = set()
         self._to_reduction: set[fx.Node] = set()
@@ -185,6 +199,19 @@ class _Flow:
             for found in (self._from_inputs, self._gathered):
                 if all(source in found for source in sources):
                     found.add(node)
+        if self._parts:
+            self._follow_parts(node, sources)
+
+    def _follow_parts(self, node: fx.Node, sources: Sequence[fx.Node]) -> None:
+        if node.op != "call_function" or not sources or not self._of_parts.issuperset(sources):
+            return
+        self._of_parts.add(node)
+        is_part = self._parts.issuperset(sources)
+        if is_part and node.target not in GATHERS:
+            self._parts.add(node)
+            self._from_inputs.add(node)
+        elif not is_collective(node):
+            self._gathered.add(node)
 
     def _find_reductions(self, nodes: Sequence[fx.Node]) -> None:
         """Finds reductions whose results reach the outputs through waits, layout nodes and sums with inputs alone."""

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from ..capture import CapturedStep
-from ..ir import ParameterBinding, output_values, padded_shape, tensor_bytes
+from ..ir import ParameterBinding, output_values, padded_shape, stored_bytes, tensor_bytes
 from ..pipeline import PassContext
 from .optimizers import OptimizerKind
 
@@ -46,15 +46,19 @@ def _persistent(
         dim = 0 if binding is None else binding.dim
         shape = padded_shape(_own_shape(param, binding), dim, num_shards) if param.dim() else [1]
         numel = torch.Size(shape).numel()
-        parameters += numel * param.element_size()
+        if binding is None or binding.placeholder not in context.held:
+            parameters += numel * param.element_size()
         gradient = context.gradient_of(binding, outputs) if binding is not None else None
         if gradient is not None:
             trained += numel * param.element_size()
             elements += numel
             gradient_bytes += tensor_bytes(gradient.meta["val"])
+    placeholders = forward.graph.find_nodes(op="placeholder")
+    parameters += sum(stored_bytes(node.meta["val"]) for node in placeholders if node.name in context.held)
     inputs = [
-        node for node in forward.graph.find_nodes(op="placeholder")
-        if context.binding(node.name) is None and not node.name.startswith("tangents_")
+        node for node in placeholders
+        if context.binding(node.name) is None and node.name not in context.held
+        and not node.name.startswith("tangents_")
     ]  # fmt: skip
     return {
         "parameters": parameters,

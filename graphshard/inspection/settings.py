@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ..capture import ShardingRules, is_sharded, plain_copy, plain_module
+from ..capture import ShardingRules, can_reshard, is_sharded, plain_copy, plain_module
 from ..cost import CollectiveTables, CostModel, HardwareCard, card_of, tables_of
 from ..errors import OptionError, ShardingError, UnsupportedShardingError
 from ..ir import MeshLayout
@@ -196,3 +196,21 @@ def count_tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
         if isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64) and value.dim():
             return value.numel()
     return None
+
+
+def classes_of_meshes(settings: Sequence[Settings], is_extended: bool) -> list[list[int]]:
+    """Indices of the meshes that share a capture.
+
+    With plans none do, since units may keep parameters on some. With gather extensions none do, since what they compute
+    has the sizes of shards.
+    """
+    classes: list[list[int]] = []
+    for index, one in enumerate(settings):
+        for known in classes:
+            is_alone = is_extended or one.plan != "unit"
+            if not is_alone and can_reshard(settings[known[0]].rules.mesh, one.rules.mesh):
+                known.append(index)
+                break
+        else:
+            classes.append([index])
+    return classes

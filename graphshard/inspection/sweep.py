@@ -23,8 +23,8 @@ from torch import nn
 from ..capture import (
     CapturedStep,
     StepNumbers,
-    can_reshard,
     capture_step,
+    has_extended_parameters,
     no_garbage_collection,
     numbers_of,
     reshard_step,
@@ -38,7 +38,7 @@ from ..processes import process_context
 from ..progress import Stages
 from ..report import Sweep, SweepPoint, sweep_point
 from .inspect_model import Inspection
-from .settings import Settings, count_tokens, plain_inputs, read_settings, refuse_sharded
+from .settings import Settings, classes_of_meshes, count_tokens, plain_inputs, read_settings, refuse_sharded
 from .step_choice import choose_inspected
 
 #: Values of ``sweep(captures=...)``.
@@ -347,16 +347,19 @@ class _Work:
         self.result = _Result()
         self._job, self._tell, self._put, self._get = job, tell, put, get
         self._loss = job.loss.load() if isinstance(job.loss, Later) else job.loss
-        self._classes = _classes_of_meshes(job.settings)
+        self._classes: list[list[int]] = []
         self._captured: list[tuple[CapturedStep, StepNumbers | None]] = []
 
     def capture(self) -> None:
         """Does the batch size of the job."""
         name, module, args, kwargs = self._inputs(self._job.batch)
         self.result.model = name
+        is_extended = has_extended_parameters(module)
+        self._classes = classes_of_meshes(self._job.settings, is_extended)
         for number, indices in enumerate(self._classes):
             captured = self._capture(self._job.batch, self._job.settings[indices[0]], module, args, kwargs)
-            found = numbers_of(captured, module, (args, kwargs)) if self._job.has_others else None
+            is_asked = self._job.has_others and not is_extended
+            found = numbers_of(captured, module, (args, kwargs)) if is_asked else None
             self._captured.append((captured, found))
             self._put((self._job.batch, number), found)
             self._points(self._job.batch, indices, captured, module, args, kwargs)
@@ -425,19 +428,6 @@ class _Work:
                 self.result.point_seconds += time.perf_counter() - began
                 mesh = " x ".join(f"{name}={size}" for name, size in settings.rules.mesh.items())
                 self._tell(f"batch {batch} on {mesh}", True)
-
-
-def _classes_of_meshes(settings: Sequence[Settings]) -> list[list[int]]:
-    """Indices of the meshes that share a capture. With plans none do, since units may keep parameters on some."""
-    classes: list[list[int]] = []
-    for index, one in enumerate(settings):
-        for known in classes:
-            if one.plan == "unit" and can_reshard(settings[known[0]].rules.mesh, one.rules.mesh):
-                known.append(index)
-                break
-        else:
-            classes.append([index])
-    return classes
 
 
 def _point(

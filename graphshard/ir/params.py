@@ -247,6 +247,8 @@ class ParameterBinding:
             for instance, is compute on its values.
         row_offset: as in :class:`UnshardCall`.
         handle: name of the input that is the unit's handle. It tells units of different models with one label apart.
+        held: of a captured parameter with a gather extension: inputs that its shard holds, and what the forward makes
+            of them alone and saves.
     """
 
     placeholder: str
@@ -263,6 +265,7 @@ class ParameterBinding:
     group_names: tuple[str, ...] = ()
     row_offset: int = -1
     handle: str = ""
+    held: tuple[str, ...] = ()
     gradient: int = -1
 
     @property

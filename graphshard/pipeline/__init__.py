@@ -7,7 +7,7 @@ Read first: ``context`` (what a pass may know; ``joint_outputs`` tells the outpu
 ``pipeline``, then ``provenance`` (which values of a graph belong to which parameter).
 """
 
-from .context import PassContext, context_from_shard_ops, pieces_of, read_shards_as_they_are
+from .context import PassContext, binding_of, context_from_shard_ops, pieces_of, read_shards_as_they_are
 from .facts import Fact
 from .joint_outputs import JointOutputs, joint_outputs
 from .known_plan import KnownPlan
@@ -18,6 +18,7 @@ from .provenance import (
     gathered_shard,
     is_accumulation,
     is_layout,
+    parts_behind,
     reduced_parameters,
     row_places,
     shards_behind,
@@ -34,12 +35,14 @@ __all__ = [
     "PassReport",
     "PassResult",
     "Pipeline",
+    "binding_of",
     "bucket_keys",
     "context_from_shard_ops",
     "gathered_shard",
     "is_accumulation",
     "is_layout",
     "joint_outputs",
+    "parts_behind",
     "pieces_of",
     "read_shards_as_they_are",
     "reduced_parameters",

@@ -183,7 +183,7 @@ def context_from_shard_ops(gm: fx.GraphModule, *, full_checks: bool = False) -> 
         prefetch.setdefault(call.unit, (call.forward_prefetch, call.backward_prefetch))
         max_reductions = max(max_reductions, call.max_reductions)
         if call.shard in position and call.shard not in bindings:
-            bindings[call.shard] = _binding(call, position[call.shard], gradients.get(call.shard, -1))
+            bindings[call.shard] = binding_of(call, position[call.shard], gradients.get(call.shard, -1))
     return PassContext(
         mesh=MeshLayout.of_axes([*axes, *_further_axes(gm)]),
         parameters=tuple(sorted(bindings.values(), key=lambda binding: binding.position)),
@@ -208,14 +208,21 @@ def _prefetch_of(prefetch: dict[str, tuple[str, str]], half: int) -> PrefetchOrd
 def pieces_of(gm: fx.GraphModule) -> tuple[ParameterBinding, ...]:
     """The pieces that a joint graph keeps for its backward; the backward's input has the name of the node here."""
     calls = [UnshardCall(*node.args) for node in gm.graph.find_nodes(op="call_function", target=UNSHARD)]
-    return tuple(_binding(call, -1, -1) for call in calls if _is_piece(call.shard))
+    return tuple(binding_of(call, -1, -1) for call in calls if _is_piece(call.shard))
 
 
 def _is_piece(value: fx.Node) -> bool:
     return value.target is operator.getitem and value.all_input_nodes[0].target is KEEP_PIECE
 
 
-def _binding(call: UnshardCall, position: int, gradient: int) -> ParameterBinding:
+def binding_of(call: UnshardCall, position: int, gradient: int) -> ParameterBinding:
+    """The parameter whose shard enters as ``call.shard``.
+
+    Args:
+        call: its gather.
+        position: of the input among those of the forward.
+        gradient: index of its gradient among the outputs of the backward; -1 without one.
+    """
     return ParameterBinding(
         placeholder=call.shard.name,
         position=position,

@@ -94,6 +94,23 @@ def shards_behind(node: fx.Node, ctx: PassContext) -> list[ParameterBinding]:
     return sorted(found.values(), key=lambda binding: binding.position)
 
 
+def parts_behind(node: fx.Node, ctx: PassContext) -> list[ParameterBinding]:
+    """The captured parameters with gather extensions of whose shards alone a value is computed; else none."""
+    holder = {name: binding for binding in ctx.parameters for name in binding.held}
+    found: dict[str, ParameterBinding] = {}
+    pending, seen = [node], {node}
+    while holder and pending:
+        source = pending.pop()
+        if source.op == "placeholder":
+            if source.name not in holder:
+                return []
+            found[holder[source.name].name] = holder[source.name]
+        fresh = [each for each in source.all_input_nodes if each not in seen]
+        seen.update(fresh)
+        pending.extend(fresh)
+    return sorted(found.values(), key=lambda binding: binding.position)
+
+
 def row_places(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, RowPlace]:
     """For each gather of one shard (as it is or cast), the shard's place in its row; other gathers are left out."""
     bindings = {binding.placeholder: binding for binding in ctx.parameters if binding.row_offset >= 0}

@@ -22,7 +22,7 @@ def passes_section(report: Report) -> str:
     if not report.passes:
         return "<p>None ran.</p>"
     columns = ("Graph", "Pass", "Nodes", "Collectives", "Their input", "Took", "Reported")
-    counts = table(columns, _rows(report), label="Passes", identity="passes-table", left=(0, 1))
+    counts = table(columns, _rows(report), label="Passes", identity="passes-table", left=(0, 1, 6))
     return "\n".join([counts, *_texts(report)])
 
 

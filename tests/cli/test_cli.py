@@ -186,7 +186,9 @@ def test_a_table_is_aligned():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["inspect", "--help"], ["cards"], ["cards", "h100-sxm"], ["diff"]], ids=str
+    "arguments",
+    [["--help"], ["inspect", "--help"], ["inspect"], ["sweep"], ["cards"], ["cards", "h100-sxm"], ["diff"]],
+    ids=str,
 )
 def test_what_needs_no_torch_does_not_wait_for_it(arguments):
     """Torch takes seconds to import."""

@@ -1,61 +1,27 @@
 """Weights that travel in fewer bytes, compiled: the gather extension is traced into the graph."""
 
+import math
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
+from support.comm_counts import list_collectives
+from support.cost_cards import round_card
 from support.implementations import GRAPHSHARD, compile_if_asked, pick_fully_shard, world_mesh
+from support.low_precision import Scaled
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
+import graphshard
+
 Run = Callable[..., list[Any]]
 aten = torch.ops.aten
-
-
-class Scaled(Tensor):
-    """A weight in float32 that is gathered as 8-bit codes with a scale in bfloat16 for each row."""
-
-    _data: Tensor
-
-    @staticmethod
-    def __new__(cls, data: Tensor) -> Any:
-        return Tensor._make_wrapper_subclass(
-            cls, data.shape, data.stride(), dtype=data.dtype, device=data.device
-        )
-
-    def __init__(self, data: Tensor) -> None:
-        self._data = data
-
-    def __tensor_flatten__(self) -> Any:
-        return ["_data"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], _: Any, size: Any, stride: Any) -> Any:
-        return cls(inner["_data"])
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-        scale = self._data.abs().amax(1, keepdim=True).clamp(1e-6) / 127
-        return ((self._data / scale).round().to(torch.int8), scale.to(torch.bfloat16)), "metadata"
-
-    def fsdp_post_all_gather(
-        self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
-        assert metadata == "metadata"
-        codes, scale = gathered
-        return codes.to(dtype) * scale.to(dtype), gathered
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = pytree.tree_map_only(cls, lambda each: each._data, (args, kwargs or {}))
-        result = func(*plain[0], **plain[1])
-        if func.__name__.split(".")[0].endswith("_"):
-            return args[0]
-        return pytree.tree_map_only(Tensor, cls, result)
 
 
 class Block(nn.Module):
@@ -78,11 +44,7 @@ class Block(nn.Module):
 
 def _train(implementation: str, rows: int, is_checkpointed: bool, **options: Any) -> list[Tensor]:
     """Losses and gradients of steps, one of them with two micro-batches, and the weights at the end."""
-    torch.manual_seed(3)
-    model = nn.Sequential(Block(rows, is_checkpointed), Block(rows, False))
-    shard = pick_fully_shard(implementation)
-    shard(model[0], mesh=world_mesh(), reshard_after_forward=True)
-    shard(model, mesh=world_mesh())
+    model = _sharded(implementation, rows, is_checkpointed)
     forward = compile_if_asked(implementation, model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     found = []
@@ -99,7 +61,27 @@ def _train(implementation: str, rows: int, is_checkpointed: bool, **options: Any
     return [*found, *(getattr(each.to_local(), "_data", each.to_local()) for each in model.parameters())]
 
 
-def train_compiled(folder: str) -> None:
+def _sharded(implementation: str, rows: int, is_checkpointed: bool) -> nn.Module:
+    torch.manual_seed(3)
+    model = nn.Sequential(Block(rows, is_checkpointed), Block(rows, False))
+    shard = pick_fully_shard(implementation)
+    shard(model[0], mesh=world_mesh(), reshard_after_forward=True)
+    shard(model, mesh=world_mesh())
+    return model
+
+
+def _inspected(rows: int) -> list[tuple[str, str, str, int]]:
+    """Half, kind, unit and bytes of the collectives in a report on the sharded model."""
+    model = _sharded("compiled", rows, False)
+    report = graphshard.inspect(model, [torch.ones(3, 4)], hardware=round_card(), loss=_loss)
+    return [(half.name, one.kind, one.unit, one.num_bytes) for half in report.halves for one in half.collectives]
+
+
+def _loss(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def train_compiled(folder: str) -> list[tuple[str, str, str, int]]:
     """Compiled, losses, gradients and weights are those of the uncompiled model; the codes are what is gathered."""
     dump = {"dump": folder} if dist.get_rank() == 0 else {}
     for rows, is_checkpointed in ((6, False), (5, True)):
@@ -107,10 +89,11 @@ def train_compiled(folder: str) -> None:
             _train(each, rows, is_checkpointed, **(dump if rows == 6 else {})) for each in GRAPHSHARD
         )
         assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    return _inspected(6)
 
 
 def test_an_extension_is_traced(run_on_gloo_ranks: Run, tmp_path: Path) -> None:
-    run_on_gloo_ranks(2, train_compiled, str(tmp_path))
+    inspected, *_ = run_on_gloo_ranks(2, train_compiled, str(tmp_path))
     joint = next(tmp_path.glob("graph0.joint.*-tag_recompute.txt")).read_text()
     assert "i8[6, 4] = unshard(" in joint and "'0.linear.weight[0]'" in joint
     assert "bf16[6, 1] = unshard(" in joint and "'0.linear.weight[1]'" in joint
@@ -118,6 +101,82 @@ def test_an_extension_is_traced(run_on_gloo_ranks: Run, tmp_path: Path) -> None:
     assert len(scaled) == 1, "the full weight of the block that reshards is not saved for its backward"
     sent = [line for line in joint.splitlines() if line.startswith("%convert") and line.endswith("!save")]
     assert len(sent) == 2
+    for half in ("forward", "backward"):
+        (text,) = (path.read_text() for path in tmp_path.glob(f"graph0.{half}.*-bucket_collectives.txt"))
+        run = sorted(_gathered_bytes(line) for line in text.splitlines() if "= all_gather_into_tensor(" in line)
+        assert sorted(size for name, kind, _, size in inspected if (name, kind) == (half, "all_gather")) == run
+    assert {unit for _, _, unit, _ in inspected} == {"0", "root"}
+
+
+def _gathered_bytes(line: str) -> int:
+    """Bytes of the result of a gather, by its line in a graph: ``%name: i8[6, 4] = ...``."""
+    dtype, shape = re.match(r"%\w+: (\w+)\[([\d, ]*)\]", line).groups()
+    itemsize = {"i8": 1, "u8": 1, "bf16": 2, "f32": 4}[dtype]
+    return itemsize * math.prod(int(size) for size in shape.split(","))
+
+
+class Rounded(Scaled):
+    """Travels in bfloat16, and in nothing else."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self._data.to(torch.bfloat16),), None
+
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        (rounded,) = gathered
+        if out is not None:
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+                out.copy_(rounded.to(dtype))
+            return None
+        full = rounded.to(dtype)
+        return full, (rounded, full)
+
+
+class Coded(Rounded):
+    """Travels in 8 bits, and in nothing else."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return ((self._data * 64).round().clamp(-127, 127).to(torch.int8),), None
+
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:
+        return super().fsdp_post_all_gather((gathered[0].to(dtype) / 64,), metadata, dtype, out=out)
+
+
+def _trained(implementation: str, kind: type) -> tuple[list[Tensor], list[tuple[str, int]]]:
+    """Losses and weights of three steps, and the collectives of the last."""
+    torch.manual_seed(5)
+    layers = [nn.Linear(8, 8, bias=False) for _ in range(3)]
+    model = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
+    for layer in layers:
+        layer.weight = nn.Parameter(kind(layer.weight.detach().clone()))
+        pick_fully_shard(implementation)(layer, mesh=world_mesh(), reshard_after_forward=True)
+    pick_fully_shard(implementation)(model, mesh=world_mesh())
+    forward = compile_if_asked(implementation, model, hardware=None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    losses = []
+    for step in range(3):
+        x = torch.linspace(-1, 1, 32).view(4, 8).add(dist.get_rank()).requires_grad_()
+        with list_collectives() if step == 2 else nullcontext([]) as listed:
+            losses.append(forward(x).square().mean())
+            losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*losses, *(each.to_local()._data for each in model.parameters())], listed
+
+
+def compare_with_fsdp2() -> None:
+    """Uncompiled FSDP2 is the reference; this is graphshard compiled."""
+    for kind in (Rounded, Coded, Scaled):
+        (expected, of_fsdp2), (found, listed) = (_trained(each, kind) for each in ("fsdp2", "compiled"))
+        assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        assert len(listed) >= 9
+        if kind is Scaled:  # FSDP2 has one gather of bytes for codes and scales
+            assert sum(size for _, size in listed) == sum(size for _, size in of_fsdp2)
+        else:
+            assert listed == of_fsdp2
+
+
+def test_losses_and_collectives_are_those_of_fsdp2(run_on_gloo_ranks: Run) -> None:
+    run_on_gloo_ranks(2, compare_with_fsdp2)
 
 
 class HeldFlat(Scaled):
@@ -176,6 +235,26 @@ def refuse_what_cannot_be_traced() -> None:
         pick_fully_shard("compiled")(model, mesh=world_mesh())
         with pytest.raises(Exception, match=text):
             compile_if_asked("compiled", model)(torch.ones(2, 4))
+
+
+def train_one_unit() -> None:
+    """All parameters of a unit, weights and biases, have extensions; a checkpointed region reads two of them."""
+    found = []
+    for implementation in GRAPHSHARD:
+        torch.manual_seed(7)
+        model = nn.Sequential(Block(6, True), Block(6, False))
+        for part in [part for part in model.modules() if isinstance(part, nn.Linear)]:
+            part.weight = nn.Parameter(Rounded(getattr(part.weight, "_data", part.weight).detach().clone()))
+            part.bias = nn.Parameter(Rounded(part.bias.detach().clone()))
+        pick_fully_shard(implementation)(model, mesh=world_mesh(), reshard_after_forward=True)
+        loss = compile_if_asked(implementation, model)(torch.full((3, 4), 0.5)).square().mean()
+        loss.backward()
+        found.append([loss.detach(), *(each.grad.to_local() for each in model.parameters())])
+    assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+def test_a_unit_has_several_extended_parameters(run_on_gloo_ranks: Run) -> None:
+    run_on_gloo_ranks(2, train_one_unit)
 
 
 def test_what_cannot_be_traced_is_refused_on_every_rank(run_on_gloo_ranks: Run) -> None:

@@ -1,4 +1,4 @@
-"""Low-precision training of torchao: float8 linears, with and without a gather in float8, and NF4 with LoRA.
+"""Low-precision training of torchao: float8 linears, NF4 with LoRA, int8 weights, MX products, optimizers of few bits.
 
 `pip install --no-deps torchao==0.18.0`; without it these tests are skipped.
 """
@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.cost_cards import round_card
 from support.implementations import GRAPHSHARD, compile_if_asked, pick_fully_shard, world_mesh
 from torch import Tensor, nn
 from torch.testing import assert_close
+
+import graphshard
 
 Run = Callable[..., list[Any]]
 
@@ -24,16 +27,19 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def _steps(model: nn.Module, forward: Any, after_step: Callable[[nn.Module], None] | None) -> list[Tensor]:
+def _steps(
+    model: nn.Module, forward: Any, after_step: Callable[[nn.Module], None] | None, optimizer_class: Any
+) -> list[Tensor]:
     trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.01)
+    optimizer = optimizer_class(trained, lr=0.01)
     losses = []
     for step in range(3):
         torch.manual_seed(10 * step + dist.get_rank())
-        loss = forward(torch.randn(16, 64)).square().mean()
+        loss = forward(torch.randn(32, 64)).square().mean()
         loss.backward()
         losses.append(loss.detach())
-        optimizer.step()
+        with torch.compiler.set_stance("force_eager"):  # torchao's compile themselves, for minutes
+            optimizer.step()
         optimizer.zero_grad()
         if after_step is not None:
             after_step(model)
@@ -44,6 +50,7 @@ def _train(
     build: Callable[[], nn.Module],
     implementation: str,
     after_step: Callable[[nn.Module], None] | None = None,
+    optimizer_class: Any = torch.optim.AdamW,
     **options: Any,
 ) -> list[Tensor]:
     torch.manual_seed(0)
@@ -51,7 +58,7 @@ def _train(
     for block in (model[0], model[2]):
         pick_fully_shard(implementation)(block, mesh=world_mesh(), reshard_after_forward=True)
     pick_fully_shard(implementation)(model, mesh=world_mesh())
-    return _steps(model, compile_if_asked(implementation, model, **options), after_step)
+    return _steps(model, compile_if_asked(implementation, model, **options), after_step, optimizer_class)
 
 
 def _float8(gathers_float8: bool) -> nn.Module:
@@ -121,3 +128,83 @@ def test_qlora(run_on_gloo_ranks: Run, tmp_path: Path) -> None:
     assert backward.count("u8[2048] = unshard(") == 1, "the first layer needs no gradient of its input"
     *_, results = forward.strip().splitlines()
     assert "view" not in results and "mul" not in results and "index" not in results
+
+
+def _plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
+
+
+def _quantized(config: Any) -> nn.Module:
+    from torchao.quantization import quantize_
+
+    model = _plain()
+    quantize_(model, config)
+    return model
+
+
+def train_int8() -> None:
+    """Weights that are int8 all the time, and weights that are int8 in products alone."""
+    from torchao.optim import _AdamW  # torch's asks for an op that these weights do not have
+    from torchao.prototype.quantized_training import (
+        int8_mixed_precision_training,
+        int8_weight_only_quantized_training,
+    )
+
+    for config, optimizer in (
+        (int8_weight_only_quantized_training(), _AdamW),
+        (int8_mixed_precision_training(), torch.optim.AdamW),
+    ):
+        expected, found = (
+            _train(partial(_quantized, config), each, optimizer_class=optimizer) for each in GRAPHSHARD
+        )
+        assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_int8(run_on_gloo_ranks: Run) -> None:
+    run_on_gloo_ranks(2, train_int8)
+
+
+def train_with_8_bit_optimizers() -> None:
+    from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
+
+    for optimizer in (AdamW8bit, AdamW4bit, AdamWFp8):
+        expected, found = (_train(_plain, each, optimizer_class=optimizer) for each in GRAPHSHARD)
+        assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_8_bit_optimizers(run_on_gloo_ranks: Run) -> None:
+    run_on_gloo_ranks(2, train_with_8_bit_optimizers)
+
+
+def train_mx() -> None:
+    from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
+
+    config = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
+    expected, found = (_train(partial(_quantized, config), each) for each in GRAPHSHARD)
+    assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_mx(run_on_gloo_ranks: Run) -> None:
+    run_on_gloo_ranks(2, train_mx)
+
+
+def _inspected(model: nn.Module) -> list[tuple[str, int]]:
+    report = graphshard.inspect(
+        model, [torch.ones(32, 64)], mesh={"shard": 8}, units=["0", "2"], hardware=round_card(), loss=_mean_square
+    )
+    return [(one.kind, one.num_bytes) for one in report.halves[0].collectives]
+
+
+def _mean_square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def test_inspection_shows_what_travels() -> None:
+    """float8 has an all-reduce for each scale; NF4 travels as it is held."""
+    float8 = _inspected(_float8(True))
+    assert [(kind, size) for kind, size in float8 if size in (4, 64 * 64, 32 * 64)] == [
+        ("all_reduce", 4), ("all_gather", 64 * 64), ("all_reduce", 4), ("all_gather", 32 * 64)
+    ]  # fmt: skip
+    nf4 = _inspected(nn.Sequential(_QLoRA(), nn.Tanh(), _QLoRA()))
+    assert nf4.count(("all_gather", 64 * 64 // 2)) == 2 and not [kind for kind, _ in nf4 if kind != "all_gather"]
+    assert not dist.is_initialized()

@@ -1,10 +1,12 @@
 """The page in a headless Chromium: its arithmetic, its charts, input of all kinds, phone and desktop."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageChops
 from support.chromium import PATH, Chromium
 from support.cost_cards import round_card
 from support.inspected import graph_with_a_gather, inspect_linears, inspect_llama, measured_card
@@ -15,7 +17,8 @@ from graphshard.report.html import write_html
 
 pytestmark = pytest.mark.skipif(PATH is None, reason="Chromium is not installed (apt install chromium)")
 
-ARTEFACTS = Path(__file__).parents[1] / "artefacts"
+ROOT = Path(__file__).parents[2]
+ARTEFACTS = ROOT / "tests" / "artefacts"
 PHONE, DESKTOP = (390, 844), (1280, 900)
 
 
@@ -56,6 +59,28 @@ def test_both_windows_in_both_schemes(browser, page, size, dark):
         assert (sum(ground) < 3 * 60) == dark
     for canvas in ("timeline", "memory"):
         assert _num_colours(browser, canvas) > 4
+
+
+def test_the_script_of_the_docs_picture(browser, page, tmp_path):
+    """It draws what the browser above sees in a window of this size."""
+    script = ROOT / "benchmarks" / "draw_inspect_page.py"
+    command = [sys.executable, script, page, "--out", tmp_path / "page.png", "--width", "900", "--height", "700"]
+    subprocess.run(command, check=True, timeout=120)
+    browser.open(page, 900, 700)
+    browser.screenshot(tmp_path / "expected.png", whole=False)
+    with Image.open(tmp_path / "page.png") as drawn, Image.open(tmp_path / "expected.png") as expected:
+        assert drawn.size == (900, 700)
+        difference = ImageChops.difference(drawn.convert("L"), expected.convert("L"))
+        assert sum(difference.histogram()[48:]) < 0.01 * 900 * 700
+
+
+def test_text_columns_lie_apart_from_numbers_and_to_the_left(browser, page):
+    browser.open(page, *DESKTOP)
+    cell = "document.querySelector('#{table} tbody tr').cells[{index}]"
+    for table, index in (("passes-table", 6), ("collectives-table", 2)):
+        style = f"getComputedStyle({cell.format(table=table, index=index)})"
+        assert browser.run(f"{style}.textAlign") == "left"
+        assert float(browser.run(f"parseFloat({style}.paddingLeft)")) >= 12
 
 
 def _num_colours(browser, canvas):

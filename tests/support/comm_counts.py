@@ -1,9 +1,11 @@
 """How many collectives of each kind really ran, counted by the profiler."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 #: torch's FSDP2 and an uncompiled graphshard call c10d, graphs the functional collectives.
@@ -16,6 +18,31 @@ _KINDS = {
     "_c10d_functional::all_to_all_single": "reductions",
     "_c10d_functional::all_gather_into_tensor_out": "gathers",
 }
+
+
+_ITEMSIZES = {
+    "unsigned char": 1, "signed char": 1, "c10::BFloat16": 2, "float": 4,
+    "Byte": 1, "Char": 1, "BFloat16": 2, "Float": 4,
+}  # fmt: skip
+
+
+@contextmanager
+def list_collectives() -> Iterator[list[tuple[str, int]]]:
+    """The list is filled when the block ends: kind and bytes (the larger of what goes in and comes out), sorted."""
+    found: list[tuple[str, int]] = []
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
+        yield found
+    for event in trace.profiler.kineto_results.events():
+        if event.name() in _KINDS:
+            kind = _KINDS[event.name()]
+            sizes = [
+                math.prod(shape) * _ITEMSIZES[dtype]
+                for shape, dtype in zip(event.shapes(), event.dtypes(), strict=True)
+                if shape and dtype in _ITEMSIZES
+            ]
+            is_input = event.name() == "_c10d_functional::all_gather_into_tensor"
+            found.append((kind, max(sizes) * (dist.get_world_size() if is_input else 1)))
+    found.sort()
 
 
 @contextmanager

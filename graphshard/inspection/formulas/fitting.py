@@ -19,7 +19,7 @@ import sympy
 import torch
 from torch import nn
 
-from ...capture import no_garbage_collection
+from ...capture import has_extended_parameters, no_garbage_collection
 from ...cost import HardwareCard, Kernel, kernel_seconds, warn_of
 from ...errors import FormulaError, OptionError
 from ...report import Formulas
@@ -97,6 +97,11 @@ def formulas(
     settings = read_settings(rules=None, mesh=mesh or {"shard": 64}, plan="unit", **{**known, **options})
     _, module, args, kwargs, sharded = plain_inputs(model, args, kwargs)
     refuse_sharded(sharded)
+    if has_extended_parameters(module):
+        raise FormulaError(
+            "parameters with gather extensions (fsdp_pre_all_gather) compute with shards, whose sizes are no "
+            "polynomials: inspect or sweep the sizes you need instead"
+        )
     sizes = _reference_sizes((*args, *kwargs.values()), dynamic)
     sampler = Sampler(
         module=module, args=args, kwargs=kwargs, dynamic=dynamic, sizes=sizes, loss=loss,
