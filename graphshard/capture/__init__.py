@@ -4,8 +4,8 @@ Imports: all rooms below; of ``backend`` the partitioner and the pipelines.
 
 Read first: ``capture_step``, with ``rules`` (how the model is sharded) and ``fake_step`` (how it is traced). Then
 ``from_sharded`` (a sharded model as a plain one), ``find_blocks`` and ``export_blocks`` (equal blocks are traced
-once), ``change_mesh`` and ``change_batch`` (another size without another capture), ``gpu_attention``, ``gc_pauses``
-(keeps the garbage collector out).
+once), ``shorten_blocks`` (fewer of them), ``change_mesh`` and ``change_batch`` (another size without another capture),
+``gpu_attention``, ``gc_pauses`` (keeps the garbage collector out).
 """
 
 from .capture_step import CapturedStep, capture_step, plain_module
@@ -14,6 +14,7 @@ from .change_mesh import can_reshard, reshard_step
 from .from_sharded import is_sharded, plain_copy
 from .gc_pauses import no_garbage_collection, spared_by_garbage_collection
 from .rules import ShardingRules, refuse_patterns_without_modules
+from .shorten_blocks import num_repeated_blocks, with_blocks
 
 __all__ = [
     "CapturedStep",
@@ -23,6 +24,7 @@ __all__ = [
     "capture_step",
     "is_sharded",
     "no_garbage_collection",
+    "num_repeated_blocks",
     "numbers_of",
     "plain_copy",
     "plain_module",
@@ -31,4 +33,5 @@ __all__ = [
     "spared_by_garbage_collection",
     "step_between",
     "step_with_numbers",
+    "with_blocks",
 ]
