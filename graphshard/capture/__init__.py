@@ -8,20 +8,24 @@ once), ``shorten_blocks`` (fewer of them), ``change_mesh`` and ``change_batch`` 
 ``gpu_attention``, ``gc_pauses`` (keeps the garbage collector out).
 """
 
-from .capture_step import CapturedStep, capture_step, plain_module
+from .capture_step import CapturedStep, ExportedModel, capture_step, export_model, plain_module
 from .change_batch import StepNumbers, numbers_of, step_between, step_with_numbers
 from .change_mesh import can_reshard, reshard_step
 from .from_sharded import is_sharded, plain_copy
 from .gc_pauses import no_garbage_collection, spared_by_garbage_collection
+from .placed_step import PlacedStep
 from .rules import ShardingRules, refuse_patterns_without_modules
-from .shorten_blocks import num_repeated_blocks, with_blocks
+from .shorten_blocks import num_repeated_blocks, stack_paths, with_blocks
 
 __all__ = [
     "CapturedStep",
+    "ExportedModel",
+    "PlacedStep",
     "ShardingRules",
     "StepNumbers",
     "can_reshard",
     "capture_step",
+    "export_model",
     "is_sharded",
     "no_garbage_collection",
     "num_repeated_blocks",
@@ -31,6 +35,7 @@ __all__ = [
     "refuse_patterns_without_modules",
     "reshard_step",
     "spared_by_garbage_collection",
+    "stack_paths",
     "step_between",
     "step_with_numbers",
     "with_blocks",

@@ -46,7 +46,15 @@ from ..ir import (
     value_text,
 )
 from ..passes import InsertShards, KeepGathered, MergeUnshards, MergeWaits, SpreadParameters, TagRecompute
-from ..pipeline import PassContext, PassRecord, Pipeline, context_from_shard_ops, joint_outputs, pieces_of
+from ..pipeline import (
+    JointOutputs,
+    PassContext,
+    PassRecord,
+    Pipeline,
+    context_from_shard_ops,
+    joint_outputs,
+    pieces_of,
+)
 from .fake_step import LossAndOthers, StepModule, export_step, fake_copy, fake_inputs, trace_step
 from .gc_pauses import no_garbage_collection
 from .gpu_attention import use_gpu_attention
@@ -129,44 +137,16 @@ def capture_step(
             placements do not fit the model; lists all of them.
         OptionTypeError: ``loss`` is not a function.
     """
-    if type(rules) is ShardingRules:
-        _refuse_parameters_without_dims(model)
-        refuse_patterns_without_modules(model, "units", rules.units)
-    refuse_patterns_without_modules(model, "checkpoint", checkpoint)
-    _refuse_other_inputs(model, args, kwargs or {})
-    _refuse_parameters_of_loss(loss)
     placed = PlacedStep.of(model, rules)
-    mode = FakeTensorMode()
-    fake = fake_copy(model, mode, rules.mp_policy.param_dtype)
-    if placed is not None:
-        placed.hold(fake)
-    _checkpoint(fake, checkpoint)
-    fake_args, fake_kwargs = fake_inputs((tuple(args), dict(kwargs or {})), mode, rules.mp_policy)
-    paths = {id(param): path for path, param in reversed(list(fake.named_parameters()))}
     with ExitStack() as stack:
-        stack.enter_context(torch.enable_grad())  # a step has a backward, even if the caller is under no_grad
-        stack.enter_context(functorch_patch())
-        stack.enter_context(lazy_graph_modules())
-        stack.enter_context(no_garbage_collection())
-        stack.enter_context(mode)
-        traced = trace_step(StepModule(fake, loss, finds_loss=needs_loss), fake_args, fake_kwargs)
-        has_others = returns_tuple_of(traced, LossAndOthers)
-        if device_type == "cuda":
-            use_gpu_attention(traced)
-        joint = export_step(stack, traced, fake_args, fake_kwargs)
-        outputs = joint_outputs(joint.graph)
-        if outputs is None:
-            raise CaptureError(
-                "nothing is trained: what the model returns does not depend on a parameter in a way that has a "
-                "gradient; return a loss that does"
-            )
-        if needs_loss:
-            values = output_values(joint.graph)
-            own_results = [values[index] for index in outputs.own_results]
-            _refuse_other_results(own_results[:1] if has_others else own_results, loss)
-        plain = _plain_parameters(outputs.primals, traced, model, rules, paths, placed)
+        exported = export_model(
+            stack, model, args, kwargs, rules=rules, placed=placed, loss=loss, checkpoint=checkpoint,
+            needs_loss=needs_loss, device_type=device_type,
+        )  # fmt: skip
+        joint, outputs = exported.joint, exported.outputs
+        plain = exported.plain_parameters(placed)
         positions = _positions_of(plain, outputs.primals)
-        order = tuple(path for path, _ in fake.named_parameters())
+        order = exported.order
         context = PassContext(plain=_with_places(plain, order))
         cut = _cut_parameters(plain, outputs.primals, placed)
 
@@ -217,6 +197,105 @@ def capture_step(
         else {},
         placed=placed,
         reshards=halves.joint.reshards,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedModel:
+    """The joint graph of a step on whole parameters.
+
+    Attributes:
+        model, rules: what was exported.
+        joint: the graph.
+        traced: the graph of Dynamo that it was exported from.
+        outputs: what the inputs and outputs of ``joint`` are.
+        paths: name in the model of each traced parameter, by its id.
+        order: names of the model's parameters.
+    """
+
+    model: nn.Module
+    rules: ShardingRules
+    joint: fx.GraphModule
+    traced: fx.GraphModule
+    outputs: JointOutputs
+    paths: Mapping[int, str]
+    order: tuple[str, ...]
+
+    def plain_parameters(self, placed: PlacedStep | None) -> list[PlainParameter]:
+        """The inputs that are parameters, of the shapes that a rank of the axis of placements gathers."""
+        return _plain_parameters(
+            self.outputs.primals, self.traced, self.model, self.rules, self.paths, placed
+        )
+
+    def on_one_rank(self, placed: PlacedStep) -> fx.GraphModule:
+        """A copy of the joint graph with placements, as a rank of their axis computes it; parameters are gathered."""
+        gm = copy_graph(self.joint)
+        cut = _cut_parameters(self.plain_parameters(placed), self.outputs.primals, placed)
+
+        def run(pipeline: Pipeline, context: PassContext) -> None:
+            pipeline.run_unchecked(gm, context)
+
+        run_reshard_passes(gm, cut, PassContext(), run)
+        return gm
+
+
+def export_model(
+    stack: ExitStack,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    *,
+    rules: ShardingRules,
+    placed: PlacedStep | None,
+    loss: Callable[[Any], Tensor] | None,
+    checkpoint: Sequence[str],
+    needs_loss: bool,
+    device_type: str | None,
+) -> ExportedModel:
+    """The joint graph of a step, with the values between modules marked that ``placed`` holds.
+
+    Args:
+        stack: gets the contexts that the graph is to be edited in.
+        placed: placements of values; those of parameters leave the graph as it is.
+        model, args, kwargs, rules, loss, checkpoint, needs_loss, device_type: as of :func:`capture_step`, whose errors
+            it raises.
+    """
+    if type(rules) is ShardingRules:
+        _refuse_parameters_without_dims(model)
+        refuse_patterns_without_modules(model, "units", rules.units)
+    refuse_patterns_without_modules(model, "checkpoint", checkpoint)
+    _refuse_other_inputs(model, args, kwargs or {})
+    _refuse_parameters_of_loss(loss)
+    mode = FakeTensorMode()
+    fake = fake_copy(model, mode, rules.mp_policy.param_dtype)
+    if placed is not None:
+        placed.hold(fake)
+    _checkpoint(fake, checkpoint)
+    fake_args, fake_kwargs = fake_inputs((tuple(args), dict(kwargs or {})), mode, rules.mp_policy)
+    paths = {id(param): path for path, param in reversed(list(fake.named_parameters()))}
+    stack.enter_context(torch.enable_grad())  # a step has a backward, even if the caller is under no_grad
+    stack.enter_context(functorch_patch())
+    stack.enter_context(lazy_graph_modules())
+    stack.enter_context(no_garbage_collection())
+    stack.enter_context(mode)
+    traced = trace_step(StepModule(fake, loss, finds_loss=needs_loss), fake_args, fake_kwargs)
+    has_others = returns_tuple_of(traced, LossAndOthers)
+    if device_type == "cuda":
+        use_gpu_attention(traced)
+    joint = export_step(stack, traced, fake_args, fake_kwargs)
+    outputs = joint_outputs(joint.graph)
+    if outputs is None:
+        raise CaptureError(
+            "nothing is trained: what the model returns does not depend on a parameter in a way that has a "
+            "gradient; return a loss that does"
+        )
+    if needs_loss:
+        values = output_values(joint.graph)
+        own_results = [values[index] for index in outputs.own_results]
+        _refuse_other_results(own_results[:1] if has_others else own_results, loss)
+    order = tuple(path for path, _ in fake.named_parameters())
+    return ExportedModel(
+        model=model, rules=rules, joint=joint, traced=traced, outputs=outputs, paths=paths, order=order
     )
 
 

@@ -21,6 +21,11 @@ def num_repeated_blocks(model: nn.Module) -> int:
     return lengths.pop() if len(lengths) == 1 else 0
 
 
+def stack_paths(model: nn.Module) -> tuple[str, ...]:
+    """The paths of the stacks of equal blocks; () where :func:`num_repeated_blocks` is 0."""
+    return tuple(_stacks(model)) if num_repeated_blocks(model) else ()
+
+
 def with_blocks(model: nn.Module, num_blocks: int) -> nn.Module:
     """A copy of the model that has only the first blocks of each stack; its parameters are those of the model."""
     stacks = _stacks(model)

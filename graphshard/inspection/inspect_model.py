@@ -29,12 +29,19 @@ from ..planner.search import Bounds, lower_bounds
 from ..progress import Stages
 from ..report import CATEGORIES, HalfReport, PassStep, Report, World
 from .half_report import ScheduledHalf, brief_half_report, half_report
-from .memory_categories import CategorizedMemory, SavedMemory, categorized_memory, kept_bytes_by_category
+from .memory_categories import (
+    CategorizedMemory,
+    SavedMemory,
+    categorized_memory,
+    kept_bytes_by_category,
+    saved_memory,
+)
 from .optimizers import step_seconds
 from .other_meshes import worlds_of
 from .persistent_bytes import always_bytes, persistent_bytes
 from .placed_report import placed_parameters, reshard_counts
 from .placement_choice import PlacementChoice, choose
+from .placement_search import PlacementSearch
 from .settings import (
     AUTO_PLACEMENTS,
     Settings,
@@ -47,6 +54,7 @@ from .settings import (
 )
 from .step_choice import choose_inspected
 from .step_report import (
+    MODELLED,
     flops_by_dtype,
     model_summary,
     optimizer_half,
@@ -54,15 +62,6 @@ from .step_report import (
     report_of_halves,
     throughput,
     with_accumulation,
-)
-
-#: Assumptions that every report states.
-_MODELLED = (
-    "Forward and backward are scheduled each on its own: no collective runs from one into the other.",
-    "The optimizer is one fused kernel over the shards, after the last collective, bound by memory bandwidth.",
-    "Host time, allocator fragmentation and the scratch space of GPU kernels and of the communication library "
-    "are not counted.",
-    "Operations count causal attention in full, as is usual for utilisation; its time counts the half that runs.",
 )
 
 
@@ -150,7 +149,7 @@ def inspect(
     choice = None
     if settings.rules.placements == AUTO_PLACEMENTS:
         stages.begin("placements")
-        choice = choose(settings, module, partial(_predict, args=args, kwargs=kwargs, loss=loss))
+        choice = _choose(settings, module, args, kwargs, loss)
         settings = replace(settings, rules=replace(settings.rules, placements=choice.placements))
     stages.begin("capture")
     with lazy_graph_modules(), no_garbage_collection(), remembered_results():
@@ -175,17 +174,27 @@ def choose_placements(
     """What ``inspect(placements="auto")`` chooses; ``options`` are those of :func:`inspect` by name.
 
     Raises:
-        GraphShardError: as :func:`inspect`.
-        BudgetError: the cheapest placements need more than ``memory_budget``, with ``plan="unit"``.
+        GraphShardError: as :func:`inspect`; a BudgetError only with ``plan="unit"``.
     """
     _, module, args, kwargs, found = plain_inputs(model, args, kwargs)
     refuse_sharded(found)
     settings = settings_of("choose_placements", {**options, "placements": AUTO_PLACEMENTS}, mesh)
-    choice = choose(settings, module, partial(_predict, args=args, kwargs=kwargs, loss=loss))
+    choice = _choose(settings, module, args, kwargs, loss)
     budget, needed = settings.budget_bytes, choice.candidates[0].peak_bytes
     if settings.plan == "unit" and budget is not None and needed is not None and needed > budget:
         raise BudgetError(budget, needed, f"the leanest of the placements ({choice.candidates[0].name})")
     return choice
+
+
+def _choose(
+    settings: Settings,
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    loss: Callable[[Any], torch.Tensor] | None,
+) -> PlacementChoice:
+    search = PlacementSearch(settings=settings, module=module, args=args, kwargs=kwargs, loss=loss)
+    return choose(settings, module, partial(_predict, args=args, kwargs=kwargs, loss=loss), search.best)
 
 
 def _captured(
@@ -275,7 +284,7 @@ class Inspection:
             persistent=_row(always),
             budget_bytes=settings.budget_bytes,
             passes=self.passes,
-            notes=[*_MODELLED, *self._said(), *self.notes],
+            notes=[*MODELLED, *self._said(), *self.notes],
         )
         self._refuse_what_does_not_fit(report)
         self.stages.end()
@@ -304,7 +313,7 @@ class Inspection:
         saved_names = [_name(value) for value in output_values(captured.forward.graph)]
         context = captured.context.for_forward()
         forward = self._half("forward", captured.forward, context, always, num_results=captured.num_results)
-        behind = _saved_memory(saved_names, forward[1])
+        behind = saved_memory(saved_names, forward[1])
         saved = dict(zip(saved_names, forward[1].outputs, strict=True))
         context = captured.context.for_backward()
         backward = self._half("backward", captured.backward, context, always, saved=saved, behind=behind)
@@ -437,14 +446,3 @@ class Inspection:
 
 def _row(values: Mapping[str, int]) -> list[int]:
     return [values.get(name, 0) for name in CATEGORIES]
-
-
-def _saved_memory(names: Sequence[str], memory: CategorizedMemory) -> list[SavedMemory]:
-    """The memory of saved values, which the backward takes over, by the names of the values."""
-    groups: dict[int, list[str]] = {}
-    sizes: dict[int, int] = {}
-    for name, buffer, num_bytes in zip(names, memory.output_buffers, memory.output_bytes, strict=True):
-        if name:
-            groups.setdefault(buffer, []).append(name)
-            sizes[buffer] = num_bytes
-    return [SavedMemory(names=tuple(group), num_bytes=sizes[buffer]) for buffer, group in groups.items()]

@@ -1,16 +1,18 @@
 """Chooses placements on the further axis of a mesh by predicted time and memory: ``placements="auto"``.
 
-Candidates are the ready plans that fit the model, and no placements at all. Each is predicted as ``inspect`` predicts
-a step. A model of many equal blocks is predicted with one and with two of them, and the difference counts for each
-further block. The fastest candidate that fits the memory is chosen; if none fits, the one that needs the least.
+Candidates are the ready plans that fit the model, no placements at all, and what searches find from there on
+(:mod:`graphshard.inspection.placement_search`). Each is predicted as ``inspect`` predicts a step. A model of many equal
+blocks is predicted with one and with two of them, and the difference counts for each further block. The fastest
+candidate that fits the memory is chosen; if none fits, the one that needs the least.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import nn
+from torch.distributed.tensor import Placement, Shard
 
 from ..capture import num_repeated_blocks, with_blocks
 from ..errors import GraphShardError
@@ -21,8 +23,14 @@ from .settings import Settings
 #: Predicts a step of a model, in brief.
 Predict = Callable[[Settings, nn.Module], Report]
 
+#: Searches from a plan on: returns what it found, and the number of trials.
+Search = Callable[[Stated], tuple[Stated, int]]
+
 #: The name of no placements at all.
 REPLICATED = "replicated"
+
+#: Names of what searches find: with whole values between the parts of blocks, and with values along the sequence.
+SEARCHED = ("searched", "searched-sequence")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +121,16 @@ class StepPredictor:
         return self.predict(replace(self.settings, rules=rules), module)
 
 
-def choose(settings: Settings, module: nn.Module, predict: Predict) -> PlacementChoice:
+def choose(
+    settings: Settings, module: nn.Module, predict: Predict, search: Search | None = None
+) -> PlacementChoice:
     """The cheapest placements for a model.
 
     Args:
         settings: of the inspection; its rules have the mesh.
         module: the model.
         predict: predicts a step.
+        search: looks for cheaper placements; None to compare known ones.
 
     Raises:
         GraphShardError: of the model without placements, if nothing can be predicted.
@@ -127,31 +138,86 @@ def choose(settings: Settings, module: nn.Module, predict: Predict) -> Placement
     known, misfits = fitting_plans(module)
     known = {**known, REPLICATED: Stated()}
     if settings.rules.placed_axis is None:  # one rank: they are all the same
-        known, misfits = {REPLICATED: Stated()}, {}
-    predictor = StepPredictor.of(settings, module, predict)
-    found: dict[str, Numbers] = {}
-    verdicts: dict[str, str] = {name: f"does not fit the model: {lacks}" for name, lacks in misfits.items()}
-    failed: GraphShardError | None = None
+        known, misfits, search = {REPLICATED: Stated()}, {}, None
+    comparison = _Comparison(predictor=StepPredictor.of(settings, module, predict))
+    comparison.verdicts.update((name, f"does not fit the model: {lacks}") for name, lacks in misfits.items())
     for name, stated in known.items():
-        twin = next((other for other in known if other in found and known[other] == stated), None)
-        if twin is not None:
-            verdicts[name] = f"the placements of {twin}"
-            continue
-        try:
-            found[name] = predictor.numbers(stated)
-        except GraphShardError as error:
-            failed = error
-            verdicts[name] = f"cannot run: {str(error).splitlines()[0]}"
-    if not found:
-        assert failed is not None, "a model without placements is a candidate"
-        raise failed
-    best = _cheapest(found, settings.limit_bytes)
+        comparison.add(name, stated)
+    if not comparison.numbers:
+        assert comparison.failed is not None, "a model without placements is a candidate"
+        raise comparison.failed
+    notes = [comparison.predictor.note()]
+    if search is not None:
+        num_trials = comparison.add_searched(search)
+        notes.append(f"Searches priced {num_trials} choices of placements of weights.")
+    best = _cheapest(comparison.numbers, settings.limit_bytes)
+    stated = comparison.stated[best]
     return PlacementChoice(
-        placements=known[best] if best == REPLICATED else best,
-        stated=known[best],
-        candidates=_candidates(found, verdicts, best, settings.limit_bytes),
-        note=predictor.note(),
+        placements=best if best in known and best != REPLICATED else stated,
+        stated=stated,
+        candidates=_candidates(comparison.numbers, comparison.verdicts, best, settings.limit_bytes),
+        note=" ".join(notes),
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Comparison:
+    """Candidates that are predicted one after the other.
+
+    Attributes:
+        predictor: predicts each.
+        stated: what each states, by name.
+        numbers: of those that could be predicted.
+        verdicts: of the others.
+        failed: the last error.
+    """
+
+    predictor: StepPredictor
+    stated: dict[str, Stated] = field(default_factory=dict)
+    numbers: dict[str, Numbers] = field(default_factory=dict)
+    verdicts: dict[str, str] = field(default_factory=dict)
+    failed: GraphShardError | None = None
+
+    def add(self, name: str, stated: Stated) -> None:
+        """Predicts a candidate, unless another one states the same."""
+        twin = next((other for other in self.numbers if _is_same(self.stated[other], stated)), None)
+        if twin is not None:
+            self.verdicts[name] = f"the placements of {twin}"
+            return
+        try:
+            self.numbers[name] = self.predictor.numbers(stated)
+            self.stated[name] = stated
+        except GraphShardError as error:
+            self._cannot_run(name, error)
+
+    def add_searched(self, search: Search) -> int:
+        """Adds what searches find from the candidates on; returns the number of trials."""
+        fastest = sorted(self.numbers, key=lambda name: self.numbers[name].step_seconds)
+        plans = [self.stated[name] for name in fastest]
+        whole, along = ([each for each in plans if bool(each.outputs) is held][:1] for held in (False, True))
+        jobs = [(SEARCHED[0], plan) for plan in whole] + [(SEARCHED[1], plan) for plan in along]
+        total = 0
+        for name, plan in jobs:
+            try:
+                found, num_trials = search(plan)
+            except GraphShardError as error:
+                self._cannot_run(name, error)
+                continue
+            total += num_trials
+            self.add(name, found)
+        return total
+
+    def _cannot_run(self, name: str, error: GraphShardError) -> None:
+        self.failed = error
+        self.verdicts[name] = f"cannot run: {str(error).splitlines()[0]}"
+
+
+def _is_same(one: Stated, other: Stated) -> bool:
+    return _cut(one) == _cut(other) and (one.inputs, one.outputs) == (other.inputs, other.outputs)
+
+
+def _cut(stated: Stated) -> dict[str, Placement]:
+    return {name: each for name, each in stated.parameters.items() if isinstance(each, Shard)}
 
 
 def _parts(report: Report) -> dict[str, float]:

@@ -29,6 +29,15 @@ from ..report import (
 )
 from .optimizers import accumulation_seconds
 
+#: Assumptions that every report states.
+MODELLED = (
+    "Forward and backward are scheduled each on its own: no collective runs from one into the other.",
+    "The optimizer is one fused kernel over the shards, after the last collective, bound by memory bandwidth.",
+    "Host time, allocator fragmentation and the scratch space of GPU kernels and of the communication library "
+    "are not counted.",
+    "Operations count causal attention in full, as is usual for utilisation; its time counts the half that runs.",
+)
+
 #: The most exposures listed.
 NUM_EXPOSURES = 10
 

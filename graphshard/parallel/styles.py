@@ -46,13 +46,12 @@ class Stated:
     def texts(self) -> list[str]:
         """A line for each statement, with "*" for numbers in names."""
         named = (("", self.parameters), ("inputs of ", self.inputs), ("outputs of ", self.outputs))
-        lines = (
-            f"{what}{_folded(name)}: {each!r}" for what, stated in named for name, each in stated.items()
-        )
+        lines = (f"{what}{folded(name)}: {each!r}" for what, stated in named for name, each in stated.items())
         return list(dict.fromkeys(lines))
 
 
-def _folded(path: str) -> str:
+def folded(path: str) -> str:
+    """A path with "*" for numbers."""
     return ".".join("*" if part.isdecimal() else part for part in path.split("."))
 
 
