@@ -79,7 +79,7 @@ class ShardingRules:
         ):
             raise ShardingError(
                 f"mesh axes {', '.join(map(str, names)) or '(none)'}: write shard=N, or replicate=M and then shard=N; "
-                "with placements, one further axis behind them: tp=K"
+                "with placements, one further axis behind them: tp=K (one axis of all ranks that share a batch)"
             )
         if further and self.placements is None:
             raise ShardingError(

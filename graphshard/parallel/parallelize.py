@@ -113,7 +113,11 @@ def _check_tied(module: nn.Module, chosen: Mapping[str, Placement], problems: li
 
 
 def _check_parameters(module: nn.Module, chosen: Mapping[str, Placement], problems: list[str]) -> None:
+    placed: list[str] = []
     for name, param in module.named_parameters(remove_duplicate=False):
+        if isinstance(param, DTensor) and hasattr(param, READ_WHOLE):
+            placed.append(name)
+            continue
         if isinstance(param, DTensor):
             problems.append(
                 f"parameter {name!r} is a DTensor on {param.device_mesh} already: call parallelize on a plain model, "
@@ -125,6 +129,12 @@ def _check_parameters(module: nn.Module, chosen: Mapping[str, Placement], proble
             problems.append(f"parameter {name!r}: {placement!r} must be Shard(dim) or Replicate()")
         elif isinstance(placement, Shard) and not -param.ndim <= placement.dim < param.ndim:
             problems.append(f"parameter {name!r} of shape {list(param.shape)} has no dim {placement.dim}")
+    if placed:
+        problems.append(
+            f"parameter(s) {', '.join(map(repr, placed))} have placements on an axis already, and a graph has them on "
+            "one axis beside those of fully_shard: call parallelize once on a plain model, before fully_shard, on one "
+            "axis of all the ranks that share a batch"
+        )
 
 
 def _check_arguments(
