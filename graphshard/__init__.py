@@ -11,13 +11,13 @@ from .errors import GraphShardError
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+    from .auto_placements import parallelize
     from .fsdp import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx
     from .fsdp1 import FullyShardedDataParallel
     from .inspection.formulas import formulas
     from .inspection.inspect_graph import inspect_graph
     from .inspection.inspect_model import inspect
     from .inspection.sweep import sweep
-    from .parallel import parallelize
     from .planner import schedule_graph
     from .report import diff_reports
     from .torch_names import patch_torch
@@ -59,7 +59,7 @@ _LATER = {
     "fully_shard": ".fsdp",
     "inspect": ".inspection",
     "inspect_graph": ".inspection",
-    "parallelize": ".parallel",
+    "parallelize": ".auto_placements",
     "patch_torch": ".torch_names",
     "register_fsdp_forward_method": ".fsdp",
     "schedule_graph": ".planner",

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _resolve_process_group  # checked: 2.13
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def register_group_name(name: str, group: dist.ProcessGroup) -> bool:
@@ -46,3 +47,8 @@ def fake_world(rank: int, num_ranks: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that a mesh is cut out of; the mesh itself if it is whole (checked: 2.13)."""
+    return mesh._get_root_mesh()

@@ -74,7 +74,7 @@ ARGUMENTS = {
         memory_budget plan checkpoint placements progress
     """,
     "inspect_graph": "gm * hardware tables memory_budget groups",
-    "parallelize": "module mesh placements * inputs outputs src_data_rank",
+    "parallelize": "module mesh placements * inputs outputs src_data_rank inspect",
     "patch_torch": "",
     "register_fsdp_forward_method": "module method_name",
     "schedule_graph": """

@@ -7,12 +7,9 @@ capture for 4,096 ranks takes as long as one for 8.
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,49 +17,37 @@ import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 
 from .._compat import (
-    FakeTensorMode,
-    lazy_graph_modules,
-    parameter_of_input,
-    returns_tuple_of,
     tree_map,
 )
 from ..backend import (
     StepChoice,
     drop_rng_states,
-    functorch_patch,
     partition_as_inductor,
 )
-from ..errors import CaptureError, OptionTypeError, ShardingError, UnsupportedShardingError
 from ..ir import (
     MeshLayout,
-    PlacedParameter,
     PlainParameter,
     ShardedShape,
     aten,
     copy_graph,
     graph_text,
-    output_values,
     row_offsets,
-    value_text,
 )
 from ..passes import InsertShards, KeepGathered, MergeUnshards, MergeWaits, SpreadParameters, TagRecompute
-from ..pipeline import PassContext, PassRecord, Pipeline, context_from_shard_ops, joint_outputs, pieces_of
+from ..pipeline import (
+    PassContext,
+    PassRecord,
+    Pipeline,
+    context_from_shard_ops,
+    pieces_of,
+)
+from .export_model import cut_parameters, export_model
 from .extended_parameters import (
-    ExtendedShard,
     HeldInputs,
-    extended_shards,
-    group_for_extensions,
-    merge_reads,
-    name_axis,
-    read_extended,
     with_saved_parts,
 )
-from .fake_step import LossAndOthers, StepModule, export_step, fake_copy, fake_inputs, trace_step
-from .from_sharded import FoundRules
-from .gc_pauses import no_garbage_collection
-from .gpu_attention import use_gpu_attention
 from .placed_step import PlacedStep, run_reshard_passes
-from .rules import ShardingRules, as_regex, refuse_patterns_without_modules
+from .rules import ShardingRules
 
 #: ``insert_shards``, which a plain graph needs, and then the joint passes of training.
 PLAIN_PIPELINE = Pipeline(InsertShards(), MergeWaits(), MergeUnshards(), SpreadParameters(), TagRecompute())
@@ -140,56 +125,18 @@ def capture_step(
             placements do not fit the model; lists all of them.
         OptionTypeError: ``loss`` is not a function.
     """
-    if type(rules) is ShardingRules:
-        _refuse_parameters_without_dims(model)
-        refuse_patterns_without_modules(model, "units", rules.units)
-    refuse_patterns_without_modules(model, "checkpoint", checkpoint)
-    _refuse_other_inputs(model, args, kwargs or {})
-    _refuse_parameters_of_loss(loss)
     placed = PlacedStep.of(model, rules)
-    mode = FakeTensorMode()
-    shards = rules.extended if isinstance(rules, FoundRules) else extended_shards(model, rules)
-    _refuse_placed_extensions(shards, rules)
-    fake = fake_copy(model, mode, rules.mp_policy.param_dtype, shards)
-    order = tuple(path for path, _ in fake.named_parameters())
-    if placed is not None:
-        placed.hold(fake)
-    _checkpoint(fake, checkpoint)
-    fake_args, fake_kwargs = fake_inputs((tuple(args), dict(kwargs or {})), mode, rules.mp_policy)
-    paths = {id(param): path for path, param in reversed(list(fake.named_parameters()))}
-    held = read_extended(fake, shards, rules, mode)
     with ExitStack() as stack:
-        stack.enter_context(torch.enable_grad())  # a step has a backward, even if the caller is under no_grad
-        stack.enter_context(functorch_patch())
-        stack.enter_context(lazy_graph_modules())
-        stack.enter_context(no_garbage_collection())
-        stack.enter_context(mode)
-        own_name = stack.enter_context(group_for_extensions(shards, rules))
-        traced = trace_step(StepModule(fake, loss, finds_loss=needs_loss), fake_args, fake_kwargs)
-        merge_reads(traced)
-        has_others = returns_tuple_of(traced, LossAndOthers)
-        if device_type == "cuda":
-            use_gpu_attention(traced)
-        joint = export_step(stack, traced, fake_args, fake_kwargs)
-        name_axis(joint.graph, own_name)
-        outputs = joint_outputs(joint.graph)
-        if outputs is None:
-            raise CaptureError(
-                "nothing is trained: what the model returns does not depend on a parameter in a way that has a "
-                "gradient; return a loss that does"
-            )
-        if needs_loss:
-            values = output_values(joint.graph)
-            own_results = [values[index] for index in outputs.own_results]
-            _refuse_other_results(own_results[:1] if has_others else own_results, loss)
-        primals = outputs.primals
-        gradients = {node: index - outputs.num_results for node, index in outputs.gradients.items()}
-        inputs = HeldInputs.of(primals, gradients, traced, held)
-        unheld = [node for node in primals if node.name not in inputs.names]
-        plain = _plain_parameters(unheld, traced, model, rules, paths, placed)
-        positions = _positions_of(plain, inputs.names, primals)
+        exported = export_model(
+            stack, model, args, kwargs, rules=rules, placed=placed, loss=loss, checkpoint=checkpoint,
+            needs_loss=needs_loss, device_type=device_type,
+        )  # fmt: skip
+        joint, outputs, inputs = exported.joint, exported.outputs, exported.inputs
+        plain = exported.plain_parameters(placed)
+        positions = _positions_of(plain, inputs.names, outputs.primals)
+        order = exported.order
         context = PassContext(plain=_with_places(plain, order), held=inputs.names)
-        cut = _cut_parameters(plain, outputs.primals, placed)
+        cut = cut_parameters(plain, outputs.primals, placed)
 
         def run_joint_passes(gm: fx.GraphModule) -> _JointStep:
             text = "" if is_brief else graph_text(gm)
@@ -261,55 +208,6 @@ def _context_of(gm: fx.GraphModule, placed: PlacedStep | None, inputs: HeldInput
     return replace(context, mesh=MeshLayout.of_axes([*context.mesh.axes, placed.axis]))
 
 
-def _cut_parameters(
-    plain: Sequence[PlainParameter], primals: Sequence[fx.Node], placed: PlacedStep | None
-) -> tuple[PlacedParameter, ...]:
-    if placed is None:
-        return ()
-    shapes = {node.name: node.meta["val"].shape for node in primals if node.meta.get("val") is not None}
-    return placed.parameters({each.call.name: (each.placeholder, shapes[each.placeholder]) for each in plain})
-
-
-def _refuse_placed_extensions(shards: Mapping[str, ExtendedShard], rules: ShardingRules) -> None:
-    if shards and rules.placements is not None:
-        raise UnsupportedShardingError(
-            f"placements: parameter(s) {', '.join(list(shards)[:8])} have a gather extension and cannot be placed on a "
-            "further axis; leave out placements, or give plain parameters"
-        )
-
-
-def _refuse_parameters_without_dims(model: nn.Module) -> None:
-    names = [name for name, param in model.named_parameters() if param.ndim == 0]
-    if names:
-        raise ShardingError(
-            f"parameter(s) {', '.join(names)} have no dimension to cut over ranks; make them 1-D (shape [1]), or "
-            "buffers. fully_shard refuses them too, unless they are in ignored_params"
-        )
-
-
-def _plain_parameters(
-    primals: Sequence[fx.Node],
-    traced: fx.GraphModule,
-    model: nn.Module,
-    rules: ShardingRules,
-    paths: Mapping[int, str],
-    placed: PlacedStep | None,
-) -> list[PlainParameter]:
-    """The inputs that are parameters; ``paths`` maps the id of a traced parameter to its name in the model."""
-    plain = []
-    for node in primals:
-        param = parameter_of_input(node, traced)
-        if param is not None:
-            path = paths[id(param)]
-            dtype = model.get_parameter(path).dtype
-            value = node.meta["val"]
-            own = value.shape if placed is None else placed.shape_of(path, value.shape)
-            shape = torch.Size([*own, 2] if dtype.is_complex else own)
-            call = rules.call_of(path, shape, dtype.is_floating_point)
-            plain.append(PlainParameter(placeholder=node.name, call=call, dtype=dtype))
-    return plain
-
-
 def _positions_of(
     plain: Sequence[PlainParameter], held: frozenset[str], primals: Sequence[fx.Node]
 ) -> list[int]:
@@ -352,47 +250,3 @@ def plain_module(exported: torch.export.ExportedProgram) -> nn.Module:
 
 def _on_cpu(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else value
-
-
-def _refuse_other_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    if isinstance(model, fx.GraphModule):
-        return  # its forward takes any arguments, and checks them later
-    try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError as error:
-        raise CaptureError(f"the inputs do not fit {type(model).__name__}.forward: {error}") from error
-
-
-def _refuse_other_results(results: Sequence[Any], loss: Callable[[Any], Tensor] | None) -> None:
-    """Refuses every result but one floating-point scalar, since only that has a gradient."""
-    values = [value.meta.get("val") if isinstance(value, fx.Node) else value for value in results]
-    is_loss = len(values) == 1 and isinstance(values[0], Tensor) and values[0].numel() == 1
-    if not is_loss or not values[0].dtype.is_floating_point:
-        found = ", ".join(map(value_text, values)) or "nothing"
-        if loss is not None:
-            raise CaptureError(
-                f"what loss={loss!r} returns is no loss: {found}; it must return one scalar of floats"
-            )
-        raise CaptureError(
-            f"what the model returns is no loss: {found}; give a "
-            "function that turns it into one scalar (loss=..., or --loss PKG.MODULE:FUNCTION), or return that from "
-            "the model"
-        )
-
-
-def _checkpoint(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Checkpoints the modules whose path matches a pattern, so that they save no activations."""
-    for path, module in model.named_modules():
-        if any(re.fullmatch(as_regex(pattern), path) for pattern in patterns):
-            module.forward = partial(torch.utils.checkpoint.checkpoint, module.forward, use_reentrant=False)
-
-
-def _refuse_parameters_of_loss(loss: Callable[[Any], Tensor] | None) -> None:
-    if loss is not None and not callable(loss):
-        raise OptionTypeError(f"loss={loss!r} must be a function that turns the model's output into a scalar")
-    names = [name for name, _ in loss.named_parameters()] if isinstance(loss, nn.Module) else []
-    if names:
-        raise CaptureError(
-            f"the loss has parameters of its own ({', '.join(names[:5])}), which nothing would shard or count: make "
-            "it a part of the model"
-        )

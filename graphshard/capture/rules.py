@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..errors import OptionTypeError, ShardingError
 from ..ir import MeshAxis, UnshardCall
-from ..parallel import READY_PLANS
+from ..parallel import READY_PLANS, Stated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,8 @@ class ShardingRules:
             is a unit. All other parameters belong to the root.
         reshard_after_forward: as in ``fully_shard``: None frees all units but the root.
         mp_policy: dtypes of compute and gathers, and of reductions.
-        placements: as in ``parallelize``, on the further axis of the mesh: placements by name, or a ready plan.
+        placements: as in ``parallelize``, on the further axis of the mesh: placements by name, or a ready plan; or what
+            they state.
 
     Raises:
         OptionTypeError: an attribute has the wrong type.
@@ -39,7 +40,7 @@ class ShardingRules:
     units: Sequence[str] = ()
     reshard_after_forward: bool | None = None
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    placements: Mapping[str, Any] | str | None = None
+    placements: Mapping[str, Any] | str | Stated | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mapping):
@@ -52,7 +53,7 @@ class ShardingRules:
             )
         if not isinstance(self.mp_policy, MixedPrecisionPolicy):
             raise OptionTypeError(f"mp_policy={self.mp_policy!r} must be a MixedPrecisionPolicy")
-        if self.placements is not None and not isinstance(self.placements, (str, Mapping)):
+        if self.placements is not None and not isinstance(self.placements, (str, Mapping, Stated)):
             raise OptionTypeError(
                 f"placements={self.placements!r} must be the name of a ready plan, or placements by name"
             )
@@ -78,7 +79,7 @@ class ShardingRules:
         ):
             raise ShardingError(
                 f"mesh axes {', '.join(map(str, names)) or '(none)'}: write shard=N, or replicate=M and then shard=N; "
-                "with placements, one further axis behind them: tp=K"
+                "with placements, one further axis behind them: tp=K (one axis of all ranks that share a batch)"
             )
         if further and self.placements is None:
             raise ShardingError(

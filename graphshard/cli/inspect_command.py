@@ -77,7 +77,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--placements",
         metavar="PLAN",
-        help="how the model lies on the further axis of the mesh: a ready plan (llama) or a dict, PKG.MODULE:DICT",
+        help="how the model lies on the further axis of the mesh: a ready plan (llama), auto, or PKG.MODULE:DICT",
     )
     add("--plan", default="unit", help="unit: the schedule of training; auto: by cost")
     add(
@@ -108,7 +108,8 @@ def run_inspect(options: argparse.Namespace) -> int:
     halves = [
         f"{half}: {what}" for half in ("forward", "backward") for what in ("passes", *bound, middle, "cost")
     ]
-    following = ["import the model", "capture", *halves, "report", "write", "done"]
+    chosen = ["placements"] if options.placements == "auto" else []
+    following = ["import the model", *chosen, "capture", *halves, "report", "write", "done"]
     progress = StageLines(following if dynamic is None else ("import the model", "captures"))
     progress("import the model")
     loss = None if options.loss is None else load_attribute("--loss", options.loss)

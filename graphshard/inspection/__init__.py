@@ -4,13 +4,13 @@ Imports: all rooms below.
 
 Read first: ``inspect_model`` and ``inspect_graph`` (the public functions), ``settings``; then ``half_report``,
 ``step_report``, ``exposure``, ``events``, ``memory_categories``, ``persistent_bytes``, ``optimizers``,
-``other_meshes``, ``step_choice``, ``sweep``; ``formulas`` fits formulas to samples.
+``other_meshes``, ``step_choice``, ``placement_choice``, ``sweep``; ``formulas`` fits formulas to samples.
 """
 
 from .inspect_graph import inspect_graph
-from .inspect_model import Inspection, inspect
+from .inspect_model import Inspection, choose_placements, inspect
 from .persistent_bytes import always_bytes, persistent_bytes
-from .settings import Settings, plain_inputs, read_settings, refuse_sharded
+from .settings import Settings, plain_inputs, read_settings, refuse_sharded, settings_of
 from .sweep import Later, resized, sweep
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Later",
     "Settings",
     "always_bytes",
+    "choose_placements",
     "inspect",
     "inspect_graph",
     "persistent_bytes",
@@ -25,5 +26,6 @@ __all__ = [
     "read_settings",
     "refuse_sharded",
     "resized",
+    "settings_of",
     "sweep",
 ]

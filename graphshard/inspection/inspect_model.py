@@ -6,7 +6,6 @@ Each half is priced by itself. A step is all micro-batches of both halves, then 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,31 +27,41 @@ from ..pipeline import Fact, PassContext, PassRecord, Pipeline
 from ..planner import PlannedGraph, problem_of_graph
 from ..planner.search import Bounds, lower_bounds
 from ..progress import Stages
-from ..report import CATEGORIES, HalfReport, ModelSummary, PassStep, Report, UnitSummary, World
+from ..report import CATEGORIES, HalfReport, PassStep, Report, World
 from .half_report import ScheduledHalf, brief_half_report, half_report
-from .memory_categories import CategorizedMemory, SavedMemory, categorized_memory, kept_bytes_by_category
+from .memory_categories import (
+    CategorizedMemory,
+    SavedMemory,
+    categorized_memory,
+    kept_bytes_by_category,
+    saved_memory,
+)
 from .optimizers import step_seconds
 from .other_meshes import worlds_of
 from .persistent_bytes import always_bytes, persistent_bytes
 from .placed_report import placed_parameters, reshard_counts
-from .settings import Settings, count_tokens, plain_inputs, read_settings, refuse_what_is_known
+from .placement_choice import PlacementChoice, choose
+from .placement_search import PlacementSearch
+from .settings import (
+    AUTO_PLACEMENTS,
+    Settings,
+    count_tokens,
+    plain_inputs,
+    read_settings,
+    refuse_sharded,
+    refuse_what_is_known,
+    settings_of,
+)
 from .step_choice import choose_inspected
 from .step_report import (
+    MODELLED,
     flops_by_dtype,
+    model_summary,
     optimizer_half,
     pass_step,
     report_of_halves,
     throughput,
     with_accumulation,
-)
-
-#: Assumptions that every report states.
-_MODELLED = (
-    "Forward and backward are scheduled each on its own: no collective runs from one into the other.",
-    "The optimizer is one fused kernel over the shards, after the last collective, bound by memory bandwidth.",
-    "Host time, allocator fragmentation and the scratch space of GPU kernels and of the communication library "
-    "are not counted.",
-    "Operations count causal attention in full, as is usual for utilisation; its time counts the half that runs.",
 )
 
 
@@ -101,7 +110,7 @@ def inspect(
         checkpoint: patterns of modules whose activations are recomputed in the backward, besides those that the model
             itself checkpoints; "units" for every unit.
         placements: how the model lies on the further axis of the mesh, as in ``parallelize``: placements or styles by
-            name, or a ready plan ("llama"). The ranks of that axis share the inputs.
+            name, or a ready plan ("llama"), or "auto" for the cheapest. The ranks of that axis share the inputs.
         progress: takes the name of each stage as it begins.
 
     Raises:
@@ -137,16 +146,84 @@ def inspect(
     )
     settings = replace(settings, runs_kernels=True)
     stages = Stages(progress)
+    choice = None
+    if settings.rules.placements == AUTO_PLACEMENTS:
+        stages.begin("placements")
+        choice = _choose(settings, module, args, kwargs, loss)
+        settings = replace(settings, rules=replace(settings.rules, placements=choice.placements))
     stages.begin("capture")
     with lazy_graph_modules(), no_garbage_collection(), remembered_results():
-        captured = capture_step(
-            module, args, kwargs, rules=settings.rules, loss=loss, checkpoint=settings.checkpoint,
-            needs_loss=True, device_type=settings.card.device_type, choose=partial(choose_inspected, settings, module),
-        )  # fmt: skip
+        captured = _captured(settings, module, args, kwargs, loss)
         inspection = Inspection(settings=settings, captured=captured, stages=stages)
         report = inspection.report(name, module, count_tokens(args, kwargs))
     warn_of(settings.told, stacklevel=2)
+    if choice is not None:
+        report = replace(report, candidates=choice.candidates, notes=(*report.notes, choice.note))
     return report
+
+
+def choose_placements(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    mesh: Mapping[str, int],
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    **options: Any,
+) -> PlacementChoice:
+    """What ``inspect(placements="auto")`` chooses; ``options`` are those of :func:`inspect` by name.
+
+    Raises:
+        GraphShardError: as :func:`inspect`; a BudgetError only with ``plan="unit"``.
+    """
+    _, module, args, kwargs, found = plain_inputs(model, args, kwargs)
+    refuse_sharded(found)
+    settings = settings_of("choose_placements", {**options, "placements": AUTO_PLACEMENTS}, mesh)
+    choice = _choose(settings, module, args, kwargs, loss)
+    budget, needed = settings.budget_bytes, choice.candidates[0].peak_bytes
+    if settings.plan == "unit" and budget is not None and needed is not None and needed > budget:
+        raise BudgetError(budget, needed, f"the leanest of the placements ({choice.candidates[0].name})")
+    return choice
+
+
+def _choose(
+    settings: Settings,
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    loss: Callable[[Any], torch.Tensor] | None,
+) -> PlacementChoice:
+    search = PlacementSearch(settings=settings, module=module, args=args, kwargs=kwargs, loss=loss)
+    return choose(settings, module, partial(_predict, args=args, kwargs=kwargs, loss=loss), search.best)
+
+
+def _captured(
+    settings: Settings,
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    loss: Callable[[Any], torch.Tensor] | None,
+    is_brief: bool = False,
+) -> CapturedStep:
+    return capture_step(
+        module, args, kwargs, rules=settings.rules, loss=loss, checkpoint=settings.checkpoint, needs_loss=True,
+        device_type=settings.card.device_type, choose=partial(choose_inspected, settings, module), is_brief=is_brief,
+    )  # fmt: skip
+
+
+def _predict(
+    settings: Settings,
+    module: nn.Module,
+    *,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    loss: Callable[[Any], torch.Tensor] | None,
+) -> Report:
+    """A report with the numbers of the step alone."""
+    with lazy_graph_modules(), no_garbage_collection(), remembered_results():
+        captured = _captured(settings, module, args, kwargs, loss, is_brief=True)
+        inspection = Inspection(settings=settings, captured=captured, stages=Stages(None), is_brief=True)
+        return inspection.report(type(module).__name__, module, None)
 
 
 def _name(value: Any) -> str:
@@ -200,14 +277,14 @@ class Inspection:
         self.stages.begin("report")
         report = report_of_halves(
             halves,
-            model=_model_summary(name, module, captured),
+            model=model_summary(name, module, captured),
             mesh=dict(settings.rules.mesh),
             card=settings.card,
             settings=settings.as_dict(),
             persistent=_row(always),
             budget_bytes=settings.budget_bytes,
             passes=self.passes,
-            notes=[*_MODELLED, *self._said(), *self.notes],
+            notes=[*MODELLED, *self._said(), *self.notes],
         )
         self._refuse_what_does_not_fit(report)
         self.stages.end()
@@ -236,7 +313,7 @@ class Inspection:
         saved_names = [_name(value) for value in output_values(captured.forward.graph)]
         context = captured.context.for_forward()
         forward = self._half("forward", captured.forward, context, always, num_results=captured.num_results)
-        behind = _saved_memory(saved_names, forward[1])
+        behind = saved_memory(saved_names, forward[1])
         saved = dict(zip(saved_names, forward[1].outputs, strict=True))
         context = captured.context.for_backward()
         backward = self._half("backward", captured.backward, context, always, saved=saved, behind=behind)
@@ -369,39 +446,3 @@ class Inspection:
 
 def _row(values: Mapping[str, int]) -> list[int]:
     return [values.get(name, 0) for name in CATEGORIES]
-
-
-def _saved_memory(names: Sequence[str], memory: CategorizedMemory) -> list[SavedMemory]:
-    """The memory of saved values, which the backward takes over, by the names of the values."""
-    groups: dict[int, list[str]] = {}
-    sizes: dict[int, int] = {}
-    for name, buffer, num_bytes in zip(names, memory.output_buffers, memory.output_bytes, strict=True):
-        if name:
-            groups.setdefault(buffer, []).append(name)
-            sizes[buffer] = num_bytes
-    return [SavedMemory(names=tuple(group), num_bytes=sizes[buffer]) for buffer, group in groups.items()]
-
-
-def _model_summary(name: str, module: nn.Module, captured: CapturedStep) -> ModelSummary:
-    params = dict(module.named_parameters())
-    units: dict[str, list[nn.Parameter]] = {}
-    gathered: dict[str, int] = {}
-    for binding in captured.context.parameters:
-        param = params[binding.name]
-        units.setdefault(binding.unit, []).append(param)
-        piece = math.prod(captured.pieces.get(binding.name, param.shape))
-        gathered[binding.unit] = gathered.get(binding.unit, 0) + piece * param.element_size()
-    return ModelSummary(
-        name=name,
-        num_elements=sum(param.numel() for param in params.values()),
-        num_trained=sum(param.numel() for param in params.values() if param.requires_grad),
-        units=tuple(
-            UnitSummary(
-                name=unit,
-                num_parameters=len(members),
-                num_elements=sum(param.numel() for param in members),
-                full_bytes=gathered[unit],
-            )
-            for unit, members in units.items()
-        ),
-    )

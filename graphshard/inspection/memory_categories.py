@@ -289,3 +289,14 @@ def _is_unpacked(gather: fx.Node) -> bool:
     """True if full parameters are copied out of the result of a gather, or joined from it and others."""
     readers = [reader for wait in gather.users for reader in wait.users]
     return bool(readers) and all(reader.target in (UNPACK, JOIN_PARTS) for reader in readers)
+
+
+def saved_memory(names: Sequence[str], memory: CategorizedMemory) -> list[SavedMemory]:
+    """The memory of saved values, which the backward takes over, by the names of the values."""
+    groups: dict[int, list[str]] = {}
+    sizes: dict[int, int] = {}
+    for name, buffer, num_bytes in zip(names, memory.output_buffers, memory.output_bytes, strict=True):
+        if name:
+            groups.setdefault(buffer, []).append(name)
+            sizes[buffer] = num_bytes
+    return [SavedMemory(names=tuple(group), num_bytes=sizes[buffer]) for buffer, group in groups.items()]

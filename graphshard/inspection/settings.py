@@ -16,9 +16,13 @@ from ..cost import CollectiveTables, CostModel, HardwareCard, card_of, tables_of
 from ..errors import OptionError, ShardingError, UnsupportedShardingError
 from ..ir import MeshLayout
 from ..memory import KernelScratch, parse_bytes, scratch_of_card
+from ..parallel import Stated
 from .optimizers import OptimizerKind, optimizer_kind
 
 PLANS = ("unit", "auto")
+
+#: Placements that are chosen by cost.
+AUTO_PLACEMENTS = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +152,27 @@ def read_settings(
     )
 
 
+def settings_of(who: str, options: Mapping[str, Any], mesh: Mapping[str, int]) -> Settings:
+    """Checks options of :func:`graphshard.inspect` by name; those that are missing are as there.
+
+    Args:
+        who: the function that takes them, for messages.
+        options: without mesh, loss and progress.
+        mesh: the mesh.
+
+    Raises:
+        OptionError: there is no such option, or its value is wrong.
+    """
+    known: dict[str, Any] = {
+        "hardware": "h100-sxm", "tables": None, "units": (), "mp_policy": None, "reshard_after_forward": None,
+        "optimizer": "adamw", "micro_batches": 1, "memory_budget": None, "plan": "unit", "checkpoint": (),
+        "placements": None,
+    }  # fmt: skip
+    if unknown := sorted(set(options) - set(known)):
+        raise OptionError(f"{who} has no option {', '.join(unknown)}; known: {', '.join(known)}")
+    return read_settings(rules=None, mesh=mesh, **{**known, **options})
+
+
 def _refuse_half_filled_nodes(mesh: Mapping[str, int], card: HardwareCard) -> None:
     num_ranks = 1
     for size in mesh.values():
@@ -180,9 +205,11 @@ def plain_inputs(
     return type(model).__name__, model, args or (), kwargs or {}, None
 
 
-def _placements_text(placements: Mapping[str, Any] | str | None) -> str | list[str] | None:
+def _placements_text(placements: Mapping[str, Any] | str | Stated | None) -> str | list[str] | None:
     if placements is None or isinstance(placements, str):
         return placements
+    if isinstance(placements, Stated):
+        return placements.texts()
     return [f"{name}: {each!r}" for name, each in placements.items()]
 
 

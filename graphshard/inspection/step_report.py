@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
+from ..capture import CapturedStep
 from ..cost import HardwareCard, model_flops
 from ..pipeline import PassRecord
 from ..report import (
@@ -23,8 +25,18 @@ from ..report import (
     PassStep,
     Report,
     Throughput,
+    UnitSummary,
 )
 from .optimizers import accumulation_seconds
+
+#: Assumptions that every report states.
+MODELLED = (
+    "Forward and backward are scheduled each on its own: no collective runs from one into the other.",
+    "The optimizer is one fused kernel over the shards, after the last collective, bound by memory bandwidth.",
+    "Host time, allocator fragmentation and the scratch space of GPU kernels and of the communication library "
+    "are not counted.",
+    "Operations count causal attention in full, as is usual for utilisation; its time counts the half that runs.",
+)
 
 #: The most exposures listed.
 NUM_EXPOSURES = 10
@@ -215,4 +227,30 @@ def pass_step(graph: str, record: PassRecord) -> PassStep:
         counts=dict(record.report.counts),
         skipped=tuple(record.report.skipped),
         text=record.text,
+    )
+
+
+def model_summary(name: str, module: nn.Module, captured: CapturedStep) -> ModelSummary:
+    """What is trained: the size of the model and of its units."""
+    params = dict(module.named_parameters())
+    units: dict[str, list[nn.Parameter]] = {}
+    gathered: dict[str, int] = {}
+    for binding in captured.context.parameters:
+        param = params[binding.name]
+        units.setdefault(binding.unit, []).append(param)
+        piece = math.prod(captured.pieces.get(binding.name, param.shape))
+        gathered[binding.unit] = gathered.get(binding.unit, 0) + piece * param.element_size()
+    return ModelSummary(
+        name=name,
+        num_elements=sum(param.numel() for param in params.values()),
+        num_trained=sum(param.numel() for param in params.values() if param.requires_grad),
+        units=tuple(
+            UnitSummary(
+                name=unit,
+                num_parameters=len(members),
+                num_elements=sum(param.numel() for param in members),
+                full_bytes=gathered[unit],
+            )
+            for unit, members in units.items()
+        ),
     )

@@ -38,7 +38,15 @@ from ..processes import process_context
 from ..progress import Stages
 from ..report import Sweep, SweepPoint, sweep_point
 from .inspect_model import Inspection
-from .settings import Settings, classes_of_meshes, count_tokens, plain_inputs, read_settings, refuse_sharded
+from .settings import (
+    AUTO_PLACEMENTS,
+    Settings,
+    classes_of_meshes,
+    count_tokens,
+    plain_inputs,
+    refuse_sharded,
+    settings_of,
+)
 from .step_choice import choose_inspected
 
 #: Values of ``sweep(captures=...)``.
@@ -88,8 +96,12 @@ def sweep(
         raise OptionError(f"captures={captures!r}: write {' or '.join(map(repr, CAPTURES))}")
     if not meshes:
         raise OptionError("meshes: there must be one at least")
+    if options.get("placements") == AUTO_PLACEMENTS:
+        raise OptionError(
+            "sweep: placements='auto' is chosen for one mesh and one batch: name a plan, or call inspect for each"
+        )
     batches, meshes = list(dict.fromkeys(batches)), _distinct(meshes)
-    each = [_read_options(options, mesh) for mesh in meshes]
+    each = [settings_of("sweep", options, mesh) for mesh in meshes]
     # A plan may keep the parameters of a unit for some batch sizes and not for others.
     is_each = captures == "all" or each[0].plan == "auto"
     captured, others = _shared_out(sorted(batches), len(batches) if is_each else num_processes)
@@ -219,17 +231,6 @@ def _refuse_no_numbers(name: str, values: Sequence[int]) -> None:
 
 def _distinct(meshes: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
     return list({tuple(mesh.items()): mesh for mesh in meshes}.values())
-
-
-def _read_options(options: Mapping[str, Any], mesh: Mapping[str, int]) -> Settings:
-    known: dict[str, Any] = {
-        "hardware": "h100-sxm", "tables": None, "units": (), "mp_policy": None, "reshard_after_forward": None,
-        "optimizer": "adamw", "micro_batches": 1, "memory_budget": None, "plan": "unit", "checkpoint": (),
-        "placements": None,
-    }  # fmt: skip
-    if unknown := sorted(set(options) - set(known)):
-        raise OptionError(f"sweep has no option {', '.join(unknown)}; known: {', '.join(known)}")
-    return read_settings(rules=None, mesh=mesh, **{**known, **options})
 
 
 def _run(

@@ -1,4 +1,4 @@
-"""``parallelize``: placements of a plain model's parameters on one axis of a mesh.
+"""``parallelize``: known placements of a plain model's parameters on one axis of a mesh.
 
 The model's code stays as it is. Each parameter becomes a DTensor on the axis; ``fully_shard`` cuts it over its axes
 too. In a forward the parameter's attribute is the whole tensor: ``reshard`` of this rank's piece. Compiled, the pass
@@ -29,37 +29,13 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 def parallelize(
     module: ModuleT,
     mesh: DeviceMesh,
-    placements: Mapping[str, Placement | ParallelStyle | str] | str,
+    placements: Mapping[str, Placement | ParallelStyle | str] | str | Stated,
     *,
     inputs: Mapping[str, Held] | None = None,
     outputs: Mapping[str, Placement] | None = None,
     src_data_rank: int | None = 0,
 ) -> ModuleT:
-    """States how a model lies on one mesh axis, in place; call ``fully_shard`` on the other axes afterwards.
-
-    In a pattern "*" stands for one part of a name, and "[qkv]" for one of these letters. Parameters that no pattern
-    matches are ``Replicate()``.
-
-    Args:
-        module: a plain model, with the code for one device. All ranks of the axis call it with the same batch.
-        mesh: the axis, a 1-D mesh with a name: ``mesh["tp"]``.
-        placements: ``Shard(dim)`` or ``Replicate()`` by pattern of parameter names; or, by pattern of module names, a
-            style of torch (``ColwiseParallel()``) or a word of Hugging Face ("colwise"). So the plan for
-            ``parallelize_module`` can be given, and ``model.tp_plan`` of a Hugging Face model. Or the name of a ready
-            plan: "llama", "gpt", "vit", and along the sequence "llama-sequence", "gpt-sequence".
-        inputs: by pattern of module names ("" for ``module``), how compiled code holds the first argument, or
-            placements by argument name. ``Shard(1)`` cuts it along the sequence; ``Replicate()`` gathers it.
-        outputs: by pattern of module names, how compiled code holds what the module returns.
-        src_data_rank: the rank of the axis whose weights all take; None if they hold the same weights already.
-
-    Returns:
-        ``module`` itself.
-
-    Raises:
-        ShardingError: (a ValueError) lists all: patterns that match nothing or match what another matches, dims that a
-            parameter lacks, arguments that a module lacks, parameters that are sharded already, a mesh without a name;
-            or a ready plan does not fit the model.
-    """
+    """:func:`graphshard.parallelize` with placements that are known: no "auto"."""
     if mesh.ndim != 1 or mesh.mesh_dim_names is None:
         raise ShardingError(
             f"parallelize: the mesh must be one named axis, such as mesh['tp'], not {mesh.ndim} dimensions named "
@@ -79,20 +55,23 @@ def parallelize(
 
 def state_placements(
     module: nn.Module,
-    placements: Mapping[str, Placement | ParallelStyle | str] | str,
+    placements: Mapping[str, Placement | ParallelStyle | str] | str | Stated,
     inputs: Mapping[str, Held] | None = None,
     outputs: Mapping[str, Placement] | None = None,
 ) -> Stated:
-    """The placements that the arguments of :func:`parallelize` state, by name of a parameter or a module.
+    """The placements that the arguments of ``parallelize`` state, by name of a parameter or a module.
 
     Raises:
-        ShardingError: as :func:`parallelize` does.
+        ShardingError: as :func:`graphshard.parallelize` does.
     """
     problems: list[str] = []
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     modules = dict(module.named_modules())
-    if isinstance(placements, str):
-        plan, of_parameters = ready_plan(placements, module), {}
+    of_parameters: dict[str, Placement] = {}
+    if isinstance(placements, Stated):
+        plan = placements
+    elif isinstance(placements, str):
+        plan = ready_plan(placements, module)
     else:
         of_modules = {pattern: each for pattern, each in placements.items() if is_style(each)}
         of_parameters = {pattern: each for pattern, each in placements.items() if pattern not in of_modules}
@@ -134,7 +113,11 @@ def _check_tied(module: nn.Module, chosen: Mapping[str, Placement], problems: li
 
 
 def _check_parameters(module: nn.Module, chosen: Mapping[str, Placement], problems: list[str]) -> None:
+    placed: list[str] = []
     for name, param in module.named_parameters(remove_duplicate=False):
+        if isinstance(param, DTensor) and hasattr(param, READ_WHOLE):
+            placed.append(name)
+            continue
         if isinstance(param, DTensor):
             problems.append(
                 f"parameter {name!r} is a DTensor on {param.device_mesh} already: call parallelize on a plain model, "
@@ -146,6 +129,12 @@ def _check_parameters(module: nn.Module, chosen: Mapping[str, Placement], proble
             problems.append(f"parameter {name!r}: {placement!r} must be Shard(dim) or Replicate()")
         elif isinstance(placement, Shard) and not -param.ndim <= placement.dim < param.ndim:
             problems.append(f"parameter {name!r} of shape {list(param.shape)} has no dim {placement.dim}")
+    if placed:
+        problems.append(
+            f"parameter(s) {', '.join(map(repr, placed))} have placements on an axis already, and a graph has them on "
+            "one axis beside those of fully_shard: call parallelize once on a plain model, before fully_shard, on one "
+            "axis of all the ranks that share a batch"
+        )
 
 
 def _check_arguments(

@@ -156,6 +156,31 @@ def ready_plan(name: str, module: nn.Module) -> Stated:
         raise ShardingError(
             f"there is no ready plan {name!r}; there are {', '.join(READY_PLANS)}; or give placements by name"
         )
+    stated, missing = _found(name, module)
+    if missing:
+        looked = "; ".join(f"no {role.what} ({', '.join(role.names)})" for role in missing)
+        some = ", ".join([path for path, _, ending in _layers(module) if ending.endswith("weight")][:8])
+        raise ShardingError(
+            f"the ready plan {name!r} does not fit {type(module).__name__}: in numbered blocks (layers.0, ...) there "
+            f"is {looked}; there are {some}, ...; give placements by name"
+        )
+    return stated
+
+
+def fitting_plans(module: nn.Module) -> tuple[dict[str, Stated], dict[str, str]]:
+    """The ready plans that fit a model, by name, and for each of the others what the model lacks."""
+    fitting, others = {}, {}
+    for name in READY_PLANS:
+        stated, missing = _found(name, module)
+        if missing:
+            others[name] = "no " + ", no ".join(role.what for role in missing)
+        else:
+            fitting[name] = stated
+    return fitting, others
+
+
+def _found(name: str, module: nn.Module) -> tuple[Stated, list[_Role]]:
+    """The placements of a plan for the layers that a model has, and the roles that it needs and has no layer for."""
     base, is_along_sequence = name.removesuffix(_ALONG_SEQUENCE), name.endswith(_ALONG_SEQUENCE)
     roles = (*_PLANS[base], *((_PARTS, _NORM) if is_along_sequence else ()))
     found = _Search()
@@ -166,8 +191,7 @@ def ready_plan(name: str, module: nn.Module) -> Stated:
             found.stated.parameters[f"{path}{ending}"] = _placement(role, owner, ending)
     if is_along_sequence:
         _hold_along_sequence(module, _PLANS[base], found)
-    _refuse_a_misfit(name, roles, found.paths, module)
-    return found.stated
+    return found.stated, [role for role in roles if role.is_needed and role.what not in found.paths]
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
@@ -220,17 +244,3 @@ def _is_found(path: str, what: str, found: _Search) -> bool:
 
 def _holds_a_layer(path: str, stated: Stated) -> bool:
     return any(name.startswith(f"{path}.") for name in stated.parameters)
-
-
-def _refuse_a_misfit(
-    name: str, roles: Sequence[_Role], paths: Mapping[str, Sequence[str]], module: nn.Module
-) -> None:
-    missing = [role for role in roles if role.is_needed and role.what not in paths]
-    if not missing:
-        return
-    looked = "; ".join(f"no {role.what} ({', '.join(role.names)})" for role in missing)
-    some = ", ".join([path for path, _, ending in _layers(module) if ending.endswith("weight")][:8])
-    raise ShardingError(
-        f"the ready plan {name!r} does not fit {type(module).__name__}: in numbered blocks (layers.0, ...) there is "
-        f"{looked}; there are {some}, ...; give placements by name"
-    )

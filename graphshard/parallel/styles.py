@@ -43,6 +43,17 @@ class Stated:
     inputs: dict[str, Held] = field(default_factory=dict)
     outputs: dict[str, Placement] = field(default_factory=dict)
 
+    def texts(self) -> list[str]:
+        """A line for each statement, with "*" for numbers in names."""
+        named = (("", self.parameters), ("inputs of ", self.inputs), ("outputs of ", self.outputs))
+        lines = (f"{what}{folded(name)}: {each!r}" for what, stated in named for name, each in stated.items())
+        return list(dict.fromkeys(lines))
+
+
+def folded(path: str) -> str:
+    """A path with "*" for numbers."""
+    return ".".join("*" if part.isdecimal() else part for part in path.split("."))
+
 
 def read_styles(styles: Mapping[str, Any], modules: Mapping[str, nn.Module], problems: list[str]) -> Stated:
     """The placements that styles stand for.

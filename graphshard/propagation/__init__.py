@@ -6,7 +6,7 @@ Imports: ``errors``, ``ir``. In reading order: ``values`` (a value of a graph an
 
 from .cut_region import Region, RegionFinder, cut_inputs, is_slice, placed_call
 from .local_graph import LocalGraph
-from .rules import OpRules, Verdict, draws_numbers
+from .rules import OpRules, Verdict, draws_numbers, remembered_rules
 from .values import PlacedValue
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "draws_numbers",
     "is_slice",
     "placed_call",
+    "remembered_rules",
 ]

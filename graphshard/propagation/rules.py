@@ -9,7 +9,9 @@ reduced twice because two values depend on it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,13 +79,28 @@ class Verdict:
     reason: str = ""
 
 
+#: Answers of DTensor's rules by number of ranks, rank, op and arguments, inside :func:`remembered_rules`; else None.
+_REMEMBERED: ContextVar[dict[Any, OpPlacements] | None] = ContextVar("remembered rules", default=None)
+
+
+@contextlib.contextmanager
+def remembered_rules() -> Iterator[None]:
+    """Inside, a rule is asked once for equal arguments, whichever graph they are in. Rules take milliseconds."""
+    token = _REMEMBERED.set({})
+    try:
+        yield
+    finally:
+        _REMEMBERED.reset(token)
+
+
 class OpRules:
     """Answers for the ops of one graph; ``rank`` is this rank's place among the ``num_ranks`` of the axis."""
 
     def __init__(self, num_ranks: int, rank: int) -> None:
         self.num_ranks, self.rank = num_ranks, rank
         self._mesh = mesh_without_groups(num_ranks, rank)
-        self._known: dict[Any, OpPlacements] = {}
+        remembered = _REMEMBERED.get()
+        self._known = {} if remembered is None else remembered
 
     def verdict(self, node: fx.Node, values: Mapping[fx.Node, PlacedValue]) -> Verdict:
         """How ``node`` runs, for the placements that its inputs have.
@@ -143,7 +160,12 @@ class OpRules:
             return value
 
         args = tree_map(known, tuple(_plain(node.args)))
-        key = (node.target, repr((args, node.kwargs)))  # the blocks of a model are alike
+        key = (
+            self.num_ranks,
+            self.rank,
+            node.target,
+            repr((args, node.kwargs)),
+        )  # the blocks of a model are alike
         if key not in self._known:
             self._known[key] = placements_of_op(node.target, args, dict(node.kwargs), self._mesh)
         found = self._known[key]

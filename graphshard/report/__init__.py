@@ -32,7 +32,7 @@ from .data import (
 )
 from .formulas import Formulas, formulas_text
 from .html import write_html
-from .placements import PlacedParameters, ReshardCount
+from .placements import PlacedParameters, PlacementCandidate, ReshardCount
 from .summary import print_summary
 from .sweep_data import Sweep, SweepPoint, sweep_point
 from .sweep_views import sweep_plot, sweep_table
@@ -54,6 +54,7 @@ __all__ = [
     "ModelSummary",
     "PassStep",
     "PlacedParameters",
+    "PlacementCandidate",
     "Report",
     "ReshardCount",
     "ScheduleStep",

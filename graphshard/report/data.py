@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .placements import PlacedParameters, ReshardCount
+from .placements import PlacedParameters, PlacementCandidate, ReshardCount
 
 SCHEMA_VERSION = 1
 
@@ -359,6 +359,7 @@ class Report:
         notes: assumptions of the model, and collectives that passes left as they are.
         placements: where parameters lie on the further axis of the mesh; empty without one.
         reshards: the reshards on that axis that communicate.
+        candidates: the placements that were compared, if they were to be chosen; the cheapest first.
     """
 
     model: ModelSummary | None
@@ -383,6 +384,7 @@ class Report:
     notes: tuple[str, ...]
     placements: tuple[PlacedParameters, ...] = ()
     reshards: tuple[ReshardCount, ...] = ()
+    candidates: tuple[PlacementCandidate, ...] = ()
 
     @property
     def num_batches(self) -> int:

@@ -1,4 +1,6 @@
-"""The part of the page about placements on a further mesh axis: where parameters lie, and what reshards cost."""
+"""The part of the page about placements on a further mesh axis: where parameters lie, what reshards cost, and
+which placements were compared.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,34 @@ from .html_parts import escaped, shown_time, table
 
 
 def placements_section(report: Report) -> str:
-    """A section with two tables; "" for a report without placements."""
+    """A section with tables; "" for a report without placements."""
     if not report.placements:
         return ""
     axis = list(report.mesh)[-1]
     return (
         '<section aria-labelledby="placements-title">\n'
         f'<h2 id="placements-title">Placements on {escaped(axis)}={report.mesh[axis]}</h2>\n'
-        f"{_parameters(report)}\n{_reshards(report)}\n</section>\n"
+        f"{_candidates(report)}{_parameters(report)}\n{_reshards(report)}\n</section>\n"
+    )
+
+
+def _candidates(report: Report) -> str:
+    if not report.candidates:
+        return ""
+    rows = [
+        [
+            (f"<strong>{escaped(one.name)}</strong>" if one.is_chosen else escaped(one.name), None),
+            ("-" if one.step_seconds is None else shown_time(one.step_seconds), one.step_seconds),
+            ("-" if one.exposed_seconds is None else shown_time(one.exposed_seconds), one.exposed_seconds),
+            ("-" if one.peak_bytes is None else size_text(one.peak_bytes), one.peak_bytes),
+            (escaped(one.verdict), None),
+        ]
+        for one in report.candidates
+    ]
+    columns = ("Placements", "Step", "Exposed", "Peak memory", "Verdict")
+    return (
+        table(columns, rows, label="Placements that were compared", identity="candidates-table", left=(0, 4))
+        + "\n"
     )
 
 

@@ -1,4 +1,6 @@
-"""What a report says about placements on a further mesh axis: where parameters lie, and what reshards cost."""
+"""What a report says about placements on a further mesh axis: where parameters lie, what reshards cost, and
+which placements were compared.
+"""
 
 from __future__ import annotations
 
@@ -47,3 +49,22 @@ class ReshardCount:
     count: int
     seconds: float
     exposed_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementCandidate:
+    """Placements that were compared to choose the cheapest ones.
+
+    Attributes:
+        name: of a ready plan; "replicated" for none.
+        step_seconds, exposed_seconds, peak_bytes: as in a report, predicted for the comparison; None if they were not.
+        verdict: "chosen", or why not.
+        is_chosen: whether the report is of these placements.
+    """
+
+    name: str
+    step_seconds: float | None = None
+    exposed_seconds: float | None = None
+    peak_bytes: int | None = None
+    verdict: str
+    is_chosen: bool = False

@@ -17,7 +17,10 @@ def print_summary(report: Report, console: Console) -> None:
 
 def summary(report: Report) -> RenderableType:
     """The parts of the summary, one under the other."""
-    parts: list[RenderableType] = [_head(report), *_halves(report), *_memory(report)]
+    parts: list[RenderableType] = [_head(report)]
+    if report.candidates:
+        parts += _candidates(report)
+    parts += [*_halves(report), *_memory(report)]
     if report.collectives:
         parts += _collectives(report)
     if report.reshards:
@@ -62,6 +65,17 @@ def _table(*columns: str, left: int = 1) -> Table:
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < left else "right", overflow="fold")
     return table
+
+
+def _candidates(report: Report) -> tuple[Text, Table]:
+    table = _table("placements", "step", "exposed", "peak memory", "verdict")
+    table.columns[4].justify = "left"
+    for one in report.candidates:
+        numbers = ("-", "-", "-")
+        if one.step_seconds is not None and one.exposed_seconds is not None and one.peak_bytes is not None:
+            numbers = (time_text(one.step_seconds), time_text(one.exposed_seconds), size_text(one.peak_bytes))
+        table.add_row(one.name, *numbers, one.verdict)
+    return _titled("Placements that were compared", table)
 
 
 def _halves(report: Report) -> tuple[Text, Table]:

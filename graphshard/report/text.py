@@ -49,6 +49,14 @@ def _passes(report: Report, folds: bool) -> Iterator[str]:
 
 
 def _placements(report: Report) -> Iterator[str]:
+    for candidate in report.candidates:
+        numbers = ""
+        if candidate.step_seconds is not None and candidate.exposed_seconds is not None:
+            numbers = (
+                f" step {1e3 * candidate.step_seconds:.3f} ms, {1e3 * candidate.exposed_seconds:.3f} ms exposed, peak "
+                f"{candidate.peak_bytes} bytes:"
+            )
+        yield f"# candidate: {candidate.name}:{numbers} {candidate.verdict}"
     for one in report.placements:
         shape, piece = ("x".join(map(str, sizes)) for sizes in (one.shape, one.piece))
         yield f"# placed: {one.count} {one.name} [{shape}] {one.placement}, a rank has [{piece}]"

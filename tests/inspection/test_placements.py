@@ -133,6 +133,8 @@ def test_mistakes_are_refused():
         inspect_linears(mesh={"shard": 2, "tp": 2})
     with pytest.raises(ShardingError, match=r"mesh axes tp, shard: write shard=N.*one further axis behind them"):
         inspect_linears(mesh={"tp": 2, "shard": 2}, placements="llama")
+    with pytest.raises(ShardingError, match=r"mesh axes shard, tp, ep: .*one axis of all ranks that share"):
+        inspect_linears(mesh={"shard": 2, "tp": 2, "ep": 2}, placements="llama")
     with pytest.raises(ShardingError, match="no ready plan 'lama'; there are llama"):
         inspect_linears(mesh=MESH, placements="lama")
     with pytest.raises(ShardingError, match="'llama' does not fit"):

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import graphshard
-from graphshard.errors import ShardingError
+from graphshard.auto_placements import _sizes
+from graphshard.errors import OptionError, ShardingError
 
 
 @pytest.fixture
@@ -99,7 +100,7 @@ def test_refuses_two_placements_of_a_tied_parameter(tp):
 
 def test_refuses_a_model_that_is_placed(tp):
     model = graphshard.parallelize(nn.Linear(4, 4), tp, {"weight": Shard(0)}, src_data_rank=None)
-    with pytest.raises(ShardingError, match="call parallelize on a plain model, before fully_shard"):
+    with pytest.raises(ShardingError, match="call parallelize once on a plain model, before fully_shard"):
         graphshard.parallelize(model, tp, {"weight": Shard(0)})
 
 
@@ -108,3 +109,42 @@ def test_refuses_a_mesh_that_is_no_named_axis(fake_group):
     for mesh in (init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), init_device_mesh("cpu", (4,))):
         with pytest.raises(ShardingError, match="the mesh must be one named axis"):
             graphshard.parallelize(nn.Linear(4, 4), mesh, {"weight": Shard(0)})
+
+
+def test_auto_says_what_it_needs(tp, fake_group):
+    model = TiedGpt()
+    with pytest.raises(OptionError, match=r"chosen by prediction and needs args, hardware: inspect=\{"):
+        graphshard.parallelize(model, tp, "auto")
+    with pytest.raises(OptionError, match="needs hardware"):
+        graphshard.parallelize(model, tp, "auto", inspect={"args": ()})
+    with pytest.raises(OptionError, match='"auto" chooses inputs and outputs too'):
+        graphshard.parallelize(model, tp, "auto", inputs={"body": Shard(1)})
+    with pytest.raises(OptionError, match=r"inspect=... is for placements=\"auto\", not for 'gpt'"):
+        graphshard.parallelize(model, tp, "gpt", inspect={})
+    with pytest.raises(OptionError, match="choose_placements has no option unit; known: hardware"):
+        graphshard.parallelize(model, tp, "auto", inspect={"args": (), "hardware": "h100-sxm", "unit": []})
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
+    fake_group(8)
+    axes = ("pod", "dp", "tp")
+    whole = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=axes)
+    assert list(_sizes(whole, whole["tp"]).items()) == [("replicate", 2), ("shard", 2), ("tp", 2)]
+    alone = init_device_mesh("cpu", (8,), mesh_dim_names=("tp",))
+    assert _sizes(alone, alone) == {"shard": 1, "tp": 8}
+    with pytest.raises(ShardingError, match="with axes pod, dp, tp, ep cannot be read as replicate, shard and tp"):
+        many = init_device_mesh("cpu", (2, 2, 2, 1), mesh_dim_names=(*axes, "ep"))
+        graphshard.parallelize(model, many["tp"], "auto", inspect={"args": (), "hardware": "h100-sxm"})
+
+
+def test_placements_on_a_second_axis_are_refused(fake_group):
+    fake_group(4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "tp2"))
+    model = nn.ModuleDict({"first": nn.Linear(4, 4), "second": nn.Linear(4, 4, bias=False)})
+    graphshard.parallelize(model, mesh["tp"], {"first.*": Shard(0)}, src_data_rank=None)
+    with pytest.raises(ShardingError) as error:
+        graphshard.parallelize(model, mesh["tp2"], {"second.weight": Shard(1)}, src_data_rank=None)
+    assert "parameter(s) 'first.weight', 'first.bias', 'second.weight' have placements on an axis" in str(error.value)
+    assert "on one axis of all the ranks that share a batch" in str(error.value)
+    assert model["second"].weight.device_mesh == mesh["tp"]
+    sharded = graphshard.fully_shard(nn.Linear(4, 4), mesh=mesh["tp"])
+    with pytest.raises(ShardingError, match=r"is a DTensor on .* already: call parallelize on a plain model, before"):
+        graphshard.parallelize(sharded, mesh["tp2"], {"weight": Shard(0)}, src_data_rank=None)

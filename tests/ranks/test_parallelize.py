@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
+from support.cost_cards import round_card
 from support.implementations import compile_if_asked
 from support.meshes_parity import named_mesh
 from support.parallel_models import PARALLEL_MODELS
 from support.ready_plan_models import READY_PLAN_MODELS
+from support.searched_models import Misnamed
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
@@ -19,7 +21,8 @@ from torch.testing import assert_close
 
 import graphshard
 from graphshard.coordination import agree_on_seed, agreed_seed, refusing
-from graphshard.errors import AgreementError
+from graphshard.cost import LinkClass
+from graphshard.errors import AgreementError, ShardingError
 
 MODELS = {**PARALLEL_MODELS, **{f"ready {name}": each for name, each in READY_PLAN_MODELS.items()}}
 HAND_WRITTEN = {
@@ -261,3 +264,35 @@ def train_hugging_face() -> None:
 def test_hugging_face_with_its_own_plan(run_on_gloo_ranks):
     pytest.importorskip("transformers")
     run_on_gloo_ranks(2, train_hugging_face)
+
+
+def choose_placements() -> list[str]:
+    """The choice of the ranks, one step of training with it, and the error where they choose differently."""
+    mesh = named_mesh((1, 2), ("dp", "tp"))
+    torch.manual_seed(42)
+    reference, batch = Misnamed(names=("in", "out")), (torch.randn(4, 3, 8),)
+    model = copy.deepcopy(reference)
+    fast = LinkClass(latency_seconds=1e-9, bandwidth=1e12, efficiency=1.0)
+    card = round_card(intra_node=fast, peak_flops={"float32": 1e9}, memory_bandwidth=1e9)
+    known = {"args": batch, "hardware": card, "units": ["blocks.*"]}
+    graphshard.parallelize(model, mesh["tp"], "auto", inspect=known)
+    for unit in [*model.blocks, model]:
+        graphshard.fully_shard(unit, mesh=mesh["dp"])
+    losses = reference(*batch), compile_if_asked("compiled", model)(*batch)
+    assert_close(losses[1].detach(), losses[0].detach())
+    for loss in losses:
+        loss.backward()
+    check_like(reference, model)
+    placements = [str(model.blocks[0].attn.proj.weight.placements)]
+    with pytest.raises((AgreementError, ShardingError)) as error:
+        other = MODELS["mlp"].build()
+        known = {"args": MODELS["mlp"].draw(torch.Generator()), "hardware": card}
+        known |= {"units": ["lay"]} if dist.get_rank() else {}
+        graphshard.parallelize(other, mesh["tp"], "auto", inspect=known)
+    return [*placements, str(error.value)]
+
+
+def test_placements_chosen_by_cost(run_on_gloo_ranks):
+    (placements, other), (same, own) = run_on_gloo_ranks(2, choose_placements)
+    assert placements == same and "Shard(dim=0)" in placements
+    assert "units: no module matches 'lay'" in own and f"rank 1 could not choose placements: {own}" in other
