@@ -23,8 +23,10 @@ from ..ir import (
     aten,
     cut_dim,
     expected_bytes_sent,
+    is_collective,
     is_contiguous,
     is_elementwise,
+    is_wait,
     tensors_of,
 )
 
@@ -124,8 +126,26 @@ def whole_values(graph: fx.Graph, axis: ReshardCall) -> set[fx.Node]:
 
 
 def _may_count_ranks(node: fx.Node) -> bool:
-    """Whether a call may have a number of this rank: masked lookups subtract its first row (``LocalGraph``)."""
+    """Whether a call may depend on the rank: a collective; masked lookups subtract a first row (``LocalGraph``)."""
+    if is_collective(node) or is_wait(node):
+        return True
     return node.target is aten.sub.Tensor and not isinstance(node.args[1], fx.Node)
+
+
+def values_to_cut(graph: fx.Graph, axis: ReshardCall, whole: set[fx.Node]) -> set[fx.Node]:
+    """The values that a region may have: ``whole`` ones, and those that only pieces of whole values are computed from.
+
+    Other values may be pieces or terms already. What a rank has of these is no whole tensor to take rows of.
+    """
+    found = set(whole)
+    for node in reversed(graph.nodes):
+        if node.users and all(is_slice(user, axis) or _keeps_place(user, found) for user in node.users):
+            found.add(node)
+    return found
+
+
+def _keeps_place(node: fx.Node, found: set[fx.Node]) -> bool:
+    return node in found and (node.target in (*_VIEWS, *_COPIES) or is_elementwise(node))
 
 
 class RegionFinder:
@@ -139,6 +159,7 @@ class RegionFinder:
     def __init__(self, graph: fx.Graph, axis: ReshardCall) -> None:
         self._axis = axis
         self._whole = whole_values(graph, axis)
+        self._to_cut = values_to_cut(graph, axis, self._whole)
         self._sizes = {
             node.meta["val"].node.expr
             for node in graph.find_nodes(op="placeholder")
@@ -181,7 +202,7 @@ class RegionFinder:
 
     def _can_be_cut(self, node: fx.Node, dim: int) -> bool:
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or not is_contiguous(value):
+        if node not in self._to_cut or not isinstance(value, torch.Tensor) or not is_contiguous(value):
             return False
         size, ranks = value.shape[dim], self._axis.group_size
         if not isinstance(size, int) or size == 0 or size % ranks:
@@ -237,7 +258,7 @@ class RegionFinder:
     def _has_whole_reader(self, node: fx.Node, dim: int, dims: dict[fx.Node, int]) -> bool:
         for user in node.users:
             call = placed_call(user, self._axis)
-            is_cut = call.dst == f"Shard({dim})" if call is not None else user in dims
-            if not is_cut:
+            is_piece = is_slice(user, self._axis) and call is not None and cut_dim(call.dst) == dim
+            if not is_piece and (call is not None or user not in dims):
                 return True
         return False

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.small_graphs import GraphBuilder, aten, reshard, run_pass, run_twice, tensor_axis, text_of
 
-from graphshard.ir import RESHARD, ReshardCall, bytes_sent, copy_graph, local_shape
+from graphshard.ir import REDUCE_SCATTER, RESHARD, WAIT, ReshardCall, bytes_sent, copy_graph, local_shape
 from graphshard.passes import MoveReshards
 from graphshard.pipeline import PassContext
 from graphshard.testing import run_on_all_ranks
@@ -195,9 +195,32 @@ def _not_in_a_row(program):
     return (program(aten.lt.Scalar, product, 0),)
 
 
+def _pieces_that_are_exchanged(program):
+    """The sum is a piece of eight rows: columns of it are no columns of a whole tensor."""
+    bias = program.moved("Partial(sum)", "Replicate", 4)
+    rows = program(aten.add.Tensor, program.input("Shard(0)", 8, 4), bias)
+    return (program(aten.relu.default, program.move(rows, "Shard(0)", "Shard(1)", [8, 4])),)
+
+
+def _terms_that_are_scattered(program):
+    scaled = program(aten.mul.Tensor, program.input("Replicate", 4, 4), program.moved("Shard(0)", "Replicate", 4))
+    return (program(aten.relu.default, program.move(scaled, "Partial(sum)", "Shard(1)")),)
+
+
+def _scattered_by_the_program(program):
+    """The program's own reduce-scatter gives each rank other rows."""
+    whole = program.moved("Shard(0)", "Replicate", 8, 6)
+    rows = program(WAIT, program(REDUCE_SCATTER, whole, "sum", program.num_ranks, "tensor_group"))
+    product = program(aten.mul.Tensor, rows, program.moved("Shard(1)", "Replicate", 4, 6))
+    return (program(aten._to_copy.default, product, dtype=torch.float32),)
+
+
 @pytest.mark.parametrize(
     "write",
     [
+        _pieces_that_are_exchanged,
+        _terms_that_are_scattered,
+        _scattered_by_the_program,
         _read_whole_too,
         _beside_an_unknown_value,
         _minus_a_number_of_the_rank,

@@ -1,6 +1,7 @@
 """propagate_sharding: the graph of whole tensors becomes the graph of one rank."""
 
 import copy
+import operator
 
 import pytest
 import torch
@@ -116,7 +117,24 @@ def _odd_ops(num_ranks=2, rank=0):
     ), program
 
 
+def _numbers_of_terms(num_ranks=2, rank=0):
+    """What terms cannot be carried through: other bits, powers, an or of bools."""
+    program = Program(num_ranks, rank)
+    columns, rows = program.parameter("Shard(1)", 4, 6), program.parameter("Shard(0)", 6, 4)
+    product = program(aten.mm.default, columns, rows)
+    return program.build.finish(
+        program(aten.view.dtype, product, torch.int64),
+        program(aten.relu.default, product),
+        program(aten.linalg_vector_norm.default, rows),
+        program(aten.linalg_vector_norm.default, rows, 3.0, [0]),
+        program(aten.any.dim, program(aten.gt.Scalar, rows, 0.7), 0),
+        program(aten.all.default, program(aten.gt.Scalar, rows, 0.0)),
+        program(aten.mean.dim, rows, [0]),
+    ), program
+
+
 PROGRAMS = {
+    "numbers of terms": _numbers_of_terms,
     "feed forward": _feed_forward,
     "along the sequence": _along_the_sequence,
     "vocabulary": _vocabulary,
@@ -202,6 +220,37 @@ def test_report_names_ops_without_a_rule_and_what_they_cost():
     (text,) = [text for text in report.skipped if "cdist" in text]
     # Four rows of five columns of float64 for the other rank, padding included.
     assert text == "aten._cdist_forward.default has no sharding rule: its inputs are gathered (160 bytes)"
+
+
+def test_an_or_of_bools_is_no_sum():
+    """A sum of 256 bytes that are 1 would be 0."""
+    gm, _ = _numbers_of_terms()
+    report = run_pass(PropagateSharding(), gm, CONTEXT).report
+    calls = [ReshardCall(*node.args) for node in gm.graph.find_nodes(op="call_function", target=RESHARD)]
+    found = [call.src for call in calls if call.value.meta["val"].dtype is torch.bool]
+    assert found == ["Partial(max)", "Partial(min)"]
+    assert sum("terms that are not summed as they are" in text for text in report.skipped) == 2
+
+
+def test_dropout_in_attention_is_of_all_heads_in_both_halves():
+    """torch 2.13 does not tag this backward as one that draws; on some of the heads its mask would be another."""
+    program = Program()
+    heads = [program(aten.sin.default, program.parameter("Shard(1)", 1, 2, 8, 4)) for _ in range(3)]
+    out, lse, *rest, seed, offset, _ = (
+        program(operator.getitem, found, place)
+        for found in [program(aten._scaled_dot_product_flash_attention.default, *heads, 0.2)]
+        for place in range(9)
+    )
+    grads = program(
+        aten._scaled_dot_product_flash_attention_backward.default, heads[0], *heads, out, lse, *rest, 0.2, False,
+        seed, offset,
+    )  # fmt: skip
+    gm = program.build.finish(program(operator.getitem, grads, 0))
+    report = run_pass(PropagateSharding(), gm, CONTEXT).report
+    found = [text.split(": its")[0] for text in report.skipped]
+    assert found == [
+        f"aten._scaled_dot_product_flash_attention{half}.default draws random numbers" for half in ("", "_backward")
+    ]
 
 
 def test_refuses_two_axes():
