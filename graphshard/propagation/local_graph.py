@@ -235,9 +235,7 @@ class LocalGraph:
         pairs = zip(value.shape, expected, strict=True) if value.ndim == len(expected) else ((0, 1),)
         return all(one == other for one, other in pairs if isinstance(one, int) and isinstance(other, int))
 
-    def _add_own(
-        self, node: fx.Node, tensors: Mapping[fx.Node, PlacedValue], rows: AddedRows
-    ) -> PlacedValue:
+    def _add_own(self, node: fx.Node, tensors: Mapping[fx.Node, PlacedValue], rows: AddedRows) -> PlacedValue:
         """Adds rows into what this rank holds of a table."""
         whole, cut = node.meta["val"], Shard(rows.dim)
         cut_values = Shard(rows.values_dim) if rows.values_dim is not None else _WHOLE
