@@ -2,8 +2,9 @@
 
 A *region* is a set of values that are whole, linked by ops that work on pieces as they do on whole tensors: pointwise
 ops and views. Each value of a region can be whole or cut along one dim. A whole value gives its piece for nothing. A
-piece becomes whole by an all-gather. A pending sum costs half as much if its result is cut. So the choice with the
-fewest bytes is a minimum cut of a flow network (computed by networkx): what is cut is on the side of the source.
+piece becomes whole by an all-gather. A pending sum costs half as much if its result is cut. Each collective has a fixed
+price in bytes besides. So the cheapest choice is a minimum cut of a flow network (computed by networkx): what is cut is
+on the side of the source.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from ..ir import (
     aten,
     cut_dim,
     expected_bytes_sent,
+    is_collective,
     is_contiguous,
     is_elementwise,
+    is_wait,
     tensors_of,
 )
 
@@ -40,10 +43,14 @@ class Region:
     Attributes:
         dims: the values that are cut, with the dim.
         saved_bytes: what each rank sends less.
+        saved_collectives: as many fewer; negative if there are more.
+        is_cheaper: these two together are worth the change.
     """
 
     dims: dict[fx.Node, int]
-    saved_bytes: int
+    saved_bytes: int = 0
+    saved_collectives: int = 0
+    is_cheaper: bool = False
 
 
 def is_slice(node: fx.Node, axis: ReshardCall) -> bool:
@@ -124,8 +131,26 @@ def whole_values(graph: fx.Graph, axis: ReshardCall) -> set[fx.Node]:
 
 
 def _may_count_ranks(node: fx.Node) -> bool:
-    """Whether a call may have a number of this rank: masked lookups subtract its first row (``LocalGraph``)."""
+    """Whether a call may depend on the rank: a collective; masked lookups subtract a first row (``LocalGraph``)."""
+    if is_collective(node) or is_wait(node):
+        return True
     return node.target is aten.sub.Tensor and not isinstance(node.args[1], fx.Node)
+
+
+def values_to_cut(graph: fx.Graph, axis: ReshardCall, whole: set[fx.Node]) -> set[fx.Node]:
+    """The values that a region may have: ``whole`` ones, and those that only pieces of whole values are computed from.
+
+    Other values may be pieces or terms already. What a rank has of these is no whole tensor to take rows of.
+    """
+    found = set(whole)
+    for node in reversed(graph.nodes):
+        if node.users and all(is_slice(user, axis) or _keeps_place(user, found) for user in node.users):
+            found.add(node)
+    return found
+
+
+def _keeps_place(node: fx.Node, found: set[fx.Node]) -> bool:
+    return node in found and (node.target in (*_VIEWS, *_COPIES) or is_elementwise(node))
 
 
 class RegionFinder:
@@ -134,11 +159,13 @@ class RegionFinder:
     Args:
         graph: a graph of local shapes, with reshards.
         axis: a reshard of the axis.
+        fixed_bytes: a collective costs as much as these bytes, beside those that it sends.
     """
 
-    def __init__(self, graph: fx.Graph, axis: ReshardCall) -> None:
-        self._axis = axis
+    def __init__(self, graph: fx.Graph, axis: ReshardCall, fixed_bytes: int) -> None:
+        self._axis, self._fixed_bytes = axis, fixed_bytes
         self._whole = whole_values(graph, axis)
+        self._to_cut = values_to_cut(graph, axis, self._whole)
         self._sizes = {
             node.meta["val"].node.expr
             for node in graph.find_nodes(op="placeholder")
@@ -181,7 +208,7 @@ class RegionFinder:
 
     def _can_be_cut(self, node: fx.Node, dim: int) -> bool:
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or not is_contiguous(value):
+        if node not in self._to_cut or not isinstance(value, torch.Tensor) or not is_contiguous(value):
             return False
         size, ranks = value.shape[dim], self._axis.group_size
         if not isinstance(size, int) or size == 0 or size % ranks:
@@ -191,17 +218,20 @@ class RegionFinder:
         call = placed_call(node, self._axis)
         return call.dst == REPLICATE if call is not None else cut_inputs(node, dim) is not None
 
-    def _bytes(self, node: fx.Node, src: str, dst: str) -> int:
+    def _sent(self, node: fx.Node, src: str, dst: str) -> int:
         value = node.meta["val"]
         call = self._axis._replace(value=node, src=src, dst=dst, shape=list(value.shape))
         return expected_bytes_sent(call, value.dtype)
+
+    def _priced(self, sent: int) -> int:
+        return sent + self._fixed_bytes if sent else 0
 
     def _choose(self, dims: dict[fx.Node, int]) -> Region:
         gains = {node: self._gain(node, dim) for node, dim in dims.items()}
         now = sum(gain for gain in gains.values() if gain > 0)
         if now == 0:
-            return Region(dims={}, saved_bytes=0)
-        unit = 4 * sum(1 + len(node.users) + len(node.all_input_nodes) for node in dims)  # bytes come first
+            return Region(dims={})
+        unit = 4 * sum(1 + len(node.users) + len(node.all_input_nodes) for node in dims)  # prices come first
         network = nx.DiGraph()
         network.add_nodes_from(("cut", "whole"))
 
@@ -219,20 +249,34 @@ class RegionFinder:
                 network.add_edge((node, "gathered"), reader)
             if self._has_whole_reader(node, dim, dims):
                 network.add_edge((node, "gathered"), "whole")
-            if node in self._whole:
-                link(node, (node, "gathered"), self._bytes(node, f"Shard({dim})", REPLICATE) * unit + 1)
-            else:
-                network.add_edge(node, (node, "gathered"))
+            gathered = self._priced(self._sent(node, f"Shard({dim})", REPLICATE))
+            link(node, (node, "gathered"), gathered * unit + 1)
         value, (cut, _) = nx.minimum_cut(network, "cut", "whole")
         chosen = {node: dim for node, dim in dims.items() if node in cut}
-        return Region(dims=chosen, saved_bytes=now - value // unit)
+        return self._counted(chosen, is_cheaper=now - value // unit > 0)
+
+    def _counted(self, chosen: dict[fx.Node, int], *, is_cheaper: bool) -> Region:
+        before, after = [], []
+        for node, dim in chosen.items():
+            if (call := placed_call(node, self._axis)) is not None:
+                before.append(self._sent(node, call.src, REPLICATE))
+                after.append(self._sent(node, call.src, f"Shard({dim})"))
+            if self._has_whole_reader(node, dim, chosen):
+                after.append(self._sent(node, f"Shard({dim})", REPLICATE))
+        return Region(
+            dims=chosen,
+            saved_bytes=sum(before) - sum(after),
+            saved_collectives=sum(map(bool, before)) - sum(map(bool, after)),
+            is_cheaper=is_cheaper,
+        )
 
     def _gain(self, node: fx.Node, dim: int) -> int:
-        """Bytes that a reshard sends less if its result is cut and no longer whole; 0 for another op."""
+        """What a reshard costs less if its result is cut and no longer whole; 0 for another op."""
         call = placed_call(node, self._axis)
         if call is None:
             return 0
-        return self._bytes(node, call.src, REPLICATE) - self._bytes(node, call.src, f"Shard({dim})")
+        whole, piece = (self._sent(node, call.src, dst) for dst in (REPLICATE, f"Shard({dim})"))
+        return self._priced(whole) - self._priced(piece)
 
     def _has_whole_reader(self, node: fx.Node, dim: int, dims: dict[fx.Node, int]) -> bool:
         for user in node.users:

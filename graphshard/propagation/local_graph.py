@@ -42,6 +42,7 @@ from ..ir import (
     recompute_tags,
     tensors_of,
 )
+from .added_rows import AddedRows, added_rows
 from .rules import OpRules, Verdict, reads_type_alone
 from .values import PlacedValue
 
@@ -62,7 +63,7 @@ class LocalGraph:
         self._rules = OpRules(any_call.group_size, any_call.rank)
         self._values: dict[fx.Node, PlacedValue] = {}
         self._moved: dict[tuple[fx.Node, str], fx.Node] = {}
-        self._masks: dict[tuple[fx.Node, int], tuple[fx.Node, fx.Node]] = {}
+        self._masks: dict[tuple[fx.Node, int, int], tuple[fx.Node, fx.Node]] = {}
         self._gathered: Counter[str] = Counter()
         self._pieces = _pieces_of_program(graph)
         self._sizes = {
@@ -126,6 +127,8 @@ class LocalGraph:
             for source in tensors:
                 self._replace(node, source, self._of_program(source, node))
             return self._as_it_is(node)
+        if (rows := added_rows(node, tensors)) is not None:
+            return self._add_own(node, tensors, rows)
         if all(each.is_replicated for each in tensors.values()):
             return self._on_whole(node, tensors)
         verdict = self._rules.verdict(node, tensors)
@@ -232,9 +235,36 @@ class LocalGraph:
         pairs = zip(value.shape, expected, strict=True) if value.ndim == len(expected) else ((0, 1),)
         return all(one == other for one, other in pairs if isinstance(one, int) and isinstance(other, int))
 
+    def _add_own(self, node: fx.Node, tensors: Mapping[fx.Node, PlacedValue], rows: AddedRows) -> PlacedValue:
+        """Adds rows into what this rank holds of a table."""
+        whole, cut = node.meta["val"], Shard(rows.dim)
+        cut_values = Shard(rows.values_dim) if rows.values_dim is not None else _WHOLE
+        mask, indices = (self._moved_to(tensors[each], _WHOLE, node) for each in (rows.mask, rows.indices))
+        values = self._moved_to(tensors[rows.values], cut_values, node)
+        ranks, rank = self._call.group_size, self._call.rank
+        shape = local_shape(whole.shape, placement_text(cut), ranks, rank)
+        if rows.dim == 0:
+            start = rank * -(-whole.shape[0] // ranks)
+            outside, indices = self._own_rows(indices, start, shape[0], node)
+        with self._graph.inserting_before(node):
+            emit = self._emitter(node)
+            fill = node.args[0].args[1] if node.args[0].target is aten.full.default else 0
+            table = emit(aten.full.default, shape, fill, dtype=whole.dtype, device=whole.device)
+            if rows.dim == 0:
+                inside = emit(aten.bitwise_not.default, outside)
+                while inside.meta["val"].ndim < mask.meta["val"].ndim:
+                    inside = emit(aten.unsqueeze.default, inside, -1)
+                mask = emit(aten.bitwise_and.Tensor, mask, inside)
+        node.args, zeros = (table, mask, [indices], values), node.args[0]
+        if not zeros.users:
+            self._graph.erase_node(zeros)
+        typed = self._retype(node, cut, whole)
+        assert typed, f"{node.target} adds into pieces of a table as into the whole"
+        return PlacedValue(node=node, placement=cut, whole=whole)
+
     def _own_rows(self, indices: fx.Node, start: int, size: int, reader: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Where indices are not of this rank's rows, and the indices from its first row on; others become 0."""
-        key = (indices, start)
+        key = (indices, start, size)
         if key not in self._masks:
             with self._graph.inserting_before(reader):
                 emit = self._emitter(reader)

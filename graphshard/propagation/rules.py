@@ -42,6 +42,9 @@ _ATTENTION_ON_CPU = (
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
 
+#: What DTensor says of terms that are bools, and the reduction that gives 0 or 1 on every backend.
+_OF_BOOLS: dict[Any, Placement] = {Partial("sum"): Partial("max"), Partial("product"): Partial("min")}
+
 #: Ops that read of their input only its type.
 _READ_TYPE_ALONE = (aten.rand_like.default, aten.randn_like.default, aten.empty_like.default)
 
@@ -133,7 +136,7 @@ class OpRules:
                 return self.gathered(node, values, reason)
             pending = _kept_pending(node, found, placements)
             if not pending:
-                return self._answer(found)
+                return self._answer(node, found)
             placements.update(dict.fromkeys(pending, REPLICATED))
         return self.gathered(node, values, "")
 
@@ -145,7 +148,8 @@ class OpRules:
             return None
         is_sum = node.target in _CARRY_SUMS and kind in (Partial("sum"), Partial("avg"))
         num_tensors = sum(isinstance(each, fx.Node) for each in node.args)
-        if (is_sum and num_tensors == 2) or node.target in _CARRY_ANY or is_view(node):
+        is_same = node.target in _CARRY_ANY or (is_view(node) and node.target is not aten.view.dtype)
+        if (is_sum and num_tensors == 2) or is_same:
             return Verdict(target=node.target, args=_with(node.args, placements), outputs=kind)
         return None
 
@@ -176,13 +180,12 @@ class OpRules:
     def _fault(self, found: OpPlacements) -> str:
         """Why an answer cannot be used."""
         for each in (*tree_leaves(found.args), *tree_leaves(found.outputs)):
-            if (
-                not isinstance(each, Placement)
-                or isinstance(each, (Replicate, Partial))
-                or type(each) is Shard
-            ):
+            if not isinstance(each, Placement) or isinstance(each, Replicate) or type(each) is Shard:
                 continue
-            return f"would give {each!r}, a cut in several places"
+            if not isinstance(each, Partial):
+                return f"would give {each!r}, a cut in several places"
+            if not is_plain_partial(each) and masked_dim(each) is None:
+                return f"would give {each!r}, terms that are not summed as they are"
         if (mask := _mask_of(found)) is not None:
             shape, dim = mask[1]
             if shard_shape(shape, dim, self.num_ranks, self.num_ranks - 1)[dim] == 0:
@@ -202,10 +205,13 @@ class OpRules:
                 return f"would leave the last of {self.num_ranks} ranks none of {size} rows"
         return ""
 
-    def _answer(self, found: OpPlacements) -> Verdict:
+    def _answer(self, node: fx.Node, found: OpPlacements) -> Verdict:
         mask = _mask_of(found)
         if mask is None:
-            return Verdict(target=found.op, args=found.args, outputs=found.outputs)
+            value, outputs = node.meta["val"], found.outputs
+            if isinstance(value, torch.Tensor) and value.dtype is torch.bool:
+                outputs = _OF_BOOLS.get(outputs, outputs)  # a sum of bytes is no bool
+            return Verdict(target=found.op, args=found.args, outputs=outputs)
         position, (shape, dim) = mask
         rows = -(-shape[dim] // self.num_ranks)
         size = shard_shape(shape, dim, self.num_ranks, self.rank)[dim]
@@ -250,14 +256,12 @@ def _with(args: Any, placements: Mapping[fx.Node, Placement]) -> tuple[Any, ...]
 
 
 def draws_numbers(node: fx.Node) -> bool:
-    """Whether the result depends on the generator: attention without dropout does not."""
+    """Whether the result depends on the generator: attention without dropout does not, its backward may."""
     if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     names = [each.name for each in node.target._schema.arguments]
     if "dropout_p" not in names:
-        return True
+        return torch.Tag.nondeterministic_seeded in node.target.tags
     position = names.index("dropout_p")
     given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
     return bool(given)

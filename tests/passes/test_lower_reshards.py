@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from support.small_graphs import GraphBuilder, aten, reshard, run_pass, run_twice, tensor_axis, text_of
+from torch.utils.checkpoint import CheckpointPolicy
 
 from graphshard.errors import UnsupportedShardingError
 from graphshard.ir import RESHARD, copy_graph, local_shape
@@ -56,6 +57,13 @@ def test_refuses_terms_of_another_reduction():
     gm = _pair("Partial(sum)", "Partial(max)")
     with pytest.raises(UnsupportedShardingError, match="reduce to Replicate first"):
         run_pass(LowerReshards(), gm, CONTEXT)
+
+
+def test_what_is_recomputed_stays_so():
+    gm = _pair("Partial(sum)", "Replicate")
+    gm.graph.find_nodes(op="call_function", target=RESHARD)[0].meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    run_pass(LowerReshards(), gm, CONTEXT)
+    assert text_of(gm, CONTEXT).count("!recompute") == 2  # the all-reduce and its wait
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.small_graphs import GraphBuilder, aten, reshard, run_pass, run_twice, tensor_axis, text_of
+from torch.utils.checkpoint import CheckpointPolicy
 
 from graphshard.ir import RESHARD, ReshardCall, copy_graph, local_shape
 from graphshard.passes import MergeReshards
@@ -136,6 +137,29 @@ def test_the_forward_waits_for_nothing_of_the_backward():
     piece.meta["partitioner_tag"], whole.meta["partitioner_tag"] = "is_forward", "is_backward"
     gm = build.finish(piece, whole)
     assert not run_pass(MergeReshards(), gm, CONTEXT).report.changed
+
+
+def test_leaves_alone_what_no_single_reshard_does():
+    """Maxima that become terms of a sum; equal reshards over two axes; exchanges, of which none is cheaper."""
+    build = GraphBuilder()
+    whole = _move(build, _input(build, 1, "Partial(max)"), "Partial(max)", "Replicate")
+    outputs = [_move(build, whole, "Replicate", "Partial(sum)")]
+    value = _input(build, 2, "Shard(0)")
+    call = ReshardCall(value, "Shard(0)", "Shard(1)", SHAPE, "cp", 2, "other", 0, True)
+    outputs += [_move(build, value, "Shard(0)", "Shard(1)"), build(RESHARD, *call)]
+    cube = build.input("primals_3", 2, 4, 4)
+    outputs += [reshard(build, cube, "Shard(0)", f"Shard({dim})", (4, 4, 4), placed=True) for dim in (1, 2)]
+    gm = build.finish(*outputs)
+    assert not run_pass(MergeReshards(), gm, CONTEXT).report.changed
+
+
+def test_new_nodes_are_recomputed_as_those_they_replace():
+    gm = _families()
+    for node in gm.graph.find_nodes(op="call_function", target=RESHARD):
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    run_pass(MergeReshards(), gm, CONTEXT)
+    nodes = gm.graph.find_nodes(op="call_function", target=RESHARD)
+    assert {node.meta.get("recompute") for node in nodes} == {CheckpointPolicy.MUST_RECOMPUTE}
 
 
 def test_leaves_reshards_of_the_program_and_of_other_axes_alone():

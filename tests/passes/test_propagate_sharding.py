@@ -1,6 +1,7 @@
 """propagate_sharding: the graph of whole tensors becomes the graph of one rank."""
 
 import copy
+import operator
 
 import pytest
 import torch
@@ -116,7 +117,55 @@ def _odd_ops(num_ranks=2, rank=0):
     ), program
 
 
+def _added_rows(num_ranks=2, rank=0, dim=0):
+    """The backward of an embedding, as it is decomposed: rows of two tables, cut along their rows or their columns."""
+    program = Program(num_ranks, rank)
+    tokens, grad = program.input(3, 2, dtype=torch.int64), program.input(3, 2, 8)
+    weight = program(aten.t.default, program.parameter("Shard(0)", 8, 8))
+    outputs = []
+    for given, rows in ((program(aten.matmul.default, grad, weight), 5), (grad, 9)):
+        table = program(aten.new_zeros.default, grad, [rows, 8])
+        mask = program(aten.unsqueeze.default, program(aten.ne.Scalar, tokens, 1), 2)
+        added = program(aten._unsafe_masked_index_put_accumulate.default, table, mask, [tokens], given)
+        cast = program(aten._to_copy.default, added, dtype=torch.float32)
+        outputs.append(program.move(cast, "Replicate", f"Shard({dim})"))
+    return program.build.finish(*outputs), program
+
+
+def _added_columns(num_ranks=2, rank=0):
+    return _added_rows(num_ranks, rank, dim=1)
+
+
+def _two_tables(num_ranks=2, rank=0):
+    """The same indices select from tables of different size."""
+    program = Program(num_ranks, rank)
+    tokens = program.input(3, 2, dtype=torch.int64)
+    tables = [program.parameter("Shard(0)", rows, 4) for rows in (9, 5)]
+    found = [program(aten.embedding.default, table, tokens) for table in tables]
+    return program.build.finish(program(aten.mul.Tensor, *found)), program
+
+
+def _numbers_of_terms(num_ranks=2, rank=0):
+    """What terms cannot be carried through: other bits, powers, an or of bools."""
+    program = Program(num_ranks, rank)
+    columns, rows = program.parameter("Shard(1)", 4, 6), program.parameter("Shard(0)", 6, 4)
+    product = program(aten.mm.default, columns, rows)
+    return program.build.finish(
+        program(aten.view.dtype, product, torch.int64),
+        program(aten.relu.default, product),
+        program(aten.linalg_vector_norm.default, rows),
+        program(aten.linalg_vector_norm.default, rows, 3.0, [0]),
+        program(aten.any.dim, program(aten.gt.Scalar, rows, 0.7), 0),
+        program(aten.all.default, program(aten.gt.Scalar, rows, 0.0)),
+        program(aten.mean.dim, rows, [0]),
+    ), program
+
+
 PROGRAMS = {
+    "numbers of terms": _numbers_of_terms,
+    "added rows": _added_rows,
+    "added columns": _added_columns,
+    "two tables": _two_tables,
     "feed forward": _feed_forward,
     "along the sequence": _along_the_sequence,
     "vocabulary": _vocabulary,
@@ -202,6 +251,66 @@ def test_report_names_ops_without_a_rule_and_what_they_cost():
     (text,) = [text for text in report.skipped if "cdist" in text]
     # Four rows of five columns of float64 for the other rank, padding included.
     assert text == "aten._cdist_forward.default has no sharding rule: its inputs are gathered (160 bytes)"
+
+
+@pytest.mark.parametrize(
+    ("dim", "shapes", "moves"),
+    [
+        (0, [(3, 8), (5, 8)], [("Shard(2)", "Replicate")]),
+        (1, [(5, 4), (9, 4)], [("Replicate", "Shard(2)")]),
+    ],
+)
+def test_rows_are_added_where_they_are(dim, shapes, moves):
+    """No rank has a whole table, and values that are whole are not sent."""
+    gm, _ = _added_rows(dim=dim)
+    report = run_pass(PropagateSharding(), gm, CONTEXT).report
+    tables = gm.graph.find_nodes(op="call_function", target=aten._unsafe_masked_index_put_accumulate.default)
+    assert [tuple(node.meta["val"].shape) for node in tables] == shapes
+    calls = [ReshardCall(*node.args) for node in gm.graph.find_nodes(op="call_function", target=RESHARD)]
+    assert [(call.src, call.dst) for call in calls] == moves and not report.skipped
+
+
+def test_rows_of_a_table_that_is_read_whole():
+    """Nothing says how to cut it, so the values are gathered."""
+    program = Program()
+    tokens, weight = program.input(6, dtype=torch.int64), program.parameter("Shard(1)", 6, 8)
+    table, mask = program(aten.new_zeros.default, weight, [5, 8]), program(aten.ge.Scalar, tokens, 0)
+    mask = program(aten.unsqueeze.default, mask, 1)
+    added = program(aten._unsafe_masked_index_put_accumulate.default, table, mask, [tokens], weight)
+    gm = program.build.finish(program(aten.relu.default, added))
+    (text,) = run_pass(PropagateSharding(), gm, CONTEXT).report.skipped
+    assert "_unsafe_masked_index_put_accumulate.default has no sharding rule" in text
+
+
+def test_an_or_of_bools_is_no_sum():
+    """A sum of 256 bytes that are 1 would be 0."""
+    gm, _ = _numbers_of_terms()
+    report = run_pass(PropagateSharding(), gm, CONTEXT).report
+    calls = [ReshardCall(*node.args) for node in gm.graph.find_nodes(op="call_function", target=RESHARD)]
+    found = [call.src for call in calls if call.value.meta["val"].dtype is torch.bool]
+    assert found == ["Partial(max)", "Partial(min)"]
+    assert sum("terms that are not summed as they are" in text for text in report.skipped) == 2
+
+
+def test_dropout_in_attention_is_of_all_heads_in_both_halves():
+    """torch 2.13 does not tag this backward as one that draws; on some of the heads its mask would be another."""
+    program = Program()
+    heads = [program(aten.sin.default, program.parameter("Shard(1)", 1, 2, 8, 4)) for _ in range(3)]
+    out, lse, *rest, seed, offset, _ = (
+        program(operator.getitem, found, place)
+        for found in [program(aten._scaled_dot_product_flash_attention.default, *heads, 0.2)]
+        for place in range(9)
+    )
+    grads = program(
+        aten._scaled_dot_product_flash_attention_backward.default, heads[0], *heads, out, lse, *rest, 0.2, False,
+        seed, offset,
+    )  # fmt: skip
+    gm = program.build.finish(program(operator.getitem, grads, 0))
+    report = run_pass(PropagateSharding(), gm, CONTEXT).report
+    found = [text.split(": its")[0] for text in report.skipped]
+    assert found == [
+        f"aten._scaled_dot_product_flash_attention{half}.default draws random numbers" for half in ("", "_backward")
+    ]
 
 
 def test_refuses_two_axes():

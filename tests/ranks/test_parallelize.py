@@ -111,7 +111,7 @@ def test_ten_steps_of_every_model(run_on_gloo_ranks, name):
 
 
 def test_four_ranks_of_tensor_parallelism(run_on_gloo_ranks):
-    """Widths and three heads that four ranks do not divide; one key head for all of them."""
+    """Widths and three heads that four ranks do not divide; one key head for all; columns of an embedding."""
     run_on_gloo_ranks(4, train_several, ["mlp", "llama with three heads"], "compiled", (1, 4), 2)
 
 

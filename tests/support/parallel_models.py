@@ -225,7 +225,7 @@ PARALLEL_MODELS = {
     "llama with three heads": ParallelModel(
         build=lambda: Llama(num_kv_heads=1, num_layers=1, num_heads=3, dim=12),
         draw=draw_tokens(12),
-        placements=LLAMA,
+        placements={**LLAMA, "tok_embeddings.weight": Shard(1)},
     ),
     "gpt": ParallelModel(
         build=TiedGpt, draw=draw_tokens(10), placements=GPT, units=lambda model: list(model.body.layers)
