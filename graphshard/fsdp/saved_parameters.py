@@ -144,6 +144,15 @@ class GatheredOnce:
 
 
 @dataclass(frozen=True, slots=True)
+class Gathered:
+    """A full parameter, its slot, and the version its shard had when it was gathered."""
+
+    full: Tensor
+    slot: HoldsShard
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
 class _Token:
     """A view of a full parameter.
 

@@ -20,8 +20,8 @@ from .._compat import in_backward
 from ..ir import COMMS, UNIT, UnshardCall, unit_state_of
 from .eager_collectives import PendingGather, write_back, write_back_reads
 from .parameter_slot import ParameterSlot, lost_writes, shard_data
-from .saved_parameters import ForwardReads, GatheredOnce, KeptForBackward, refuse_transform
-from .shard_versions import FullRead, Version, version_of
+from .saved_parameters import ForwardReads, Gathered, GatheredOnce, KeptForBackward, refuse_transform
+from .shard_versions import FullRead, version_of
 from .tree import GATHER, Tree, TreeUnit, UnitSettings
 from .waiting_gradients import UnitGradients
 
@@ -29,15 +29,6 @@ _GATHER_REMEDY = (
     "Ranks that use different parts of a model must gather the same parameters: shard the module that holds "
     "all of these parts as one unit, and call set_reduce_scatter_unused_params(True) on it"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Gathered:
-    """A full parameter, its slot, and the version its shard had when it was gathered."""
-
-    full: Tensor
-    slot: ParameterSlot
-    version: Version
 
 
 @dataclass(eq=False, kw_only=True)
@@ -124,7 +115,7 @@ class Unit(UnitGradients):
     may_show_kept: bool = False
     shows_kept: bool = False
     for_backward: KeptForBackward = field(default_factory=KeptForBackward)
-    _gathered: dict[str, _Gathered] = field(default_factory=dict)
+    _gathered: dict[str, Gathered] = field(default_factory=dict)
     _prefetched: PendingGather | None = None
 
     def __post_init__(self) -> None:
@@ -190,7 +181,7 @@ class Unit(UnitGradients):
         if full.is_inference():  # not kept: a later forward could not save it for its backward
             return
         slot = self.slot_of(name)
-        self._gathered[name] = _Gathered(full.detach(), slot, version_of(slot.param))
+        self._gathered[name] = Gathered(full.detach(), slot, version_of(slot.param))
 
     def held(self) -> Iterator[Tensor]:
         """The tensors that the unit holds besides shards: gathered parameters, and gradients that wait."""
@@ -261,7 +252,7 @@ class Unit(UnitGradients):
                 full = fresh.get(slot.name)
                 full = self.held_value(slot.name) if full is None else full
                 if full is not None:
-                    self._gathered[slot.name] = _Gathered(full, slot, version_of(slot.param))
+                    self._gathered[slot.name] = Gathered(full, slot, version_of(slot.param))
         if not self.in_backward:
             self.in_backward = True
             self.tree.gathered_again.append(self)
