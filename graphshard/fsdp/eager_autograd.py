@@ -239,6 +239,8 @@ def show_kept(unit: Unit) -> None:
     tree = unit.tree
     if not unit.may_show_kept or tree.in_forward or tree.has_begun_backward or in_backward() or is_tracing():
         return
+    if not can_hook():  # a transform of torch.func runs, or something is traced
+        return
     unit.may_show_kept = False
     if any(slot.hidden is not None for slot in unit.slots):  # unshard() shows it
         return
