@@ -218,7 +218,7 @@ def test_weights_that_read_one_value_are_chosen_together():
 def test_five_blocks_are_predicted_from_two():
     report, _, chosen = inspect_auto(num_layers=5)
     assert chosen.step_seconds == pytest.approx(report.step_seconds, rel=0.03)
-    assert chosen.peak_bytes == pytest.approx(report.memory.peak_bytes, rel=0.1)
+    assert chosen.peak_bytes == pytest.approx(report.memory.peak_bytes, rel=0.2), "the second block gathers ahead"
     assert "from one and from two of 5 equal blocks" in report.notes[-1]
 
 
