@@ -18,20 +18,27 @@ HERE = Path(__file__).parent
 
 
 @pytest.hookimpl(tryfirst=True)  # before the tests marked slow are left out
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A case of torch's own FSDP2 is slow: it shows that a test asks for what torch does, and changes with torch only.
 
     Tests that compare graphshard with FSDP2 run both and are no such cases. Of a test marked `compiles`, the compiled
     cases that the marker does not name are slow.
     """
+    unused: dict[tuple[Path, str], set[str]] = {}
     for item in items:
         if HERE not in item.path.parents or not hasattr(item, "callspec"):
             continue
         implementation = item.callspec.params.get("implementation", "compiled")
         named = item.get_closest_marker("compiles")
         is_left_out = named is not None and not any(name in item.callspec.id for name in named.args)
+        if named is not None:
+            left = unused.setdefault((item.path, item.originalname), set(named.args))
+            left -= {name for name in named.args if name in item.callspec.id}
         if implementation == "fsdp2" or (implementation == "compiled" and is_left_out):
             item.add_marker(pytest.mark.slow)
+    wrong = [f"{path.name}::{test}: {', '.join(left)}" for (path, test), left in unused.items() if left]
+    if wrong and not any("::" in each for each in config.args):
+        raise pytest.UsageError(f"words of the marker `compiles` that are in the name of no case: {'; '.join(wrong)}")
 
 
 @pytest.fixture(scope="package")
