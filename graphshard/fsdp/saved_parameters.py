@@ -129,7 +129,9 @@ class GatheredOnce:
             self.unit.gather_for_backward()
             full = self.unit.gathered_value(name)
         assert full is not None, f"{name} was gathered for a backward and is not there"
-        return full if full.dtype == self._dtypes[name] else self._as_read(name, full)
+        return (
+            full if _real_dtype(full.dtype) == _real_dtype(self._dtypes[name]) else self._as_read(name, full)
+        )
 
     def _as_read(self, name: str, full: Tensor) -> Tensor:
         """Casts a full parameter, gathered since the unit's dtypes have changed, to the dtype before the change."""
@@ -141,6 +143,11 @@ class GatheredOnce:
                 "forward in the other mode"
             )
         return full.to(dtype)
+
+
+def _real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of a complex parameter, that of the reals in which it is gathered."""
+    return dtype.to_real() if dtype.is_complex else dtype
 
 
 @dataclass(frozen=True, slots=True)
