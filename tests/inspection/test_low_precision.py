@@ -7,8 +7,8 @@ import torch
 import torch.distributed._functional_collectives as funcol
 from support.cost_cards import round_card
 from support.inspected import mean_square
-from support.low_precision import Scaled
-from torch import Tensor, nn
+from support.low_precision import HeldFlat, Scaled
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
@@ -100,19 +100,6 @@ def test_a_sweep_captures_each_mesh():
     for point in found.points:
         if point.batch == 4:
             assert point.step_seconds == pytest.approx(report_of(model(), mesh=point.mesh).step_seconds)
-
-
-class HeldFlat(Scaled):
-    def __tensor_flatten__(self) -> Any:
-        return ["_flat"], self._data.shape
-
-    @property
-    def _flat(self) -> Tensor:
-        return self._data.flatten()
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: Any, shape: Any, size: Any, stride: Any) -> Any:
-        return cls(inner["_flat"].view(shape))
 
 
 class OnlyOneMethod(Scaled):

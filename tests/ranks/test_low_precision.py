@@ -13,7 +13,7 @@ import torch.distributed as dist
 from support.comm_counts import list_collectives
 from support.cost_cards import round_card
 from support.implementations import GRAPHSHARD, compile_if_asked, pick_fully_shard, world_mesh
-from support.low_precision import Scaled
+from support.low_precision import HeldFlat, Scaled
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -177,21 +177,6 @@ def compare_with_fsdp2() -> None:
 
 def test_losses_and_collectives_are_those_of_fsdp2(run_on_gloo_ranks: Run) -> None:
     run_on_gloo_ranks(2, compare_with_fsdp2)
-
-
-class HeldFlat(Scaled):
-    """Holds its rows one after the other, so that it cannot be padded along dim 0."""
-
-    def __tensor_flatten__(self) -> Any:
-        return ["_flat"], self._data.shape
-
-    @property
-    def _flat(self) -> Tensor:
-        return self._data.flatten()
-
-    @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, Tensor], shape: Any, size: Any, stride: Any) -> Any:
-        return cls(inner["_flat"].view(shape))
 
 
 class Nested(Scaled):

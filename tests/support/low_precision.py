@@ -51,3 +51,18 @@ class Scaled(Tensor):
         if func.__name__.split(".")[0].endswith("_"):
             return args[0]
         return pytree.tree_map_only(Tensor, cls, result)
+
+
+class HeldFlat(Scaled):
+    """Holds its rows one after the other, so that it cannot be padded along dim 0."""
+
+    def __tensor_flatten__(self) -> Any:
+        return ["_flat"], self._data.shape
+
+    @property
+    def _flat(self) -> Tensor:
+        return self._data.flatten()
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], shape: Any, size: Any, stride: Any) -> Any:
+        return cls(inner["_flat"].view(shape))
