@@ -22,7 +22,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     (
         "graphshard.errors", "graphshard._compat", "graphshard._compat_autograd", "graphshard._compat_composable",
         "graphshard._compat_dtensor", "graphshard._compat_frames", "graphshard._compat_fsdp1",
-        "graphshard._compat_groups", "graphshard.machine",
+        "graphshard._compat_gloo", "graphshard._compat_groups", "graphshard.machine",
         "graphshard.processes", "graphshard.progress", "graphshard.shown_progress",
     ),
     ("graphshard.user_cache",),

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from .._compat import collective_op
+from .._compat_gloo import gather_library  # noqa: F401  how gloo gathers
 from .custom_collectives import ALL_REDUCE_HOOK, CUSTOM_ALL_GATHER, CUSTOM_REDUCE_SCATTER
 from .node_args import call_arguments
 

@@ -2,7 +2,6 @@
 
 import os
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -92,21 +91,3 @@ def test_unwaited_collective_is_an_error(run_on_gloo_ranks):
 def test_nested_function_is_refused(run_on_gloo_ranks):
     with pytest.raises(ValueError, match="define it at module level"):
         run_on_gloo_ranks(2, lambda: None)
-
-
-def abort_as_torch_does(folder: str, number_of_times: int) -> int:
-    """Ends rank 1 as a destroyed heap does, the first so many times."""
-    if dist.get_rank() == 1:
-        times = len(list(Path(folder).iterdir()))
-        if times < number_of_times:
-            Path(folder, str(times)).touch()
-            os.write(2, b"malloc(): unaligned tcache chunk detected\n")
-            os.abort()
-    dist.barrier()
-    return dist.get_rank()
-
-
-def test_a_call_that_a_known_fault_of_torch_ends_is_repeated_once(run_on_gloo_ranks, tmp_path):
-    assert run_on_gloo_ranks(2, abort_as_torch_does, str(tmp_path), 1) == [0, 1]
-    with pytest.raises(RankError, match="exit code -6"):
-        run_on_gloo_ranks(2, abort_as_torch_does, str(tmp_path), 9)

@@ -18,7 +18,6 @@ import multiprocessing
 import os
 import pickle
 import random
-import re
 import shutil
 import sys
 import tempfile
@@ -47,9 +46,6 @@ COLLECTIVE_TIMEOUT_S = 120.0
 
 MAX_GROUPS = 24
 """A pool whose ranks have more process groups is replaced: each has threads that poll a hundred times a second."""
-
-TORCH_FAULT = re.compile(r"died with exit code -6\b(?s:.*)(malloc\w*|free)\(\): |died with exit code -11\b")
-"""What torch's gathers on gloo do now and then (docs/reference/versions.md): such a call is repeated once."""
 
 GRACE_S = 10.0
 """How long the other ranks may go on after the first one failed."""
@@ -331,15 +327,7 @@ class GlooPools:
         pool = self.pools.get(world_size)
         if pool is None or not pool.is_open:
             pool = self.pools[world_size] = GlooPool(world_size, self.inductor_cache)
-        task = describe_task(function, arguments, timeout_s, interprets, is_thorough)
-        try:
-            return pool.call(task)
-        except RankError as error:
-            if not TORCH_FAULT.search(str(error)):
-                raise
-        pool.close()
-        pool = self.pools[world_size] = GlooPool(world_size, self.inductor_cache)
-        return pool.call(task)
+        return pool.call(describe_task(function, arguments, timeout_s, interprets, is_thorough))
 
     def close(self) -> None:
         for pool in self.pools.values():
