@@ -40,6 +40,7 @@ class ParameterSlot:
         owners: the modules that hold it, with its name in each; several if it is tied.
         arguments: the arguments after shard and handle in a call of ``graphshard::unshard``; Dynamo guards on them.
         needs_op: a forward reads the result of ``graphshard::unshard``; if False, the shard itself.
+        is_plain: that result is the full parameter, and nothing is asked of the shard but its values.
         hidden: the sharded parameter while the owners show the gathered one; else None.
         shown: the gathered parameter that they show then.
         shown_state: its version and storage when they began to.
@@ -61,6 +62,7 @@ class ParameterSlot:
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
     arguments: tuple[Any, ...] = ()
     needs_op: bool = True
+    is_plain: bool = False
     hidden: nn.Parameter | None = None
     shown: nn.Parameter | None = None
     shown_state: tuple[int, int] = (0, 0)
@@ -144,6 +146,8 @@ class ParameterSlot:
                 for setting in (call.dtype, call.reduce_dtype, call.divide_factor, call.device)
             )
         )
+        is_special = self.is_extended or self.is_complex or self.outer is not None
+        self.is_plain = self.needs_op and not is_special and settings.compute_device is None
 
     def replace(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         """Replaces the parameter in all modules that share it; None removes it from ``module`` only."""

@@ -33,7 +33,7 @@ from .eager_autograd import full_parameter, show_kept
 from .gather_extensions import TracedExtension, full_after
 from .parameter_slot import ParameterSlot, is_substitute, local_shard, replaced, stored_parameters
 from .shard_versions import FullParameter, version_of
-from .tree import SLOTS, Tree
+from .tree import SLOTS, STORED, Tree
 from .unit import owner_of, unit_of
 
 #: Attribute of the function of a traced read: a weak reference to the slot.
@@ -48,6 +48,13 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     """
     slot: ParameterSlot = module.__dict__[SLOTS][name]
     unit = slot.unit
+    if slot.is_plain and torch.compiler.is_compiling() and slot.hidden is None and unit.tree.forwards:
+        # The usual case, which is the rest of this function in few steps: Dynamo takes time for each.
+        param = module.__dict__[STORED]._parameters[name]
+        if isinstance(param, DTensor) and not operator_traced() and not transforms_active():
+            local = param.to_local()
+            if local.device.type != "meta":
+                return UNSHARD(local, unit.handle, *slot.arguments)
     is_read = is_reading(unit.tree)
     if is_read and slot.untraceable and torch.compiler.is_compiling():
         # Before Dynamo sees the parameter, whose class it may not know. It takes the error for a graph break, and runs

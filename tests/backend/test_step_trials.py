@@ -28,6 +28,7 @@ from graphshard.pipeline.context import PassContext
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.planner import default_peak
 from graphshard.planner.search.solve import EXACT_STATES
+from graphshard.progress import TimeLimit
 
 pytestmark = pytest.mark.usefixtures("brief_plans", "interpreted")
 
@@ -204,6 +205,34 @@ def test_inputs_that_live_through_the_step_are_part_of_a_users_budget_alone(monk
 
     inputs = in_capture(ask)
     assert counted == ({0} if budget is None else {inputs}) and inputs > 0
+
+
+class CuttingTakes(TimeLimit):
+    """A limit of 4 seconds, of which each question spends some."""
+
+    seconds_a_question = 0.0
+
+    def spent(self):
+        self.asked = getattr(self, "asked", -1) + 1
+        return self.asked * self.seconds_a_question
+
+
+@pytest.mark.parametrize(("cutting", "plans"), [(0.0, True), (0.5, True), (0.9, False), (3.0, False)])
+def test_the_default_is_planned_only_if_another_choice_can_be_compared_with_it(monkeypatch, cutting, plans):
+    planned, real = [], JointTrials.plan
+
+    def plan(self, *arguments):
+        planned.append(1)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(JointTrials, "plan", plan)
+    limit = CuttingTakes(seconds=4.0)
+    limit.seconds_a_question = cutting
+    step = in_capture(
+        lambda trials: replace(trials, context=replace(trials.context, limit=limit)).choose(None)
+    )
+    assert bool(planned) is plans and limit.was_reached is (cutting > 0)
+    assert step.peak_bytes > 0 and "root" in step.kept
 
 
 def test_trials_search_exactly_for_a_moment_only(monkeypatch):
