@@ -16,11 +16,14 @@ from .._compat import storage_id
 from ..errors import ParameterStateError
 from ..ir import NO_AXIS, MeshAxis, UnshardCall
 from .placements import OuterLayout
-from .shard_versions import Version, refuse_lost_data
+from .shard_versions import Version, note_gradient, refuse_lost_data
 from .tree import SLOTS, STORED, TreeUnit
 
 #: Attribute of a whole parameter that ``FullyShardedDataParallel.summon_full_params`` shows; a forward reads it as is.
 SUMMONED = "_graphshard_summoned"
+
+#: Attribute by which ``torch.distributed.optim._apply_optimizer_in_backward`` gives a parameter its optimizers.
+_OPTIMIZERS = "_in_backward_optimizers"
 
 #: Attribute of a shard: a :class:`_Link` to its slot.
 _SLOT = "_graphshard_slot"
@@ -204,12 +207,37 @@ class ParameterSlot:
         if self.param.grad is None:
             self.param.grad = torch.zeros_like(self.param)
 
+    def finish_gradient(self, *, steps_optimizers: bool) -> None:
+        """Called once a backward of the model has ended, and what waits is reduced.
+
+        Args:
+            steps_optimizers: step the optimizers that ``_apply_optimizer_in_backward`` has made for the parameter; from
+                now on as soon as its gradient is there.
+        """
+        owner, name = self.owners[0]
+        param = self.hidden if self.hidden is not None else stored_parameters(owner).get(name)
+        if param is None or param.grad is None:
+            return
+        if steps_optimizers and hasattr(param, _OPTIMIZERS):
+            step_in_backward(param)
+            param.register_post_accumulate_grad_hook(step_in_backward)
+        else:
+            note_gradient(param.grad, self.name)
+
     def hide(self) -> None:
         """Makes the owners show the shard again; while the parameter is substituted, it stays as it is."""
         if self.hidden is not None and not self.is_substituted:
             for owner, name in self.owners:
                 stored_parameters(owner)[name] = self.hidden
             self.hidden = self.shown = None
+
+
+def step_in_backward(param: Tensor) -> None:
+    """Steps the optimizers that ``_apply_optimizer_in_backward`` has made for a parameter, and drops its gradient."""
+    if param.grad is not None:
+        for optimizer in getattr(param, _OPTIMIZERS):
+            optimizer.step()
+        param.grad = None
 
 
 class _Link:
@@ -359,9 +387,14 @@ def slots_of(module: nn.Module) -> Iterator[tuple[str, ParameterSlot]]:
 
 
 def zero_gradients(module: nn.Module, set_to_none: bool) -> None:
-    """``nn.Module.zero_grad``, on the shards: also of parameters that are shown gathered."""
+    """``nn.Module.zero_grad``, on the shards: also of parameters that are shown gathered.
+
+    Gradients that wait for a reduction are dropped.
+    """
     parameters = list(module.parameters())  # which may show gathered ones from now on
     slots = [slot for each in module.modules() for _, slot in slots_of(each)]
+    for slot in slots:
+        slot.unit.drop_gradient(slot.name)
     shards = {id(slot.shown): slot.param for slot in slots if slot.shown is not None}
     for shown in parameters:
         param = shards.get(id(shown), shown)

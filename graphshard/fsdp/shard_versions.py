@@ -32,6 +32,9 @@ Version = tuple[int, int]
 #: Attribute of a shard: its id and that of its storage.
 _STORAGE = "_graphshard_storage"
 
+#: Attribute of a gradient of a shard: its id, that of its storage, and the name of the parameter.
+_GRADIENT = "_graphshard_gradient"
+
 #: Attribute of a parameter that ``fully_shard`` has replaced: its sharded successor and slot. A module outside of the
 #: unit that is tied to the parameter finds them here.
 SUCCESSOR = "_graphshard_successor"
@@ -58,6 +61,18 @@ def refuse_lost_data(param: DTensor, name: str) -> None:
             "parameter with copy_() under torch.no_grad(), or assign a new one to the module's attribute "
             "(torch.nn.utils.vector_to_parameters assigns .data)"
         )
+
+
+def note_gradient(grad: Tensor | None, name: str) -> None:
+    """Notes the storage of a gradient that a backward has given to a shard, for the next step of an optimizer."""
+    if type(grad) is DTensor and vars(grad).get(_GRADIENT, (None,))[0] != id(grad):
+        vars(grad)[_GRADIENT] = id(grad), storage_id(grad), name
+
+
+def _lost_gradients(params: Sequence[Tensor]) -> list[str]:
+    """Names of parameters to the ``.data`` of whose gradients something was assigned."""
+    notes = [(grad, vars(grad).get(_GRADIENT)) for param in params if type(grad := param.grad) is DTensor]
+    return [note[2] for grad, note in notes if note and note[0] == id(grad) and note[1] != storage_id(grad)]
 
 
 def optimizers_of(params: Sequence[Tensor]) -> Iterator[torch.optim.Optimizer]:
@@ -90,7 +105,8 @@ def optimizers_of(params: Sequence[Tensor]) -> Iterator[torch.optim.Optimizer]:
 def watch_optimizers() -> None:
     """From the first call on, each step of an optimizer moves the version of the DTensors that it holds.
 
-    A step of parameters that :func:`graphshard.fully_shard` has replaced is an error.
+    A step of parameters that :func:`graphshard.fully_shard` has replaced is an error, and so is one with gradients to
+    whose ``.data`` something was assigned, which leaves the local tensor of a DTensor as it was.
     """
     register_optimizer_step_pre_hook(_refuse_unsuited)
     register_optimizer_step_post_hook(_move_versions)
@@ -106,6 +122,13 @@ def _refuse_unsuited(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
             f"this {type(optimizer).__name__} holds {_some_of(stale)} from before sharding, which fully_shard has "
             "replaced, so its step would change nothing in the model: read model.parameters() again after fully_shard, "
             "and make the optimizer from that"
+        )
+    lost = _lost_gradients(params)
+    if lost:
+        raise ParameterStateError(
+            f"the .data of the gradient of {_some_of(lost)} was assigned to, which changes no DTensor, so this "
+            f"{type(optimizer).__name__} would step with the old values: assign to param.grad itself, or write to it "
+            "in place (param.grad.copy_(), param.grad.mul_())"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         uneven = [

@@ -85,9 +85,8 @@ class Unit(UnitGradients):
         gradients: the gradients that wait for a reduction.
         for_backward: the gathers of forwards whose backwards may come.
         after_forward: the gathers of the last uncompiled forward, if the unit keeps them for a backward.
-        may_show_kept: who looks at parameters before that backward is shown these (``show_kept`` in
-            :mod:`graphshard.fsdp.eager_autograd`).
-        shows_kept: the modules show these.
+        may_show_kept, shows_kept: who looks at parameters before that backward is shown these (``show_kept`` in
+            :mod:`graphshard.fsdp.eager_autograd`); the modules show these.
         in_use: the full parameters, as read, by name while an uncompiled forward of the unit runs, empty until the
             first one is read; else None.
         between: the same after the forward of one of several modules of the unit, until the next one's in the same
@@ -137,6 +136,7 @@ class Unit(UnitGradients):
             all_reduce_grads=self.all_reduce_grads,
             reshard_after_backward=self.reshard_after_backward,
             reduces_unused=self.reduces_unused,
+            steps_optimizers=self.steps_optimizers,
             unshards_in_backward=self.unshards_in_backward,
         )
 
