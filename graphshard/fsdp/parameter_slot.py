@@ -16,7 +16,14 @@ from .._compat import storage_id
 from ..errors import ParameterStateError
 from ..ir import NO_AXIS, MeshAxis, UnshardCall
 from .placements import OuterLayout
-from .shard_versions import Version, note_gradient, refuse_lost_data
+from .shard_versions import (
+    KeptParameter,
+    Version,
+    lost_gradients,
+    lost_writes,
+    note_gradient,
+    refuse_lost_data,
+)
 from .tree import SLOTS, STORED, TreeUnit
 
 #: Attribute of a whole parameter that ``FullyShardedDataParallel.summon_full_params`` shows; a forward reads it as is.
@@ -173,15 +180,19 @@ class ParameterSlot:
             return any(entry is not self.shown for entry in entries)
         return any(map(is_substitute, entries))
 
-    def show(self, full: Tensor) -> None:
+    def show(self, full: Tensor, *, stands_for_shard: bool = False) -> None:
         """Makes the owners show the gathered parameter instead of the shard.
 
         Args:
             full: the gathered tensor, whose gradient autograd takes to the shard.
+            stands_for_shard: a forward has read another tensor, of which this one shows the values.
         """
         if self.hidden is None:
             self.hidden = self.param
         self.shown = _as_parameter(self.as_read(full))
+        if stands_for_shard and type(self.shown) is nn.Parameter and self.shown.requires_grad:
+            self.shown = self.shown.as_subclass(KeptParameter)
+            self.shown.shard, self.shown.name_in_model = self.param, self.name
         self.shown_state = _state_of(self.shown)
         for owner, name in self.owners:
             stored_parameters(owner)[name] = self.shown
@@ -342,17 +353,17 @@ def replaced(slot: ParameterSlot, value: Tensor) -> ParameterStateError:
 
 def _state_of(shown: Tensor) -> tuple[int, int]:
     local = shown._local_tensor if isinstance(shown, DTensor) else shown
-    has_memory = type(local) in (Tensor, nn.Parameter)  # a tensor subclass may have none
+    has_memory = type(local) in (Tensor, nn.Parameter, KeptParameter)  # a tensor subclass may have none
     return shown._version, storage_id(local) if has_memory else 0
 
 
-def lost_writes(names: Sequence[str]) -> ParameterStateError:
-    """The error for writes to full parameters that modules show between a forward and its backward."""
-    return ParameterStateError(
-        f"parameter(s) {', '.join(names)} were written to between a forward and its backward, where modules show "
-        "gathered parameters that the backward frees, so the write would be lost: call reshard() on the module first, "
-        "or write after the backward"
-    )
+def refuse_kept(slots: Sequence[ParameterSlot]) -> ParameterStateError | None:
+    """What was done to parameters that modules show between a forward and its backward, and would be lost."""
+    written = [slot.name for slot in slots if slot.is_shown_changed]
+    if written:
+        return lost_writes(written)
+    asked = [slot.name for slot in slots if isinstance(slot.shown, KeptParameter) and slot.shown.is_asked_for]
+    return lost_gradients(asked) if asked else None
 
 
 def store_parameters(module: nn.Module) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from .._compat import in_backward
 from ..ir import COMMS, UNIT, UnshardCall, unit_state_of
 from .eager_collectives import PendingGather, write_back, write_back_reads
-from .parameter_slot import ParameterSlot, lost_writes, shard_data
+from .parameter_slot import ParameterSlot, refuse_kept, shard_data
 from .saved_parameters import ForwardReads, Gathered, GatheredOnce, KeptForBackward, refuse_transform
 from .shard_versions import FullRead, version_of
 from .tree import GATHER, Tree, TreeUnit, UnitSettings
@@ -404,12 +404,12 @@ class Unit(UnitGradients):
 
     def hide(self) -> None:
         """Shows the shards, and keeps the gathered parameters."""
-        written = [slot.name for slot in self.slots if self.shows_kept and slot.is_shown_changed]
+        refusal = refuse_kept(self.slots) if self.shows_kept else None
         self.may_show_kept = self.shows_kept = False
         for slot in self.slots:
             slot.hide()
-        if written:
-            raise lost_writes(written)
+        if refusal is not None:
+            raise refusal
 
     def end_backward(self) -> None:
         """Frees the gathered parameters at the end of a backward, unless they stay for the next micro-batch."""
