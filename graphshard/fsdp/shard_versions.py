@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .._compat import no_torch_function, storage_id
+from .._compat_autograd import without_torch_function
 from ..errors import ParameterStateError, StaleOptimizerError, UnsupportedShardingError
 
 Version = tuple[int, int]
@@ -277,7 +278,7 @@ class KeptParameter(nn.Parameter):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Ops treat it as a plain tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             if func is torch.autograd.grad:
                 outputs, inputs, *rest = args
                 inputs = tuple(each.shard if isinstance(each, KeptParameter) else each for each in inputs)
@@ -328,7 +329,7 @@ class KeptParameter(nn.Parameter):
     @property
     def is_asked_for(self) -> bool:
         """Whether a backward was to accumulate a gradient in it."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             retains: bool = Tensor.retains_grad.__get__(self)
         return retains
 
