@@ -1,4 +1,4 @@
-"""Hooks of saved tensors, and what inputs of joint graphs stand for; private torch names, as in ``_compat``."""
+"""Hooks of saved tensors, tensor subclasses, inputs of joint graphs; private torch names, as in ``_compat``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from torch._C._autograd import (  # checked: 2.11, 2.13
     _top_saved_tensors_default_hooks,
 )
 from torch._functorch._aot_autograd.descriptors import BufferAOTInput, ParamAOTInput  # checked: 2.13
+
+#: A context in which tensor subclasses are plain tensors to torch's functions (checked: 2.13).
+without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 

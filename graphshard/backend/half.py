@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from .._compat import below_autograd, compile_lock
+from .._compat import below_autograd, compile_lock, in_backward
 from ..errors import UnsupportedShardingError
 from ..fsdp import Unit, unit_of
 from ..ir import REDUCE_GRAD, UNSHARD, ReduceGradCall, UnshardCall
@@ -63,8 +63,9 @@ class Half:
         if self.kept_between is not None:
             for unit in units.values():
                 unit.keeps_between = unit.label in self.kept_between
-        if self.is_backward and any(unit.reduces_unused for unit in units.values()):
-            next(iter(units.values())).tree.queue_end_of_backward()
+        if self.is_backward and in_backward():
+            for unit in units.values():
+                unit.tree.queue_end_of_backward()
         if all(map(self._is_plain, units.values())):
             variant = self.compile()
             _check(variant, args)

@@ -23,7 +23,14 @@ from .gather_extensions import (
     why_untraceable,
     without_data,
 )
-from .parameter_slot import SUMMONED, ParameterSlot, as_complex, slot_of_shard, slots_of
+from .parameter_slot import (
+    SUMMONED,
+    ParameterSlot,
+    as_complex,
+    slot_of_shard,
+    slots_of,
+    zero_gradients,
+)
 from .read_parameter import GatherExtended, slot_of_read
 from .shard_parameter import mesh_device
 from .shard_versions import Version, refuse_lost_data, version_of
@@ -68,4 +75,5 @@ __all__ = [
     "version_of",
     "why_untraceable",
     "without_data",
+    "zero_gradients",
 ]

@@ -250,7 +250,7 @@ def show_kept(unit: Unit) -> None:
     if slots:
         unit.shows_kept = True
         for slot, full in zip(slots, _gathered(unit, slots, is_shown=True), strict=True):
-            slot.show(full)
+            slot.show(full, stands_for_shard=True)
 
 
 def _gather_all(unit: Unit, in_use: ForwardReads) -> None:

@@ -151,7 +151,7 @@ class FSDPModule(TorchFSDPModule):
         unit.tree.reset()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """``nn.Module.zero_grad``, on the shards: also of parameters that are shown gathered."""
+        """``nn.Module.zero_grad``, on the shards, shown or not; gradients that wait for a reduction are dropped."""
         assert isinstance(self, nn.Module)
         zero_gradients(self, set_to_none)
 

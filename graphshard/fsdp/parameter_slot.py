@@ -16,11 +16,21 @@ from .._compat import storage_id
 from ..errors import ParameterStateError
 from ..ir import NO_AXIS, MeshAxis, UnshardCall
 from .placements import OuterLayout
-from .shard_versions import Version, refuse_lost_data
+from .shard_versions import (
+    KeptParameter,
+    Version,
+    lost_gradients,
+    lost_writes,
+    note_gradient,
+    refuse_lost_data,
+)
 from .tree import SLOTS, STORED, TreeUnit
 
 #: Attribute of a whole parameter that ``FullyShardedDataParallel.summon_full_params`` shows; a forward reads it as is.
 SUMMONED = "_graphshard_summoned"
+
+#: Attribute by which ``torch.distributed.optim._apply_optimizer_in_backward`` gives a parameter its optimizers.
+_OPTIMIZERS = "_in_backward_optimizers"
 
 #: Attribute of a shard: a :class:`_Link` to its slot.
 _SLOT = "_graphshard_slot"
@@ -174,15 +184,19 @@ class ParameterSlot:
             return any(entry is not self.shown for entry in entries)
         return any(map(is_substitute, entries))
 
-    def show(self, full: Tensor) -> None:
+    def show(self, full: Tensor, *, stands_for_shard: bool = False) -> None:
         """Makes the owners show the gathered parameter instead of the shard.
 
         Args:
             full: the gathered tensor, whose gradient autograd takes to the shard.
+            stands_for_shard: a forward has read another tensor, of which this one shows the values.
         """
         if self.hidden is None:
             self.hidden = self.param
         self.shown = _as_parameter(self.as_read(full))
+        if stands_for_shard and type(self.shown) is nn.Parameter and self.shown.requires_grad:
+            self.shown = self.shown.as_subclass(KeptParameter)
+            self.shown.shard, self.shown.name_in_model = self.param, self.name
         self.shown_state = _state_of(self.shown)
         for owner, name in self.owners:
             stored_parameters(owner)[name] = self.shown
@@ -208,12 +222,37 @@ class ParameterSlot:
         if self.param.grad is None:
             self.param.grad = torch.zeros_like(self.param)
 
+    def finish_gradient(self, *, steps_optimizers: bool) -> None:
+        """Called once a backward of the model has ended, and what waits is reduced.
+
+        Args:
+            steps_optimizers: step the optimizers that ``_apply_optimizer_in_backward`` has made for the parameter; from
+                now on as soon as its gradient is there.
+        """
+        owner, name = self.owners[0]
+        param = self.hidden if self.hidden is not None else stored_parameters(owner).get(name)
+        if param is None or param.grad is None:
+            return
+        if steps_optimizers and hasattr(param, _OPTIMIZERS):
+            step_in_backward(param)
+            param.register_post_accumulate_grad_hook(step_in_backward)
+        else:
+            note_gradient(param.grad, self.name)
+
     def hide(self) -> None:
         """Makes the owners show the shard again; while the parameter is substituted, it stays as it is."""
         if self.hidden is not None and not self.is_substituted:
             for owner, name in self.owners:
                 stored_parameters(owner)[name] = self.hidden
             self.hidden = self.shown = None
+
+
+def step_in_backward(param: Tensor) -> None:
+    """Steps the optimizers that ``_apply_optimizer_in_backward`` has made for a parameter, and drops its gradient."""
+    if param.grad is not None:
+        for optimizer in getattr(param, _OPTIMIZERS):
+            optimizer.step()
+        param.grad = None
 
 
 class _Link:
@@ -318,17 +357,17 @@ def replaced(slot: ParameterSlot, value: Tensor) -> ParameterStateError:
 
 def _state_of(shown: Tensor) -> tuple[int, int]:
     local = shown._local_tensor if isinstance(shown, DTensor) else shown
-    has_memory = type(local) in (Tensor, nn.Parameter)  # a tensor subclass may have none
+    has_memory = type(local) in (Tensor, nn.Parameter, KeptParameter)  # a tensor subclass may have none
     return shown._version, storage_id(local) if has_memory else 0
 
 
-def lost_writes(names: Sequence[str]) -> ParameterStateError:
-    """The error for writes to full parameters that modules show between a forward and its backward."""
-    return ParameterStateError(
-        f"parameter(s) {', '.join(names)} were written to between a forward and its backward, where modules show "
-        "gathered parameters that the backward frees, so the write would be lost: call reshard() on the module first, "
-        "or write after the backward"
-    )
+def refuse_kept(slots: Sequence[ParameterSlot]) -> ParameterStateError | None:
+    """What was done to parameters that modules show between a forward and its backward, and would be lost."""
+    written = [slot.name for slot in slots if slot.is_shown_changed]
+    if written:
+        return lost_writes(written)
+    asked = [slot.name for slot in slots if isinstance(slot.shown, KeptParameter) and slot.shown.is_asked_for]
+    return lost_gradients(asked) if asked else None
 
 
 def store_parameters(module: nn.Module) -> None:
@@ -363,9 +402,14 @@ def slots_of(module: nn.Module) -> Iterator[tuple[str, ParameterSlot]]:
 
 
 def zero_gradients(module: nn.Module, set_to_none: bool) -> None:
-    """``nn.Module.zero_grad``, on the shards: also of parameters that are shown gathered."""
+    """``nn.Module.zero_grad``, on the shards: also of parameters that are shown gathered.
+
+    Gradients that wait for a reduction are dropped.
+    """
     parameters = list(module.parameters())  # which may show gathered ones from now on
     slots = [slot for each in module.modules() for _, slot in slots_of(each)]
+    for slot in slots:
+        slot.unit.drop_gradient(slot.name)
     shards = {id(slot.shown): slot.param for slot in slots if slot.shown is not None}
     for shown in parameters:
         param = shards.get(id(shown), shown)

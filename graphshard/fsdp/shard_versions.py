@@ -7,30 +7,35 @@ step on DTensors.
 
 Of a full parameter it is asked at the end of an uncompiled forward, which then writes the change back to the shards
 (:func:`graphshard.fsdp.eager_collectives.write_back`). A write through ``.data`` moves no counter, so a full parameter
-is a :class:`FullParameter`, which notes that ``.data`` was asked for.
+is a :class:`FullParameter`, which notes that ``.data`` was asked for. Between a forward and its backward modules show
+a :class:`KeptParameter`.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from .._compat import no_torch_function, storage_id
+from .._compat_autograd import without_torch_function
 from ..errors import ParameterStateError, StaleOptimizerError, UnsupportedShardingError
 
 Version = tuple[int, int]
 
 #: Attribute of a shard: its id and that of its storage.
 _STORAGE = "_graphshard_storage"
+
+#: Attribute of a gradient of a shard: its id, that of its storage, and the name of the parameter.
+_GRADIENT = "_graphshard_gradient"
 
 #: Attribute of a parameter that ``fully_shard`` has replaced: its sharded successor and slot. A module outside of the
 #: unit that is tied to the parameter finds them here.
@@ -58,6 +63,18 @@ def refuse_lost_data(param: DTensor, name: str) -> None:
             "parameter with copy_() under torch.no_grad(), or assign a new one to the module's attribute "
             "(torch.nn.utils.vector_to_parameters assigns .data)"
         )
+
+
+def note_gradient(grad: Tensor | None, name: str) -> None:
+    """Notes the storage of a gradient that a backward has given to a shard, for the next step of an optimizer."""
+    if type(grad) is DTensor and vars(grad).get(_GRADIENT, (None,))[0] != id(grad):
+        vars(grad)[_GRADIENT] = id(grad), storage_id(grad), name
+
+
+def _lost_gradients(params: Sequence[Tensor]) -> list[str]:
+    """Names of parameters to the ``.data`` of whose gradients something was assigned."""
+    notes = [(grad, vars(grad).get(_GRADIENT)) for param in params if type(grad := param.grad) is DTensor]
+    return [note[2] for grad, note in notes if note and note[0] == id(grad) and note[1] != storage_id(grad)]
 
 
 def optimizers_of(params: Sequence[Tensor]) -> Iterator[torch.optim.Optimizer]:
@@ -90,7 +107,8 @@ def optimizers_of(params: Sequence[Tensor]) -> Iterator[torch.optim.Optimizer]:
 def watch_optimizers() -> None:
     """From the first call on, each step of an optimizer moves the version of the DTensors that it holds.
 
-    A step of parameters that :func:`graphshard.fully_shard` has replaced is an error.
+    A step of parameters that :func:`graphshard.fully_shard` has replaced is an error, and so is one with gradients to
+    whose ``.data`` something was assigned, which leaves the local tensor of a DTensor as it was.
     """
     register_optimizer_step_pre_hook(_refuse_unsuited)
     register_optimizer_step_post_hook(_move_versions)
@@ -106,6 +124,13 @@ def _refuse_unsuited(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
             f"this {type(optimizer).__name__} holds {_some_of(stale)} from before sharding, which fully_shard has "
             "replaced, so its step would change nothing in the model: read model.parameters() again after fully_shard, "
             "and make the optimizer from that"
+        )
+    lost = _lost_gradients(params)
+    if lost:
+        raise ParameterStateError(
+            f"the .data of the gradient of {_some_of(lost)} was assigned to, which changes no DTensor, so this "
+            f"{type(optimizer).__name__} would step with the old values: assign to param.grad itself, or write to it "
+            "in place (param.grad.copy_(), param.grad.mul_())"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         uneven = [
@@ -236,3 +261,92 @@ class FullRead:
         return before is not None and not (
             before.shape == self.full.shape and torch.equal(before, self.full.detach())
         )
+
+
+class KeptParameter(nn.Parameter):
+    """The values of a parameter between a forward and its backward; gradients and hooks are those of the shard.
+
+    ``torch.autograd.grad`` takes it for the shard. An optimizer of it is refused, and ``backward(inputs=[it])`` is
+    noticed by ``retains_grad``, which the engine sets.
+    """
+
+    shard: nn.Parameter
+    name_in_model: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Ops treat it as a plain tensor."""
+        with without_torch_function():
+            if func is torch.autograd.grad:
+                outputs, inputs, *rest = args
+                inputs = tuple(each.shard if isinstance(each, KeptParameter) else each for each in inputs)
+                args = (outputs, inputs, *rest)
+            return func(*args, **(kwargs or {}))
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient of the shard.
+
+        Raises:
+            ParameterStateError: ``backward(inputs=...)`` was to give this tensor one.
+        """
+        if self.is_asked_for:
+            raise lost_gradients([self.name_in_model])
+        return self.shard.grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.shard.grad = value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A copy of the values."""
+        copied = memo[id(self)] = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+        return copied
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """``Tensor.register_hook`` of the shard, as the next one."""
+        return self.shard.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """See above."""
+        return self.shard.register_post_accumulate_grad_hook(hook)
+
+    @property
+    def retains_grad(self) -> bool:
+        """Asked by optimizers of what is no leaf.
+
+        Raises:
+            ParameterStateError: always.
+        """
+        raise ParameterStateError(
+            f"parameter {self.name_in_model} is gathered here, between a forward and its backward, so an optimizer of "
+            "it would train nothing: make the optimizer before the forward or after the backward, or call reshard() "
+            "on the module first"
+        )
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether a backward was to accumulate a gradient in it."""
+        with without_torch_function():
+            retains: bool = Tensor.retains_grad.__get__(self)
+        return retains
+
+
+def lost_writes(names: Sequence[str]) -> ParameterStateError:
+    """The error for writes to full parameters that modules show between a forward and its backward."""
+    return ParameterStateError(
+        f"parameter(s) {', '.join(names)} were written to between a forward and its backward, where modules show "
+        "gathered parameters that the backward frees, so the write would be lost: call reshard() on the module first, "
+        "or write after the backward"
+    )
+
+
+def lost_gradients(names: Sequence[str]) -> ParameterStateError:
+    """The error for ``backward(inputs=...)`` of what modules show between a forward and its backward."""
+    return ParameterStateError(
+        f"backward(inputs=...) was given parameter(s) {', '.join(names)} as they are between a forward and its "
+        "backward, gathered, and they got no gradient: read model.parameters() before the forward, or call reshard() "
+        "on the module before that"
+    )

@@ -145,6 +145,9 @@ class TreeUnit(UnitState, Protocol):
     def drop_iteration(self) -> None:
         """Forgets gathered parameters and gradients that are not reduced."""
 
+    def drop_gradient(self, name: str) -> None:
+        """Forgets the gradient of a parameter that waits for a reduction."""
+
     def leave_backward(self) -> None:
         """Frees what was gathered for the backward."""
 
@@ -162,6 +165,9 @@ class TreeUnit(UnitState, Protocol):
 
     def reduce_left_over(self) -> None:
         """Reduces gradients that wait, at the end of a backward."""
+
+    def finish_gradients(self) -> None:
+        """Called when the gradients of a backward are those of the shards."""
 
 
 @dataclass(eq=False)
@@ -380,6 +386,7 @@ class Tree:
             unit.end_backward()
             if self.is_last_backward:
                 unit.reduce_left_over()
+            unit.finish_gradients()
         self.waiting = any(unit.is_waiting for unit in units)
         if self.is_last_backward:
             self.last_forward = None

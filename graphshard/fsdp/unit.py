@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from .._compat import in_backward
 from ..ir import COMMS, UNIT, UnshardCall, unit_state_of
 from .eager_collectives import PendingGather, write_back, write_back_reads
-from .parameter_slot import ParameterSlot, lost_writes, shard_data
+from .parameter_slot import ParameterSlot, refuse_kept, shard_data
 from .saved_parameters import ForwardReads, Gathered, GatheredOnce, KeptForBackward, refuse_transform
 from .shard_versions import FullRead, version_of
 from .tree import GATHER, Tree, TreeUnit, UnitSettings
@@ -85,9 +85,8 @@ class Unit(UnitGradients):
         gradients: the gradients that wait for a reduction.
         for_backward: the gathers of forwards whose backwards may come.
         after_forward: the gathers of the last uncompiled forward, if the unit keeps them for a backward.
-        may_show_kept: who looks at parameters before that backward is shown these (``show_kept`` in
-            :mod:`graphshard.fsdp.eager_autograd`).
-        shows_kept: the modules show these.
+        may_show_kept, shows_kept: who looks at parameters before that backward is shown these (``show_kept`` in
+            :mod:`graphshard.fsdp.eager_autograd`); the modules show these.
         in_use: the full parameters, as read, by name while an uncompiled forward of the unit runs, empty until the
             first one is read; else None.
         between: the same after the forward of one of several modules of the unit, until the next one's in the same
@@ -137,6 +136,7 @@ class Unit(UnitGradients):
             all_reduce_grads=self.all_reduce_grads,
             reshard_after_backward=self.reshard_after_backward,
             reduces_unused=self.reduces_unused,
+            steps_optimizers=self.steps_optimizers,
             unshards_in_backward=self.unshards_in_backward,
         )
 
@@ -404,12 +404,12 @@ class Unit(UnitGradients):
 
     def hide(self) -> None:
         """Shows the shards, and keeps the gathered parameters."""
-        written = [slot.name for slot in self.slots if self.shows_kept and slot.is_shown_changed]
+        refusal = refuse_kept(self.slots) if self.shows_kept else None
         self.may_show_kept = self.shows_kept = False
         for slot in self.slots:
             slot.hide()
-        if written:
-            raise lost_writes(written)
+        if refusal is not None:
+            raise refusal
 
     def end_backward(self) -> None:
         """Frees the gathered parameters at the end of a backward, unless they stay for the next micro-batch."""

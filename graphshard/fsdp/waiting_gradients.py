@@ -100,7 +100,11 @@ class WaitingGradients:
 
 @dataclass(eq=False, kw_only=True)
 class UnitGradients:
-    """The part of a unit that reduces gradients, or has them wait; see :class:`graphshard.fsdp.unit.Unit`."""
+    """The part of a unit that reduces gradients, or has them wait; see :class:`graphshard.fsdp.unit.Unit`.
+
+    Attributes:
+        steps_optimizers: backwards step the optimizers that ``_apply_optimizer_in_backward`` has made, as FSDP1's do.
+    """
 
     tree: Tree
     label: str = ROOT
@@ -108,6 +112,7 @@ class UnitGradients:
     reduce_grads: bool = True
     all_reduce_grads: bool = True
     reduces_unused: bool = False
+    steps_optimizers: bool = False
     gradients: WaitingGradients = field(default_factory=WaitingGradients)
     _has_run: bool = False
 
@@ -134,6 +139,16 @@ class UnitGradients:
         """Forgets gradients that wait, and that a forward has run."""
         self.gradients.clear()
         self._has_run = False
+
+    def drop_gradient(self, name: str) -> None:
+        """Forgets the gradient of a parameter that waits for a reduction."""
+        self.gradients.unreduced.pop(name, None)
+        self.gradients.partial.pop(name, None)
+
+    def finish_gradients(self) -> None:
+        """Notes the gradients that shards have at the end of a backward, or steps the optimizers of parameters."""
+        for slot in self.slots:
+            slot.finish_gradient(steps_optimizers=self.steps_optimizers)
 
     def slot_of(self, name: str) -> ParameterSlot:
         """The slot of the parameter of this name, or of a part of it."""

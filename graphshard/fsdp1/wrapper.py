@@ -19,7 +19,8 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from .._compat_frames import leave_frame_to_python, leave_frames_to_python
 from .._compat_fsdp1 import WRAPPED, is_asked_by_checkpoint_helpers, without_activation_wrapper
 from ..errors import FlatParameterError, ShardingError, TrainingStateError
-from ..fsdp import cast_tensors, fully_shard, mesh_device
+from ..fsdp import cast_tensors, fully_shard, mesh_device, zero_gradients
+from ..ir import UNIT
 from .accumulation import without_sync
 from .auto_wrap import auto_wrap
 from .comm_hooks import register_hook
@@ -141,6 +142,7 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
                 offload_policy=options.offload_policy,
                 ignored_params=ignored_params,
             )
+            module.__dict__[UNIT].steps_optimizers = True
         else:
             _check_container(module, ignored_modules, ignored_params)
         cast_buffers(module, state)
@@ -226,6 +228,10 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
         return None if unit is None else unit.unshard(async_op)
 
     # -- training ---------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """``nn.Module.zero_grad``, on the shards; gradients that wait for a reduction are dropped."""
+        zero_gradients(self, set_to_none)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which backwards do not reduce gradients; the first one after it reduces the sum.

@@ -1,6 +1,7 @@
 """Models that FSDP1 refuses, or that other libraries ask about, under FullyShardedDataParallel."""
 
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 from graphshard import FSDPModule, FullyShardedDataParallel
-from graphshard.errors import FlatParameterError
+from graphshard.errors import FlatParameterError, StaleOptimizerError
 
 LINEARS = ModuleWrapPolicy({nn.Linear})
 
@@ -73,7 +74,9 @@ def checkpoint_activations(implementation: str) -> None:
             apply_activation_checkpointing(
                 wrapper,
                 checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper),
-                check_fn=lambda module, kind=kind, root=wrapper: isinstance(module, kind) and module is not root,
+                check_fn=lambda module, kind=kind, root=wrapper: (
+                    isinstance(module, kind) and module is not root
+                ),
             )
         assert isinstance(FullyShardedDataParallel.fsdp_modules(wrapper)[1].module, Block)
         loss = workload.loss(compile_if_asked(implementation, wrapper), workload.batch_of(dist.get_rank(), 0))
@@ -98,7 +101,9 @@ def answer_trainers() -> None:
     assert torch_fsdp.FullyShardedDataParallel.fsdp_modules(wrapper) == []
     assert not any(getattr(each, "_is_fsdp_managed_module", False) for each in wrapper.modules())
     # FSDP2's class is that of the modules inside; so checks of a model's modules find it.
-    assert not isinstance(wrapper, torch_fsdp.FSDPModule) and isinstance(wrapper.module, torch_fsdp.FSDPModule)
+    assert not isinstance(wrapper, torch_fsdp.FSDPModule) and isinstance(
+        wrapper.module, torch_fsdp.FSDPModule
+    )
     assert any(isinstance(each, FSDPModule) for each in wrapper.modules())
     assert all(isinstance(param, DTensor) for param in wrapper.parameters())
     wrapper(torch.ones(2, 4)).square().sum().backward()
@@ -127,7 +132,9 @@ def step_in_backward(implementation: str) -> None:
     results = []
     for in_backward in (False, True):
         torch.manual_seed(0)
-        wrapper = wrap(implementation, build_mlp((4, 5), (5, 2)), auto_wrap_policy=LINEARS, use_orig_params=True)
+        wrapper = wrap(
+            implementation, build_mlp((4, 5), (5, 2)), auto_wrap_policy=LINEARS, use_orig_params=True
+        )
         optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in wrapper.parameters()}
 
         def step(param: nn.Parameter, optimizers=optimizers) -> None:
@@ -148,6 +155,33 @@ def test_optimizer_in_backward(run_on_gloo_ranks):
     run_on_gloo_ranks(2, step_in_backward, "sharded")
 
 
+def apply_in_backward(implementation: str) -> None:
+    """Optimizers of `_apply_optimizer_in_backward` without hooks are stepped by the wrapper, as FSDP1 steps them."""
+    from torch.distributed.optim import _apply_optimizer_in_backward  # warns as it is imported
+
+    results = []
+    for kind in ("fsdp1", implementation):
+        torch.manual_seed(0)
+        wrapper = wrap(kind, build_mlp((4, 5), (5, 2)), auto_wrap_policy=LINEARS)
+        _apply_optimizer_in_backward(torch.optim.Adam, wrapper.parameters(), {"lr": 0.1}, register_hook=False)
+        forward = compile_if_asked(kind, wrapper)
+        for step in range(3):
+            with wrapper.no_sync() if step == 1 else nullcontext():
+                forward(torch.full((2, 4), 1.0 + step)).square().sum().backward()
+            assert all(param.grad is None for param in wrapper.parameters()) or kind == "fsdp1"
+        results.append(full_parameters(wrapper))
+    assert_close(results[1], results[0])
+    model = build_mlp((4, 5), (5, 2))
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1}, register_hook=False)
+    with pytest.raises(StaleOptimizerError, match="this SGD was made before sharding and holds weight"):
+        wrap(implementation, model, auto_wrap_policy=LINEARS)
+
+
+@pytest.mark.parametrize("implementation", ["sharded", "compiled"])
+def test_applied_optimizer_in_backward(run_on_gloo_ranks, implementation):
+    run_on_gloo_ranks(2, apply_in_backward, implementation)
+
+
 def compile_in_parts() -> None:
     """Inner wrappers that are compiled, a model compiled before it is wrapped, and one around two wrappers."""
 
@@ -166,7 +200,12 @@ def compile_in_parts() -> None:
     two = build()
     two[0], two[2] = wrap("sharded", two[0]), wrap("sharded", two[2])
     whole = wrap("sharded", build(), auto_wrap_policy=LINEARS)
-    forwards = [inner, before, torch.compile(two, backend="graphshard"), torch.compile(whole, backend="graphshard")]
+    forwards = [
+        inner,
+        before,
+        torch.compile(two, backend="graphshard"),
+        torch.compile(whole, backend="graphshard"),
+    ]
     for model, forward in zip((inner, before, two, whole), forwards, strict=True):
         forward(torch.full((3, 4), 1.0 + dist.get_rank())).square().sum().backward()
         assert_close(full_gradients(model), expected)
@@ -212,7 +251,9 @@ def migrate_from_ddp() -> None:
             model(batch).sum().backward()
         model(batch).square().sum().backward()
     assert_close(full_gradients(whole), {name: param.grad for name, param in ddp.module.named_parameters()})
-    assert [param.to_local().shape for param in whole.parameters()] == [param.shape for param in ddp.parameters()]
+    assert [param.to_local().shape for param in whole.parameters()] == [
+        param.shape for param in ddp.parameters()
+    ]
     assert list(whole.state_dict()) == list(ddp.module.state_dict())
 
 
@@ -223,12 +264,19 @@ def test_from_ddp(run_on_gloo_ranks):
 def migrate_from_zero() -> None:
     """Stages 2 and 3 of ZeRO: parameters, gradients and the optimizer's state are cut over the ranks."""
     for strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD):
-        wrapper = wrap("sharded", build_mlp((4, 6), (6, 2)), auto_wrap_policy=LINEARS, sharding_strategy=strategy)
+        wrapper = wrap(
+            "sharded", build_mlp((4, 6), (6, 2)), auto_wrap_policy=LINEARS, sharding_strategy=strategy
+        )
         optimizer = torch.optim.Adam(wrapper.parameters())
         wrapper(torch.ones(2, 4)).sum().backward()
         optimizer.step()
         for param in wrapper.parameters():
-            held = [param, param.grad, optimizer.state[param]["exp_avg"], optimizer.state[param]["exp_avg_sq"]]
+            held = [
+                param,
+                param.grad,
+                optimizer.state[param]["exp_avg"],
+                optimizer.state[param]["exp_avg_sq"],
+            ]
             assert all(2 * value.to_local().numel() == value.numel() for value in held)
 
 

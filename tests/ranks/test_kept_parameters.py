@@ -130,6 +130,67 @@ def test_what_a_look_between_forward_and_backward_changes(run_on_gloo_ranks, imp
     run_on_gloo_ranks(2, look_after_forwards, implementation)
 
 
+def differentiate_between(implementation: str, reshard_after_forward: bool | None) -> None:
+    """Parameters that are read between forward and backward, where some are shown gathered, stand for the shards.
+
+    FSDP2 gives gradients of this rank, unreduced, or none where a unit is not kept; optimizers train nothing, silently.
+    """
+    reference, model = build(implementation, reshard_after_forward)
+    inputs = batch_of(dist.get_rank(), 0)
+
+    def loss() -> torch.Tensor:
+        return model(inputs).square().sum()
+
+    given = loss()
+    gradients = torch.autograd.grad(given, list(model.parameters()))
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    check_gradients(reference, model, 0)
+    seen: dict[str, list[object]] = {"hooks": [], "ends": []}
+    model.zero_grad()
+    given = loss()
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: seen["hooks"].append(type(gradient)))
+        parameter.register_post_accumulate_grad_hook(
+            lambda parameter: seen["ends"].append(type(parameter.grad))
+        )
+    given.backward()
+    assert seen == {"hooks": [DTensor] * 6, "ends": [DTensor] * 6}
+    given = loss()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = None
+    assert type(copy.deepcopy(model[4]).weight) is nn.Parameter
+    with pytest.raises(
+        ParameterStateError, match=r"weight is gathered here, between.*would train nothing: make the"
+    ):
+        torch.optim.SGD(model.parameters(), lr=0.1)
+    given.backward()
+    check_gradients(reference, model, 0)
+    torch.optim.SGD(model.parameters(), lr=0.1)
+    given = loss()
+    for unit in (model[0], model[2], model):
+        unit.reshard()
+    torch.optim.SGD(model.parameters(), lr=0.1)
+    given.backward(inputs=list(model.parameters()))
+    given = loss()
+    shown = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
+    given.backward(inputs=shown)
+    with pytest.raises(
+        ParameterStateError, match=r"backward\(inputs=...\) was given parameter\(s\) .*no gradient"
+    ):
+        print(shown[0].grad)
+    with pytest.raises(
+        ParameterStateError, match=r"backward\(inputs=...\) was given parameter\(s\) .*4.weight, 4.b"
+    ):
+        loss()
+
+
+@pytest.mark.parametrize("reshard_after_forward", [False, None])
+def test_gradients_of_what_is_read_between_forward_and_backward(run_on_gloo_ranks, reshard_after_forward):
+    run_on_gloo_ranks(2, differentiate_between, "sharded", reshard_after_forward)
+
+
 def reshard_before_backward(implementation: str) -> int:
     """`reshard()` on every unit between forward and backward; the gathers of the backward."""
     reference, model = build(implementation, False)

@@ -37,6 +37,7 @@ import torch.distributed as dist
 from support.brief_search import briefly
 from support.interpreted_halves import interpreted_halves
 from support.thorough import note_thorough
+from support.unmeasured_guards import leave_guards_unmeasured
 
 CALL_TIMEOUT_S = 240.0
 """A call that takes longer is a hang. Generous: a slow machine compiles a small transformer within it."""
@@ -59,7 +60,11 @@ PRELOADED_MODULES = [
     "torch.distributed.tensor.parallel",
     "graphshard.backend.entry",
     "pytest",
+    "support.warm_ranks",
 ]
+TESTS = Path(__file__).parents[1]
+"""What the server of the ranks needs in its path to load `support`."""
+
 SINGLE_THREAD_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -178,6 +183,7 @@ def serve_rank(setup: RankSetup, connection: Connection) -> None:
     os.environ.update(SINGLE_THREAD_ENVIRONMENT, TORCHINDUCTOR_CACHE_DIR=str(setup.inductor_cache))
     torch.set_num_threads(1)
     torch._inductor.config.compile_threads = 1
+    leave_guards_unmeasured()
     store = dist.TCPStore("127.0.0.1", setup.store_port, is_master=False, wait_for_workers=False)
     dist.init_process_group(
         "gloo",
@@ -227,7 +233,8 @@ class GlooPool:
         context.set_forkserver_preload(PRELOADED_MODULES)
         self.connections: list[Connection] = []
         self.processes = []
-        with set_environment(SINGLE_THREAD_ENVIRONMENT):
+        path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        with set_environment({**SINGLE_THREAD_ENVIRONMENT, "PYTHONPATH": path}):
             for setup in self.setups:
                 ours, theirs = context.Pipe()
                 process = context.Process(target=serve_rank, args=(setup, theirs), daemon=True)
