@@ -7,9 +7,11 @@ import os
 import sys
 import types
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
+from torch import fx
 from torch._C._dynamo.eval_frame import set_code_exec_strategy  # checked: 2.13
 from torch._dynamo.exc import TorchRuntimeError as TorchRuntimeError  # checked: 2.13
 from torch._dynamo.exc import UnspecializeRestartAnalysis  # checked: 2.13
@@ -40,6 +42,17 @@ def operator_traced() -> str:
             return str(tracer.source_target)
         tracer = tracer.parent
     return ""
+
+
+def inline_regions(gm: fx.GraphModule) -> None:
+    """Puts the bodies of regions (``torch.compiler.nested_compile_region``) in place of their calls (checked: 2.13).
+
+    Dynamo writes a region that runs once so itself. A body of several calls would be one graph for the parameters of all.
+    """
+    with suppress(ImportError):  # older torch
+        from torch._higher_order_ops.passes.inline_invoke_subgraph import inline_invoke_subgraph
+
+        inline_invoke_subgraph(gm)
 
 
 def trace_again() -> NoReturn:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from .._compat_frames import leave_frames_to_python
+from .._compat_frames import inline_regions, leave_frames_to_python
 from ..errors import OptionError
 from ..memory import outputs_with_parameters, take_back_donations
 from .compilation import HalfTask, compile_half
@@ -72,6 +72,7 @@ def compile_graph(
         is_ahead: it is compiled for a later run. What is returned computes nothing: its results are empty memory.
     """
     half_pipelines(options)  # passes that do not fit are refused before anything runs
+    inline_regions(gm)
     graph = read_graph(gm, example_inputs, options, is_ahead=is_ahead)
     with graph.refusing("", gm):
         boundary = enter_boundary(gm, example_inputs)

@@ -21,7 +21,7 @@ from .._compat import (
     tree_leaves,
     tree_map,
 )
-from .._compat_frames import TorchRuntimeError
+from .._compat_frames import TorchRuntimeError, inline_regions
 from ..backend import inductor_decompositions
 from ..errors import CaptureError
 from ..ir import value_text
@@ -135,7 +135,7 @@ def _fake(value: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Ten
 
 def trace_step(step: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
     try:
-        return capture_with_dynamo(step, args, kwargs)
+        traced = capture_with_dynamo(step, args, kwargs)
     except (TorchDynamoException, *DATA_DEPENDENT) as error:
         failed = _FAILED_CALL.search(str(error)) if isinstance(error, TorchRuntimeError) else None
         if failed is not None and not isinstance(error, DATA_DEPENDENT):
@@ -148,6 +148,8 @@ def trace_step(step: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             "the model or its loss reads a tensor that is no parameter, no buffer and no input: "
             f"{found[1]}; register it as a buffer, or give it as an input"
         ) from error
+    inline_regions(traced)
+    return traced
 
 
 def export_step(
