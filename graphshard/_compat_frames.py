@@ -47,7 +47,7 @@ def operator_traced() -> str:
 def inline_regions(gm: fx.GraphModule) -> None:
     """Puts the bodies of regions (``torch.compiler.nested_compile_region``) in place of their calls (checked: 2.13).
 
-    Dynamo writes a region that runs once so itself. A body of several calls would be one graph for the parameters of all.
+    Dynamo does so itself for a body of one call. A body of several calls would be one graph for the parameters of all.
     """
     with suppress(ImportError):  # older torch
         from torch._higher_order_ops.passes.inline_invoke_subgraph import inline_invoke_subgraph
