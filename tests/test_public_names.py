@@ -58,7 +58,7 @@ PASSES = """
 """
 
 BACKEND_OPTIONS = """
-    bucket overlap hardware memory_budget limit_all_gathers backward_prefetch move_compute planning_seconds progress
+    bucket overlap hardware memory_budget limit_all_gathers backward_prefetch forward_prefetch move_compute planning_seconds progress
     verify dump inductor passes
 """
 
