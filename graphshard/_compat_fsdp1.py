@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor  # checked: 2.13
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper  # checked: 2.13
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    MixedPrecision,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+)
 from torch.distributed.fsdp.wrap import _Policy  # checked: 2.13
 
 #: The attribute by which FSDP1 holds the module that it wraps; parameter names carry it.
@@ -50,6 +56,12 @@ def classes_in_full_precision(mixed_precision: MixedPrecision) -> tuple[type[nn.
 def is_sharded_tensor(value: Any) -> bool:
     """Whether a value is the kind of sharded tensor that FSDP1 writes if it was given no mesh."""
     return isinstance(value, ShardedTensor)
+
+
+def of_dtensors(config: Any) -> Any:
+    """A config of state dicts; one of sharded ones says that values are DTensors, as FSDP1's does with a mesh."""
+    is_sharded = isinstance(config, (ShardedStateDictConfig, ShardedOptimStateDictConfig))
+    return replace(config, _use_dtensor=True) if is_sharded else config
 
 
 def local_rows(value: Any, like: Tensor) -> Tensor:

@@ -83,6 +83,7 @@ class PlanCollectives:
             after the wait for the unit before, whose parameters are one bucket a dtype and group. "post": not before
             the gradients of that unit exist. "": where the plan is best. Prefetches that the user named take
             precedence.
+        forward_prefetch: the same for a forward: "pre" or "".
         move_compute: whether compute may move beside collectives that compute reads soon (tensor parallelism's).
         exact_states: the most states that the exact search, of a small graph, may look at: some 10,000 take a
             second.
@@ -101,6 +102,7 @@ class PlanCollectives:
     memory_budget: int | str | None = None
     max_gathers: int = 0
     backward_prefetch: str = ""
+    forward_prefetch: str = ""
     move_compute: bool = True
     exact_states: int = MOST_EXACT_STATES
     polishes: bool = True
@@ -109,6 +111,8 @@ class PlanCollectives:
         if self.backward_prefetch not in BACKWARD_PREFETCHES:
             known = ", ".join(map(repr, BACKWARD_PREFETCHES))
             raise OptionError(f"backward_prefetch={self.backward_prefetch!r} must be one of {known}")
+        if self.forward_prefetch not in ("", "pre"):
+            raise OptionError(f"forward_prefetch={self.forward_prefetch!r} must be '' or 'pre'")
         if self.memory_budget not in (None, DEFAULT):
             parse_bytes(self.memory_budget)
 
@@ -180,15 +184,16 @@ class PlanCollectives:
         by_rule = [
             (unit, other)
             for unit, other in pairwise(order)
-            if ctx.first_gradient is not None and not ctx.prefetched_after(unit) and other not in said
+            if not ctx.prefetched_after(unit) and other not in said
         ]
-        if self.backward_prefetch == "pre":
+        rule = self.forward_prefetch if ctx.first_gradient is None else self.backward_prefetch
+        if rule == "pre":
             named += by_rule
         fixed = {unit: units[unit] for unit in chain(*named)}
         return Wishes(
             fixed_buckets=list(chain(*fixed.values())) if self.merge else [],
             prefetch=[pair for unit, other in named for pair in self._pairs(units[unit], units[other])],
-            behind=_behind(gm, ctx, by_rule, units) if self.backward_prefetch == "post" else [],
+            behind=_behind(gm, ctx, by_rule, units) if rule == "post" else [],
             max_gathers=self.max_gathers,
             max_reductions=ctx.max_reductions,
             merge=self.merge,

@@ -38,7 +38,8 @@ class DynamoGraph:
     """One graph that Dynamo hands over.
 
     Attributes:
-        options: the user's.
+        options: the user's, and what FSDP1's wrappers of the models ask for.
+        given: the user's alone.
         index: number of the graph, for errors, log lines and dumps.
         inductor: Inductor's settings for its compilation.
         has_own_card: the card is that of ``hardware="auto"``; the user has named none.
@@ -57,6 +58,7 @@ class DynamoGraph:
     """
 
     options: BackendOptions
+    given: BackendOptions
     index: int = 0
     inductor: Mapping[str, Any] = field(default_factory=dict)
     has_own_card: bool = False
@@ -96,7 +98,7 @@ class DynamoGraph:
             return self
         reason = f"card {card.name!r} has no peak_flops for {', '.join(missing)}"
         LOGGER.warning("graph %d: collectives are placed by rules, without a plan: %s", self.index, reason)
-        return replace(self, options=self.options.with_card(None, reason), has_own_card=False, models={})
+        return replace(self, options=self.given.with_card(None, reason), has_own_card=False, models={})
 
     def refusing(self, half: str, gm: fx.GraphModule, verb: str = "compile") -> AbstractContextManager[None]:
         """A context whose errors reach all ranks that communicate with this one in the models, or in ``gm``."""
@@ -151,12 +153,16 @@ def read_graph(
         options = _with_own_card(
             options, gm, example_inputs, trees, what=f"graph {index}", report=progress.tell
         )
+    given = options
+    for settings in [tree.units()[0].settings for tree in trees]:
+        options = options.with_orders(settings.forward_order, settings.backward_order)
     _warn_of_another_device(options.card, trees, example_inputs)
     for tree in trees:
         _tell_of_break(tree, gm)
         _tell_of_python(tree)
     return DynamoGraph(
         options=options,
+        given=given,
         index=index,
         inductor=inductor,
         has_own_card=is_own,

@@ -16,7 +16,7 @@ from ..pipeline import Pass
 from ..user_cache import cache_folder
 
 #: Options that need a hardware card.
-_NEED_HARDWARE = ("memory_budget", "bucket", "limit_all_gathers", "backward_prefetch")
+_NEED_HARDWARE = ("memory_budget", "bucket", "limit_all_gathers", "backward_prefetch", "forward_prefetch")
 
 #: ``hardware`` as the card of the machine at hand, and as no card.
 AUTO, NO_CARD = "auto", "none"
@@ -31,6 +31,7 @@ _CHOICES = {
     "bucket": ("unit", "none", "auto"),
     "move_compute": (True, False),
     "overlap": (True, False, "always"),
+    "forward_prefetch": (True, False),
     "progress": (True, False),
     "verify": ("off", "cheap", "full"),
 }
@@ -63,6 +64,8 @@ class BackendOptions:
             ahead). "pre" (or ``BACKWARD_PRE``) gathers one bucket a unit, right after the previous unit is gathered.
             "post" (``BACKWARD_POST``) does not gather before the previous unit's gradients exist. None leaves it to the
             planner. Units with prefetches of their own (``set_modules_to_backward_prefetch``) keep those.
+        forward_prefetch: True has the forward gather one bucket a unit, right after the previous unit is gathered
+            (needs ``hardware``; without it one is ahead). False leaves it to the planner.
         move_compute: with ``hardware``, compute may move beside collectives whose result is read soon, those of tensor
             parallelism for instance. False keeps the order of compute.
         planning_seconds: the most that the planning of a step may take, in seconds of the thread that plans. Past it,
@@ -85,6 +88,7 @@ class BackendOptions:
     memory_budget: int | None = None
     limit_all_gathers: int = 0
     backward_prefetch: str | None = None
+    forward_prefetch: bool = False
     move_compute: bool = True
     planning_seconds: float | None = None
     progress: bool = True
@@ -184,6 +188,17 @@ class BackendOptions:
     def card(self) -> HardwareCard | None:
         """The hardware card; None if there is none, or if it is not known yet."""
         return self.hardware if isinstance(self.hardware, HardwareCard) else None
+
+    def with_orders(self, forward_order: str, backward_order: str) -> BackendOptions:
+        """These options with what FSDP1's wrappers ask for, where the user gave none and a planner can follow it."""
+        if self.hardware is None:
+            return self
+        backward = "post" if backward_order == "none" else backward_order
+        return replace(
+            self,
+            forward_prefetch=self.forward_prefetch or forward_order == "pre",
+            backward_prefetch=self.backward_prefetch or backward or None,
+        )
 
     @property
     def needs_card(self) -> str:

@@ -99,6 +99,7 @@ def _placing_pass(options: BackendOptions) -> Any:
             memory_budget="default" if options.memory_budget is None else options.memory_budget,
             max_gathers=options.limit_all_gathers,
             backward_prefetch=options.backward_prefetch or "",
+            forward_prefetch="pre" if options.forward_prefetch else "",
             move_compute=options.move_compute,
         )
     if options.overlap is False:

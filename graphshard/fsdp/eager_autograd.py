@@ -86,6 +86,8 @@ class _GatherUnit(torch.autograd.Function):
         unit = ctx.unit()
         if unit is not None and ctx.is_own:
             unit.end_of_gradients()
+            if other := unit.tree.behind.pop(unit.label, None):
+                other.prefetch_for_backward()
         reduced = unit.reduce(calls) if unit is not None else reduce_together(calls)
         result: list[Tensor | None] = [None] * num_grads
         for index, grad in zip(given, reduced, strict=True):
@@ -207,7 +209,10 @@ class _EnterBackward:
         if unit.unshards_in_backward and any(gathered.is_freed for gathered in self.gathers):
             unit.gather_for_backward()
             unit.is_entered = True
-        for other in unit.backward_prefetch or filter(None, [self.previous]):
+        order, previous = unit.settings.backward_order, [self.previous] if self.previous is not None else []
+        if previous and order == "post" and not unit.backward_prefetch:
+            unit.tree.behind[unit.label] = previous[0]
+        for other in unit.backward_prefetch or (() if order in ("post", "none") else previous):
             other.prefetch_for_backward()
 
 

@@ -61,6 +61,9 @@ class UnitSettings:
         comms: the user's own collectives, which replace those of the process group.
         reduce_group: process group of the reduce-scatters; "" if it is the one of the gathers.
         max_reductions: reductions of the model that may be open at a time; 0 leaves the number to the schedule.
+        forward_order, backward_order: when a half gathers the next unit, as FSDP1's wrapper of the outermost unit asks
+            for: "pre", "post" (:class:`graphshard.passes.PlanCollectives`), or "" for no matter. Uncompiled backwards
+            of the unit follow "post" and, with no gather ahead, "none".
     """
 
     reshard_after_forward: bool | int | None = None
@@ -73,6 +76,8 @@ class UnitSettings:
     comms: UserComms = field(default_factory=UserComms)
     reduce_group: str = ""
     max_reductions: int = 0
+    forward_order: str = ""
+    backward_order: str = ""
 
     def copy(self) -> UnitSettings:
         """Equal settings; a change of one object's collectives does not change the other's."""
@@ -188,6 +193,7 @@ class Tree:
         prefetched: the units whose gathers were started early, those that were used since among them.
         last_forward: the unit whose forward has ended last, if a backward gathers it again.
         last_gathered: the unit that the running forward has gathered last.
+        behind: units whose gathers start once the gradients of another exist, by the label of that.
         roots: the outermost modules.
         may_be_tied: a parameter may have been written into the ``_parameters`` of another module.
         is_last_backward: gradients that wait are reduced at the end of a backward.
@@ -210,6 +216,7 @@ class Tree:
     prefetched: list[TreeUnit] = field(default_factory=list)
     last_forward: TreeUnit | None = None
     last_gathered: TreeUnit | None = None
+    behind: dict[str, TreeUnit] = field(default_factory=dict)
     roots: list[nn.Module] = field(default_factory=list)
     may_be_tied: bool = False
     is_last_backward: bool = True
@@ -341,6 +348,7 @@ class Tree:
     def begin_iteration(self) -> None:
         """Called where a forward of the model begins that is no part of a backward."""
         self.last_forward = self.last_gathered = None
+        self.behind.clear()
         self._begun.clear()
         self._end_is_queued = False  # a backward that raised an exception has not come to its end
         self.drop_prefetched()

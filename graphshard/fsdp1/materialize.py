@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..errors import OptionError, ParameterStateError, ShardingError
 from .meshes import Meshes
@@ -146,5 +147,8 @@ def sync_states(
         if id(value) in seen:
             continue
         seen.add(id(value))
+        local = value.detach()
+        if isinstance(local, DTensor):  # of tensor parallelism
+            local = local.to_local()
         for dim in reversed(range(mesh.ndim)):
-            dist.broadcast(value.detach(), group=mesh.get_group(dim), group_src=0)
+            dist.broadcast(local, group=mesh.get_group(dim), group_src=0)

@@ -141,6 +141,18 @@ class Options:
             cast_forward_inputs=False,
         )
 
+    @property
+    def forward_order(self) -> str:
+        """When forwards gather the next unit; "" for no matter, also with FSDP1's default."""
+        return "pre" if self.forward_prefetch else ""
+
+    @property
+    def backward_order(self) -> str:
+        """When backwards gather the next unit; "" for no matter, also with FSDP1's default, BACKWARD_PRE."""
+        if self.backward_prefetch is None:
+            return "none"
+        return "post" if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST else ""
+
     def casts_inputs(self, is_root: bool) -> bool:
         """Whether the wrapper casts floating-point inputs to the dtype of its parameters."""
         given = self.mixed_precision

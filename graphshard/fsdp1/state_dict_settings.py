@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from .._compat_fsdp1 import of_dtensors
 from ..errors import OptionTypeError, TrainingStateError
 from .wrapper_state import wrappers_in
 
@@ -65,8 +66,9 @@ def change_settings(
                 f"set_state_dict_type: {kind.name} goes with a {wanted.__name__}, got a {type(given[place]).__name__}"
             )
     before = read_settings(module)
+    configs = [of_dtensors(each) for each in given]
     settings = StateDictSettings(
-        state_dict_type=kind, state_dict_config=given[0], optim_state_dict_config=given[1]
+        state_dict_type=kind, state_dict_config=configs[0], optim_state_dict_config=configs[1]
     )
     for _, state in wrappers_in(module):
         state.settings = settings

@@ -61,8 +61,11 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
             hybrid ones shard over one axis and all-reduce over the other. None: FULL_SHARD.
         cpu_offload: whether shards, gradients and so the optimizer's state are kept on the CPU.
         auto_wrap_policy: chooses the modules below that get wrappers of their own.
-        backward_prefetch, forward_prefetch, limit_all_gathers: where gathers start. The schedule decides: compiled,
-            set the backend's options of the same names.
+        backward_prefetch, forward_prefetch: when the next wrapper is gathered. The defaults leave it to the schedule.
+            BACKWARD_POST and None start no gather in a backward before the gradients of the wrapper before exist.
+            True gathers one wrapper ahead in a forward. Compiled, those of the outermost wrapper hold, and a plan
+            keeps them. The backend's options of the same names come first.
+        limit_all_gathers: has no effect; set the backend's option of the same name.
         mixed_precision: dtypes of compute, reductions and buffers, and which inputs are cast.
         ignored_modules, ignored_states: what is not sharded, not moved and not reduced.
         param_init_fn: initialises what a module on the meta device itself holds.
@@ -142,7 +145,10 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
                 offload_policy=options.offload_policy,
                 ignored_params=ignored_params,
             )
-            module.__dict__[UNIT].steps_optimizers = True
+            unit = module.__dict__[UNIT]
+            unit.steps_optimizers = True
+            unit.settings.forward_order = options.forward_order
+            unit.settings.backward_order = options.backward_order
         else:
             _check_container(module, ignored_modules, ignored_params)
         cast_buffers(module, state)

@@ -89,7 +89,13 @@ def test_an_unknown_card_lists_the_known_ones():
 
 @pytest.mark.parametrize(
     "given",
-    [{"memory_budget": "1GiB"}, {"bucket": "auto"}, {"limit_all_gathers": True}, {"backward_prefetch": "pre"}],
+    [
+        {"memory_budget": "1GiB"},
+        {"bucket": "auto"},
+        {"limit_all_gathers": True},
+        {"backward_prefetch": "pre"},
+        {"forward_prefetch": True},
+    ],
     ids=str,
 )
 def test_planning_needs_a_card(given):
@@ -125,11 +131,26 @@ def test_backward_prefetch_takes_words_and_fsdp1s_enum(given, name):
 
 def test_the_planners_options_reach_its_pass():
     options = {"hardware": "h100-sxm", "bucket": "auto", "memory_budget": 5, "limit_all_gathers": 3}
-    options |= {"backward_prefetch": "post", "move_compute": False}
+    options |= {"backward_prefetch": "post", "forward_prefetch": True, "move_compute": False}
     *_, place = half_pipeline(BackendOptions.parse(options)).passes
     assert place == PlanCollectives(
-        memory_budget=5, max_gathers=3, backward_prefetch="post", move_compute=False
+        memory_budget=5, max_gathers=3, backward_prefetch="post", forward_prefetch="pre", move_compute=False
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "orders", "expected"),
+    [
+        ({}, ("", ""), (False, None)),
+        ({}, ("pre", "post"), (True, "post")),
+        ({}, ("", "none"), (False, "post")),
+        ({"backward_prefetch": "pre"}, ("pre", "post"), (True, "pre")),
+        ({"hardware": None}, ("pre", "post"), (False, None)),
+    ],
+)
+def test_what_wrappers_ask_for_stands_behind_the_users_options(options, orders, expected):
+    given = BackendOptions.parse({"hardware": "h100-sxm", **options}).with_orders(*orders)
+    assert (given.forward_prefetch, given.backward_prefetch) == expected
 
 
 def test_another_backward_prefetch_is_refused():

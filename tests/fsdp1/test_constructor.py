@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from graphshard import FullyShardedDataParallel
 from graphshard.errors import OptionError, OptionTypeError, ParameterStateError, ShardingError
+from graphshard.ir import UNIT
 
 HYBRID = ShardingStrategy.HYBRID_SHARD
 LINEARS = ModuleWrapPolicy({nn.Linear})
@@ -251,3 +252,16 @@ def test_prefetches_are_accepted(fake_group):
         warnings.simplefilter("error")
         for prefetch in (None, *BackwardPrefetch):
             FullyShardedDataParallel(nn.Linear(2, 2), backward_prefetch=prefetch, forward_prefetch=True)
+
+
+def test_prefetches_that_constrain_a_plan(fake_group):
+    """Those that differ from FSDP1's defaults."""
+    fake_group(2)
+
+    def orders_of(**options):
+        settings = FullyShardedDataParallel(nn.Linear(2, 2), **options).module.__dict__[UNIT].settings
+        return settings.forward_order, settings.backward_order
+
+    assert orders_of() == orders_of(backward_prefetch=BackwardPrefetch.BACKWARD_PRE) == ("", "")
+    assert orders_of(limit_all_gathers=False, backward_prefetch=None) == ("", "none")
+    assert orders_of(backward_prefetch=BackwardPrefetch.BACKWARD_POST, forward_prefetch=True) == ("pre", "post")

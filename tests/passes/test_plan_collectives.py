@@ -347,6 +347,28 @@ def test_a_backward_gathers_the_next_unit_right_after_the_one_before(captured):
     assert max(len(gathers) for gathers in units.values()) > 1
 
 
+def test_a_forward_gathers_the_next_unit_right_after_the_one_before(captured):
+    """As FSDP1's forward_prefetch; a forward takes no notice of the setting of the backward."""
+
+    def gathered_with(pass_):
+        gm, ctx = _half(captured, "blocks_3", "forward", Prices(latency=0.01, bandwidth=1e6))
+        run_pass(pass_, gm, ctx, *HELD)
+        nodes = list(gm.graph.nodes)
+        units: dict[str, list] = {}
+        for gather in filter(_is_gather, nodes):
+            units.setdefault(shards_behind(gather, ctx)[0].unit, []).append(gather)
+        return nodes, units
+
+    nodes, units = gathered_with(PlanCollectives(forward_prefetch="pre"))
+    assert len(units) == 4 and all(len(gathers) == 1 for gathers in units.values())
+    for (before,), (then,) in itertools.pairwise(units.values()):
+        (wait,) = before.users
+        between = nodes[nodes.index(wait) : nodes.index(then)]
+        assert nodes.index(then) > nodes.index(wait) and not any(map(_is_product, between))
+    free, kept = (gathered_with(PlanCollectives(backward_prefetch=given)) for given in ("", "pre"))
+    assert list(map(str, free[0])) == list(map(str, kept[0])) != list(map(str, nodes))
+
+
 def test_a_backward_gathers_the_next_unit_behind_the_gradients_of_the_one_before(captured):
     """As FSDP1's BACKWARD_POST; a gather that is read before all of these exist starts where it is read."""
     gm, ctx = _half(captured, "blocks_3", "backward", Prices(latency=0.01, bandwidth=1e6))
@@ -413,6 +435,8 @@ def test_refuses_budgets_that_cannot_be():
         PlanCollectives(memory_budget=True)
     with pytest.raises(OptionError, match="backward_prefetch='late' must be one of '', 'pre', 'post'"):
         PlanCollectives(backward_prefetch="late")
+    with pytest.raises(OptionError, match="forward_prefetch='post' must be '' or 'pre'"):
+        PlanCollectives(forward_prefetch="post")
 
 
 def test_pipeline_text_reads_back():

@@ -139,7 +139,8 @@ def kinds_of_state() -> None:
     settings(cls, model, FULL, rank0_only=True, offload_to_cpu=True)
     assert bool(model.state_dict()) == bool(cls.optim_state_dict(model, optimizer)) == (rank == 0)
     with pytest.warns(FutureWarning, match="are deprecated"), cls.state_dict_type(model, SHARDED):
-        state = model.state_dict()
+        state, given = model.state_dict(), cls.get_state_dict_type(model)
+        assert given.state_dict_config._use_dtensor and given.optim_state_dict_config._use_dtensor
         assert all(isinstance(value, DTensor) for key, value in state.items() if "weight" in key)
         assert {type(each["exp_avg"]) for each in cls.optim_state_dict(model, optimizer)["state"].values()} == {DTensor}
         assert_close(values(state), values(dict(plain.state_dict())), rtol=1e-4, atol=1e-4)

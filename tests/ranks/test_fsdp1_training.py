@@ -150,6 +150,13 @@ def combine_with_tensor_parallelism() -> None:
         for param in wrapper.parameters():
             param.mul_(2)
     assert_close(full_parameters(wrapper), {name: 4 * value for name, value in plain.state_dict().items()})
+    torch.manual_seed(rank // 2)
+    model = build_mlp((4, 6), (6, 3))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    model.register_buffer("offset", DTensor.from_local(torch.full((3,), 1.0 + rank // 2), mesh["tp"], [Replicate()]))
+    wrapper = wrap("sharded", model, device_mesh=mesh["dp"], sync_module_states=True)
+    assert_close(full_parameters(wrapper), dict(plain.named_parameters()))
+    assert_close(wrapper.offset.to_local(), torch.ones(3))
 
 
 def test_tensor_parallelism(run_on_gloo_ranks):
