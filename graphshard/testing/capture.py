@@ -11,7 +11,7 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from ..backend import JOINT_PIPELINE, cross_boundary
+from ..backend import JOINT_PIPELINE, Boundary, enter_boundary
 from ..errors import CaptureError
 from ..ir import copy_graph
 from ..passes import LowerShards
@@ -58,10 +58,12 @@ def capture_graphs(
         CaptureError: the model runs no op of torch.
     """
     found: list[CapturedGraphs] = []
+    boundaries: list[Boundary] = []
 
     def take(gm: fx.GraphModule) -> None:
         read_shards_as_they_are(gm)
-        context = context_from_shard_ops(gm, full_checks=full_checks)
+        extended = boundaries[-1].extended_inputs(gm.graph)
+        context = context_from_shard_ops(gm, full_checks=full_checks, extended=extended)
         captured = copy_graph(gm)
         pipeline.run(gm, context)
         context = replace(context, pieces=pieces_of(gm))
@@ -88,7 +90,8 @@ def capture_graphs(
         compile_aot = aot_autograd(
             fw_compiler=lambda graph, _: graph, inference_compiler=infer, partition_fn=partition
         )
-        cross_boundary(gm, inputs, compile_aot)
+        boundaries.append(enter_boundary(gm, inputs))
+        compile_aot(gm, boundaries[-1].inputs)
         raise _CapturedAll
 
     torch._dynamo.reset()
