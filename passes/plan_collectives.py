@@ -44,9 +44,10 @@ from typing import ClassVar
 
 from torch import fx
 
+from graphshard.budget_text import parse_bytes
 from graphshard.errors import OptionError, PassError
 from graphshard.ir import group_name, is_collective
-from graphshard.memory import parse_bytes, resident_bytes, waiting_bytes
+from graphshard.memory import resident_bytes, waiting_bytes
 from graphshard.pipeline import (
     Fact,
     PassContext,

@@ -14,10 +14,11 @@ from typing import Any
 
 from torch import fx
 
+from ..budget_text import parse_bytes
 from ..cost import GraphPrices
 from ..errors import InfeasibleBudgetError, PlanError
 from ..ir import RowPlace, is_collective, merge_waits, repeated_waits
-from ..memory import UNMEASURED, KernelScratch, MemoryModel, kept_inputs, parse_bytes
+from ..memory import UNMEASURED, KernelScratch, MemoryModel, kept_inputs
 from ..pipeline import KnownPlan, PassResult
 from ..progress import TimeLimit
 from .any_order_bound import any_order_seconds
