@@ -1,4 +1,4 @@
-"""Bytes and seconds as text with units, for people."""
+"""Bytes, seconds and counts as text with units, for people."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ def time_text(seconds: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= size:
             return f"{seconds / size:.4g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+    return f"{float(f'{seconds * 1e6:.3g}'):g} us"  # .3g alone writes 999.9 as 1e+03
+
+
+def count_text(number: int) -> str:
+    """A count as text: "12.6 million"."""
+    for unit, size in (("billion", 1e9), ("million", 1e6), ("thousand", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
 
 
 def exact_size(num_bytes: int) -> str:

@@ -44,10 +44,19 @@ from typing import ClassVar
 
 from torch import fx
 
+from graphshard.budget_text import parse_bytes
 from graphshard.errors import OptionError, PassError
 from graphshard.ir import group_name, is_collective
-from graphshard.memory import parse_bytes, resident_bytes, waiting_bytes
-from graphshard.pipeline import Fact, PassContext, PassReport, reduced_parameters, row_places, shards_behind
+from graphshard.memory import resident_bytes, waiting_bytes
+from graphshard.pipeline import (
+    Fact,
+    PassContext,
+    PassReport,
+    prepared_nodes,
+    reduced_parameters,
+    row_places,
+    shards_behind,
+)
 from graphshard.planner import (
     Movable,
     PlannedGraph,
@@ -129,6 +138,7 @@ class PlanCollectives:
                 "plan_collectives: the context has no prices; give PassContext(prices=CostModel(...))"
             )
         prices, wishes, places = ctx.prices, self._wishes(gm, ctx), row_places(gm, ctx)
+        prepared = prepared_nodes(gm, ctx)
 
         def plan(memory_budget: int | str | None) -> PlannedGraph:
             return plan_graph(
@@ -138,6 +148,7 @@ class PlanCollectives:
                 wishes=wishes,
                 known=ctx.known_plan,
                 places=places,
+                prepared=prepared,
                 device_type=ctx.device_type,
                 scratch=ctx.scratch,
                 move_compute=self.move_compute,

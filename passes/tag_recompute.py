@@ -24,16 +24,14 @@ Numerics: bitwise exact.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphshard.ir import KEEP_PIECE, UNSHARD, UnshardCall, is_collective, parameter_of
+from graphshard.ir import KEEP_PIECE, UNSHARD, UnshardCall, is_collective, is_repeatable, parameter_of
 from graphshard.pipeline import Fact, PassContext, PassReport, is_layout
 
 #: Above the id of every checkpointed region. The partitioner saves a recomputed node if its reader belongs to a
@@ -97,20 +95,14 @@ def _made_of_parts(graph: fx.Graph, held: frozenset[str]) -> Iterator[fx.Node]:
             alone.add(node)
             of_gathered.update([node] if _is_recomputed(node) else [])
         elif node.name in held or (node.op == "call_function" and alone.issuperset(sources)):
-            if node.op == "call_function" and not _is_plain(node):
+            if node.op == "call_function" and not is_repeatable(node):
                 continue
+            if is_collective(node) and not of_gathered.isdisjoint(sources):
+                continue  # only what an extension needs before it casts, a largest value
             alone.add(node)
             if not of_gathered.isdisjoint(sources):
                 of_gathered.add(node)
                 yield node
-
-
-def _is_plain(node: fx.Node) -> bool:
-    """Whether an op gives the same result each time and changes nothing; items of a tuple too."""
-    if node.target is operator.getitem:
-        return True
-    is_op = isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable
-    return is_op and torch.Tag.nondeterministic_seeded not in node.target.tags and not is_collective(node)
 
 
 def _is_part(node: fx.Node) -> bool:

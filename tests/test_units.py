@@ -2,7 +2,7 @@
 
 import pytest
 
-from graphshard.units import exact_size, size_text, time_text
+from graphshard.units import count_text, exact_size, size_text, time_text
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,10 @@ def test_bytes(num_bytes, text, exact):
 
 def test_seconds():
     assert [time_text(seconds) for seconds in (0.0, 2.5e-6, 1.5e-3, 12.0)] == ["0 us", "2.5 us", "1.5 ms", "12 s"]
+    assert [time_text(seconds) for seconds in (999.9e-6, 0.9999, 154e-9)] == ["1000 us", "999.9 ms", "0.154 us"]
+
+
+def test_counts():
+    assert [count_text(number) for number in (76, 1234, 12_604_416, 8_030_261_248)] == [
+        "76", "1.23 thousand", "12.6 million", "8.03 billion"
+    ]  # fmt: skip

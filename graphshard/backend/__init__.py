@@ -14,7 +14,7 @@ Read first: ``entry``, then in the order of a compile:
 - ``inductor`` (a room of its own: the hand-over).
 """
 
-from .dtensor_boundary import cross_boundary
+from .dtensor_boundary import Boundary, enter_boundary
 from .entry import compile_graph, graphshard
 from .inductor import (
     count_compiled,
@@ -33,13 +33,14 @@ __all__ = [
     "LOWERING",
     "RESHARDING",
     "BackendOptions",
+    "Boundary",
     "JointTrials",
     "StepChoice",
     "compile_graph",
     "count_compiled",
-    "cross_boundary",
     "default_hardware",
     "drop_rng_states",
+    "enter_boundary",
     "functorch_patch",
     "graphshard",
     "half_pipeline",

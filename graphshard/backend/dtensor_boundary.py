@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from .._compat import detect_fake_mode, is_to_local
 from ..errors import ParameterStateError
 from ..fsdp import Version, as_complex, refuse_lost_data, slot_of_shard, unit_of, version_of
-from ..ir import UNSHARD, UnshardCall, padded_shape, unshard_outside_transforms
-from .extended_gathers import ExtendedEntrance, enter_extended, entrances
+from ..ir import UNSHARD, ExtendedInputs, UnshardCall, padded_shape, unshard_outside_transforms
+from .extended_gathers import ExtendedEntrance, enter_extended, entrances, inputs_of_extended
 from .parameter_writes import (
     HandedOn,
     ParameterWrite,
@@ -77,17 +77,9 @@ class Boundary:
     results: tuple[HandedOn, ...] = ()
     models: tuple[int, ...] = ()
 
-    @property
-    def held(self) -> tuple[int, ...]:
-        """The inputs, counted from the last one, that are tensors of shards with gather extensions.
-
-        AOTAutograd may add inputs in front, never behind these.
-        """
-        return tuple(
-            len(self.inputs) - entrance.first - index
-            for entrance in self.extended
-            for index in range(len(entrance.extension.names))
-        )
+    def extended_inputs(self, joint: fx.Graph) -> tuple[ExtendedInputs, ...]:
+        """The inputs of the joint graph that stand for ``extended``."""
+        return inputs_of_extended(self.extended, len(self.inputs), joint)
 
     def wrap(self, compiled: Callable[..., Any], regathered: Collection[str] = ()) -> Callable[..., Any]:
         """A function of the graph's original inputs.

@@ -21,7 +21,7 @@ from .compilation import HalfTask, compile_half
 from .dtensor_boundary import enter_boundary
 from .dynamo_graph import DynamoGraph, read_graph
 from .inductor import JOINT_PASS, JointPass, compile_fx, functorch_patch, type_rng_states
-from .joint import JointResult, run_joint_passes
+from .joint import ExtendedInputsOf, JointResult, run_joint_passes
 from .observer import Observer
 from .options import BackendOptions
 from .pipelines import half_pipelines, joint_pipeline
@@ -76,7 +76,7 @@ def compile_graph(
     graph = read_graph(gm, example_inputs, options, is_ahead=is_ahead)
     with graph.refusing("", gm):
         boundary = enter_boundary(gm, example_inputs)
-        callbacks = _Callbacks(graph, boundary.held)
+        callbacks = _Callbacks(graph, boundary.extended_inputs)
         with functorch_patch(), graph.progress.stage(f"compiling graph {graph.index}"):
             compiled = compile_fx(
                 gm, boundary.inputs, inner_compile=callbacks.compile_half, config_patches=callbacks.patches
@@ -105,11 +105,11 @@ class _Callbacks:
 
     Args:
         graph: the graph of Dynamo.
-        held: its inputs, counted from the last one, that are tensors of shards with gather extensions.
+        extended_inputs: finds the inputs of its joint graph that stand for parameters with gather extensions.
     """
 
-    def __init__(self, graph: DynamoGraph, held: Sequence[int] = ()) -> None:
-        self._graph, self._held = graph, held
+    def __init__(self, graph: DynamoGraph, extended_inputs: ExtendedInputsOf) -> None:
+        self._graph, self._extended_inputs = graph, extended_inputs
         self._observer = Observer(folder=graph.options.dump, index=graph.index, progress=graph.progress)
         self._joint_pass = JointPass(self._run_joint, joint_pipeline(graph.options).uuid)
         self.patches = {**graph.inductor, JOINT_PASS: self._joint_pass}
@@ -118,7 +118,7 @@ class _Callbacks:
     def _run_joint(self, gm: fx.GraphModule) -> JointResult:
         with self._graph.refusing(" (joint)", gm), self._observer.passes("joint", gm):
             self._graph = self._graph.priced(gm)
-            return run_joint_passes(gm, self._graph, self._observer, self._held)
+            return run_joint_passes(gm, self._graph, self._observer, self._extended_inputs)
 
     def compile_half(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **arguments: Any) -> Any:
         """Stands for Inductor's inner compiler; ``arguments`` are those of that compiler."""

@@ -21,6 +21,7 @@ from torch import Tensor, fx, nn
 from .._compat import detect_fake_mode
 from ..errors import UnsupportedShardingError
 from ..fsdp import GatherExtended, TracedExtension, slot_of_read
+from ..ir import ExtendedInputs
 
 #: How Dynamo writes ``torch.utils.checkpoint``: (body, *operands), the body a graph of its own.
 CHECKPOINTED_REGION = torch.ops.higher_order.tag_activation_checkpoint
@@ -34,13 +35,44 @@ class ExtendedEntrance:
         source: position of the DTensor among the arguments; the carrier enters there.
         first: position of the first tensor; they are the last inputs, one after the other.
         name: of the parameter.
+        full_shape: of the parameter.
         extension: how they are taken out of the shard.
     """
 
     source: int
     first: int
     name: str
+    full_shape: tuple[int, ...]
     extension: TracedExtension
+
+
+def inputs_of_extended(
+    entrances_: Sequence[ExtendedEntrance], num_inputs: int, graph: fx.Graph
+) -> tuple[ExtendedInputs, ...]:
+    """The inputs of a joint graph that stand for parameters with gather extensions.
+
+    Args:
+        entrances_: the parameters.
+        num_inputs: of the graph that AOTAutograd traced. It may add inputs in front, never behind these.
+        graph: the joint graph, or that of an inference.
+    """
+    if not entrances_:
+        return ()
+    inputs = [node.name for node in graph.find_nodes(op="placeholder")]
+    primals = [name for name in inputs if name.startswith("primals_")] or inputs
+
+    def name(position: int) -> str:
+        return primals[position - num_inputs]
+
+    return tuple(
+        ExtendedInputs(
+            name=each.name,
+            shape=each.full_shape,
+            carrier=name(each.source),
+            inner=tuple(name(each.first + index) for index in range(len(each.extension.names))),
+        )
+        for each in entrances_
+    )
 
 
 class ReadExtended(nn.Module):
@@ -90,7 +122,13 @@ def _enter(
     assert slot is not None
     example, local = inputs[position], slot.param._local_tensor
     extension = TracedExtension.of(slot, local)
-    entrance = ExtendedEntrance(source=position, first=len(inputs), name=slot.name, extension=extension)
+    entrance = ExtendedEntrance(
+        source=position,
+        first=len(inputs),
+        name=slot.name,
+        full_shape=tuple(slot.shape),
+        extension=extension,
+    )
     mode = detect_fake_mode([example])
     assert mode is not None, "Dynamo hands fake inputs to its backends"
     with mode:

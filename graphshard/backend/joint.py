@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ..coordination import agree_on_seed
-from ..ir import RESHARD, ReshardCall
+from ..ir import RESHARD, ExtendedInputs, ReshardCall
 from ..memory import step_bytes
 from ..pipeline import PassContext, context_from_shard_ops, pieces_of, read_shards_as_they_are
 from ..propagation import draws_numbers
@@ -18,6 +18,9 @@ from .dynamo_graph import DynamoGraph
 from .observer import Observer
 from .pipelines import RESHARDING, joint_pipeline
 from .step_planner import StepPlanner
+
+#: Finds the inputs of a joint graph that stand for parameters with gather extensions.
+ExtendedInputsOf = Callable[[fx.Graph], tuple[ExtendedInputs, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +41,11 @@ class JointResult:
 
 
 def run_joint_passes(
-    gm: fx.GraphModule, graph: DynamoGraph, observer: Observer, held: Sequence[int] = ()
+    gm: fx.GraphModule, graph: DynamoGraph, observer: Observer, extended_inputs: ExtendedInputsOf
 ) -> JointResult:
     """Runs the joint passes on ``gm`` in place, with the choice for both halves where one is made.
 
-    ``held``: the inputs, counted from the last one, that are tensors of shards with gather extensions.
+    ``extended_inputs`` finds the inputs that stand for parameters with gather extensions.
 
     A choice is made with a cost model, for a graph with gradients, and either within a memory budget or for a whole
     step: what else a step holds beside a part of it is not known. Ranks that are not compared must not differ.
@@ -55,10 +58,8 @@ def run_joint_passes(
     options = graph.options
     read_shards_as_they_are(gm)
     inputs = gm.graph.find_nodes(op="placeholder")
-    primals = [node.name for node in inputs if node.name.startswith("primals_")]
-    context = replace(
-        context_from_shard_ops(gm, full_checks=options.verify == "full"),
-        held=frozenset(primals[-place] for place in held),
+    context = context_from_shard_ops(
+        gm, full_checks=options.verify == "full", extended=extended_inputs(gm.graph)
     )
     observer.graph("joint", "0-captured", gm, context)
     first, tag = joint_pipeline(options).split(-1)
@@ -79,8 +80,8 @@ def run_joint_passes(
             graph.waiting if graph.are_ranks_compared else frozenset(),
             keeps_between=is_whole,
         )
-        found = context_from_shard_ops(gm, full_checks=context.full_checks)
-        context = replace(found, mesh=context.mesh, held=context.held)
+        found = context_from_shard_ops(gm, full_checks=context.full_checks, extended=context.extended)
+        context = replace(found, mesh=context.mesh)
     choice = kept.choice if kept is not None else None
     if kept is not None:
         records += kept.records

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.distributed.fsdp import BackwardPrefetch
 
+from ..budget_text import parse_bytes
 from ..cost import HardwareCard, load_card
 from ..errors import OptionError
-from ..memory import parse_bytes
 from ..pipeline import Pass
 from ..user_cache import cache_folder
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import fx
 
 from .. import passes
+from ..budget_text import parse_bytes
 from ..coordination import (
     Decision,
     PlanStore,
@@ -35,7 +36,7 @@ from ..ir import (
     text_fingerprint,
 )
 from ..machine import Machine
-from ..memory import UNMEASURED, KernelMeasurements, ScratchTable, parse_bytes, step_bytes
+from ..memory import UNMEASURED, KernelMeasurements, ScratchTable, step_bytes
 from ..pipeline import KnownPlan, PassContext, PassRecord, Pipeline
 from ..planner import PlannedGraph, topologies
 from ..progress import LOGGER, PlanningTime, TimeLimit, say_nothing

@@ -226,9 +226,8 @@ class JointTrials:
             Pipeline(KeepGathered(units=choice.kept), given=self.tag.given).run_unchecked(trial, self.context)
             tag = choice.extended(tag)
         context = replace(
-            context_from_shard_ops(trial),
+            context_from_shard_ops(trial, extended=self.context.extended),
             device_type=self.context.device_type,
-            held=self.context.held,
             scratch=self.context.scratch,
             resident_bytes=self.context.resident_bytes,
             limit=self.context.limit,
@@ -243,7 +242,8 @@ class JointTrials:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Tags a joint graph and cuts it; ``share`` as for ``partition_as_inductor``."""
         known = self.context
-        context = replace(context_from_shard_ops(trial), device_type=known.device_type, held=known.held)
+        found = context_from_shard_ops(trial, extended=known.extended)
+        context = replace(found, device_type=known.device_type)
         tag.run_unchecked(trial, context)
         assert context.first_gradient is not None
         parameters = [binding.position for binding in context.parameters]

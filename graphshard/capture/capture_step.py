@@ -25,6 +25,7 @@ from ..backend import (
     partition_as_inductor,
 )
 from ..ir import (
+    ExtendedInputs,
     MeshLayout,
     PlainParameter,
     ShardedShape,
@@ -42,10 +43,7 @@ from ..pipeline import (
     pieces_of,
 )
 from .export_model import cut_parameters, export_model
-from .extended_parameters import (
-    HeldInputs,
-    with_saved_parts,
-)
+from .extended_parameters import with_saved_parts
 from .placed_step import PlacedStep, run_reshard_passes
 from .rules import ShardingRules
 
@@ -131,11 +129,11 @@ def capture_step(
             stack, model, args, kwargs, rules=rules, placed=placed, loss=loss, checkpoint=checkpoint,
             needs_loss=needs_loss, device_type=device_type,
         )  # fmt: skip
-        joint, outputs, inputs = exported.joint, exported.outputs, exported.inputs
+        joint, outputs, extended = exported.joint, exported.outputs, exported.extended
         plain = exported.plain_parameters(placed)
-        positions = _positions_of(plain, inputs.names, outputs.primals)
         order = exported.order
-        context = PassContext(plain=_with_places(plain, order), held=inputs.names)
+        context = PassContext(plain=_with_places(plain, order), extended=extended)
+        positions = _positions_of(plain, context.held, outputs.primals)
         cut = cut_parameters(plain, outputs.primals, placed)
 
         def run_joint_passes(gm: fx.GraphModule) -> _JointStep:
@@ -151,14 +149,14 @@ def capture_step(
             first, tag = PLAIN_PIPELINE.split(-1)
             reshards = run_reshard_passes(gm, cut, context, run) if placed is not None else {}
             run(first, context)
-            known = replace(_context_of(gm, placed, inputs), device_type=device_type)
+            known = replace(_context_of(gm, placed, extended), device_type=device_type)
             choice = choose(gm, known, tag) if choose is not None else None
             if choice is not None:
                 run(Pipeline(KeepGathered(units=choice.kept), given=tag.given), context)
                 tag = choice.extended(tag)
             run(tag, context)
             known = replace(
-                _context_of(gm, placed, inputs),
+                _context_of(gm, placed, extended),
                 pieces=pieces_of(gm),
                 device_type=device_type,
                 default_peak_bytes=choice.peak_bytes if choice is not None else None,
@@ -200,9 +198,11 @@ class _JointStep:
     reshards: Mapping[tuple[str, str], str]
 
 
-def _context_of(gm: fx.GraphModule, placed: PlacedStep | None, inputs: HeldInputs) -> PassContext:
+def _context_of(
+    gm: fx.GraphModule, placed: PlacedStep | None, extended: Sequence[ExtendedInputs]
+) -> PassContext:
     """What shard ops say; the axis of placements, whose reshards are lowered, lies inside their axes."""
-    context = inputs.added_to(context_from_shard_ops(gm))
+    context = context_from_shard_ops(gm, extended=extended)
     if placed is None:
         return context
     return replace(context, mesh=MeshLayout.of_axes([*context.mesh.axes, placed.axis]))

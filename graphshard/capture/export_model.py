@@ -28,6 +28,7 @@ from ..backend import (
 )
 from ..errors import CaptureError, OptionTypeError, ShardingError, UnsupportedShardingError
 from ..ir import (
+    ExtendedInputs,
     PlacedParameter,
     PlainParameter,
     copy_graph,
@@ -42,9 +43,9 @@ from ..pipeline import (
 )
 from .extended_parameters import (
     ExtendedShard,
-    HeldInputs,
     extended_shards,
     group_for_extensions,
+    inputs_of_held,
     merge_reads,
     name_axis,
     read_extended,
@@ -66,7 +67,7 @@ class ExportedModel:
         joint: the graph.
         traced: the graph of Dynamo that it was exported from.
         outputs: what the inputs and outputs of ``joint`` are.
-        inputs: those of ``joint`` that stand for shards with gather extensions.
+        extended: the inputs of ``joint`` that stand for parameters with gather extensions.
         paths: name in the model of each traced parameter, by its id.
         order: names of the model's parameters.
     """
@@ -76,13 +77,14 @@ class ExportedModel:
     joint: fx.GraphModule
     traced: fx.GraphModule
     outputs: JointOutputs
-    inputs: HeldInputs
+    extended: tuple[ExtendedInputs, ...]
     paths: Mapping[int, str]
     order: tuple[str, ...]
 
     def plain_parameters(self, placed: PlacedStep | None) -> list[PlainParameter]:
         """The inputs that are parameters, of the shapes that a rank of the axis of placements gathers."""
-        unheld = [node for node in self.outputs.primals if node.name not in self.inputs.names]
+        held = PassContext(extended=self.extended).held
+        unheld = [node for node in self.outputs.primals if node.name not in held]
         return _plain_parameters(unheld, self.traced, self.model, self.rules, self.paths, placed)
 
     def on_one_rank(self, placed: PlacedStep) -> fx.GraphModule:
@@ -158,10 +160,10 @@ def export_model(
         values = output_values(joint.graph)
         own_results = [values[index] for index in outputs.own_results]
         _refuse_other_results(own_results[:1] if has_others else own_results, loss)
-    gradients = {node: index - outputs.num_results for node, index in outputs.gradients.items()}
-    inputs = HeldInputs.of(outputs.primals, gradients, traced, held)
+    extended = inputs_of_held(outputs.primals, traced, held)
     return ExportedModel(
-        model=model, rules=rules, joint=joint, traced=traced, outputs=outputs, inputs=inputs, paths=paths, order=order
+        model=model, rules=rules, joint=joint, traced=traced, outputs=outputs, extended=extended, paths=paths,
+        order=order,
     )  # fmt: skip
 
 

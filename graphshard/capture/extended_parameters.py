@@ -33,8 +33,8 @@ from ..fsdp import (
     why_untraceable,
     without_data,
 )
-from ..ir import ParameterBinding, UnshardCall, group_name, is_collective, output_values, set_group_name
-from ..pipeline import PassContext, binding_of, parts_behind
+from ..ir import ExtendedInputs, UnshardCall, group_name, is_collective, output_values, set_group_name
+from ..pipeline import PassContext, parts_behind
 from .rules import ShardingRules
 
 #: The axis over which a plain model is sharded; in its graphs, the name of the group too.
@@ -240,52 +240,27 @@ def merge_reads(gm: fx.GraphModule) -> None:
             part.recompile()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldInputs:
+def inputs_of_held(
+    primals: Sequence[fx.Node], traced: fx.GraphModule, held: Mapping[str, HeldShard]
+) -> tuple[ExtendedInputs, ...]:
     """The inputs of a joint graph that stand for shards with extensions.
 
-    Attributes:
-        names: the tensors that shards hold, and the carriers.
-        bindings: of the parameters; the input of each is its carrier.
+    Args:
+        primals: the inputs of the joint graph.
+        traced: the graph of Dynamo.
+        held: the parameters; those that nothing reads are left out.
     """
-
-    names: frozenset[str] = frozenset()
-    bindings: tuple[ParameterBinding, ...] = ()
-
-    @staticmethod
-    def of(
-        primals: Sequence[fx.Node],
-        gradients: Mapping[fx.Node, int],
-        traced: fx.GraphModule,
-        held: Mapping[str, HeldShard],
-    ) -> HeldInputs:
-        """Finds them.
-
-        Args:
-            primals: the inputs of the joint graph.
-            gradients: for an input, which of the gradients is its own.
-            traced: the graph of Dynamo.
-            held: the parameters.
-        """
-        tensors = {id(tensor_of_input(node, traced)): node for node in primals}
-        position = {node: index for index, node in enumerate(primals)}
-        names, bindings = set(), []
-        for shard in held.values():
-            carrier = tensors.get(id(shard.carrier))
-            if carrier is None:
-                continue  # nothing reads the parameter
-            inner = [tensors[id(value)].name for value in shard.inner if id(value) in tensors]
-            names.update([carrier.name, *inner])
-            call = shard.call._replace(shard=carrier)
-            binding = binding_of(call, position[carrier], gradients.get(carrier, -1))
-            bindings.append(replace(binding, held=tuple(inner)))
-        return HeldInputs(names=frozenset(names), bindings=tuple(bindings))
-
-    def added_to(self, context: PassContext) -> PassContext:
-        """The context with these; what a shard holds and sends as it is, is no parameter of its own."""
-        own = [each for each in context.parameters if each.placeholder not in self.names]
-        parameters = sorted((*own, *self.bindings), key=lambda binding: binding.position)
-        return replace(context, held=self.names, parameters=tuple(parameters))
+    names = {id(tensor_of_input(node, traced)): node.name for node in primals}
+    return tuple(
+        ExtendedInputs(
+            name=shard.call.name,
+            shape=tuple(shard.call.shape),
+            carrier=names[id(shard.carrier)],
+            inner=tuple(names[id(value)] for value in shard.inner if id(value) in names),
+        )
+        for shard in held.values()
+        if id(shard.carrier) in names
+    )
 
 
 def with_saved_parts(context: PassContext, forward: fx.GraphModule) -> PassContext:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..budget_text import parse_bytes
+from ..cost import load_card
 from ..errors import UsageError
 from ..progress import StageLines
 from .hf_model import add_hf_arguments, hf_factory
@@ -177,7 +179,12 @@ def inspect_options(options: argparse.Namespace) -> dict[str, Any]:
 
     Raises:
         UsageError: a dtype that torch does not have.
+        OptionError: a memory budget cannot be read.
+        CardError: there is no such card.
     """
+    load_card(options.hardware)  # both before torch is imported, which takes seconds
+    if options.memory_budget is not None:
+        parse_bytes(options.memory_budget)
     return {
         "hardware": options.hardware,
         "tables": options.tables,

@@ -194,7 +194,9 @@ def parse_meshes(words: Sequence[str]) -> list[dict[str, int]]:
             if equals:
                 name = before.strip()
                 if name in texts:
-                    raise UsageError(f"--mesh names the axis {name!r} twice; give each axis once")
+                    raise UsageError(
+                        f"--mesh names the axis {name!r} twice; give each axis once, or list the meshes: --meshes"
+                    )
                 texts[name] = [after]
             elif name:
                 texts[name].append(part)

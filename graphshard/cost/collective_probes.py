@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from .._compat import gather_single, reduce_scatter_single, uses_gloo
 from ..ir import EagerEmitter, emit_sum_of_exchange
+from ..units import size_text, time_text
 from .cards import LinkClass, MeasuredCollective
 from .probes import ProbeSizes, Report, cold_product, say_nothing, typical
 
@@ -88,7 +89,7 @@ def probe_collectives(
         for op in sizes.kinds
     }
     for op, of_sizes in timings.items():
-        shown = (f"{size} bytes {timing.seconds * 1e6:.0f} us" for size, timing in of_sizes.items())
+        shown = (f"{size_text(size)} {time_text(timing.seconds)}" for size, timing in of_sizes.items())
         report(f"{op}: " + ", ".join(shown))
     gathers = timings["all_gather"]
     rows = tuple(

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from .._compat import spin_gpu
 from ..machine import largest_cache_bytes
+from ..units import size_text
 from .cards import COLLECTIVE_KINDS
 from .curves import Curve
 from .flops import causal_share
@@ -156,7 +157,7 @@ def probe_compute(
     middle = sizes.memory_bytes[len(sizes.memory_bytes) // 2]
     efficiency["gather"] = _fractions([_probe_gather(timer, device, middle)], bandwidth)
     report(
-        f"memory: {bandwidth / 1e9:.1f} GB/s, {streams[-1][1] / 1e9:.1f} at {sizes.memory_bytes[-1]} bytes"
+        f"memory: {bandwidth / 1e9:.1f} GB/s, {streams[-1][1] / 1e9:.1f} at {size_text(sizes.memory_bytes[-1])}"
     )
     is_told = device.type != "cpu" and not sizes.compiles
     vector_flops = peak["float32"] if is_told else _probe_vector(timer, device)

@@ -14,7 +14,7 @@ from torch import fx
 
 from ..cost import CostModel, total_flops
 from ..ir import group_name
-from ..pipeline import PassContext, parts_behind, reduced_parameters, shards_behind
+from ..pipeline import PassContext, parts_behind, prepared_nodes, reduced_parameters, shards_behind
 from ..planner import GraphProblem, problem_of_graph
 from ..planner.search import Bounds, BucketRun, lower_bounds
 from ..report import CollectiveEvent, ComputeEvent, HalfReport, MemoryPoint, ScheduleStep
@@ -76,7 +76,11 @@ def half_report(half: ScheduledHalf, memory: CategorizedMemory, outside: Sequenc
         UnpricedGroupError: a collective runs on a group without a price.
     """
     found = problem_of_graph(
-        half.gm, half.prices, device_type=half.prices.card.device_type, scratch=half.ctx.scratch
+        half.gm,
+        half.prices,
+        prepared=prepared_nodes(half.gm, half.ctx),
+        device_type=half.prices.card.device_type,
+        scratch=half.ctx.scratch,
     )
     events = walk(found.problem, found.unplanned)
     bounds = half.bounds or lower_bounds(found.problem)
@@ -104,7 +108,11 @@ def half_report(half: ScheduledHalf, memory: CategorizedMemory, outside: Sequenc
 def brief_half_report(half: ScheduledHalf, memory: CategorizedMemory, outside: Sequence[int]) -> HalfReport:
     """:func:`half_report` without bounds, events, causes and the curve of memory."""
     found = problem_of_graph(
-        half.gm, half.prices, device_type=half.prices.card.device_type, measures_memory=False
+        half.gm,
+        half.prices,
+        prepared=prepared_nodes(half.gm, half.ctx),
+        device_type=half.prices.card.device_type,
+        measures_memory=False,
     )
     return _numbers(half, memory, outside, walk(found.problem, found.unplanned))
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from torch import fx
 
+from ..budget_text import parse_bytes
 from ..cost import CollectiveTables, CostModel, GroupTopology, HardwareCard, card_of, tables_of, warn_of
 from ..errors import BudgetError
 from ..ir import MeshLayout, graph_text, is_collective
-from ..memory import kept_inputs, parse_bytes, scratch_of_card
+from ..memory import kept_inputs, scratch_of_card
 from ..pipeline import PassContext
 from ..planner import check_graph, problem_of_graph, topologies
 from ..report import CATEGORIES, PassStep, Report

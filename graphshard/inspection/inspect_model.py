@@ -23,7 +23,7 @@ from ..cost import CollectiveTables, CostModel, HardwareCard, warn_of
 from ..errors import BudgetError, InfeasibleBudgetError
 from ..ir import apply_order, graph_text, output_values, remembered_results
 from ..passes import PlanCollectives
-from ..pipeline import Fact, PassContext, PassRecord, Pipeline
+from ..pipeline import Fact, PassContext, PassRecord, Pipeline, prepared_nodes
 from ..planner import PlannedGraph, problem_of_graph
 from ..planner.search import Bounds, lower_bounds
 from ..progress import Stages
@@ -373,7 +373,8 @@ class Inspection:
                 apply_order(gm.graph, [by_name[node] for node in self.orders[name]])
         elif settings.plan == "unit":
             self.stages.begin(f"{name}: bound")
-            found = problem_of_graph(gm, prices, device_type=settings.card.device_type, scratch=ctx.scratch)
+            device, free = settings.card.device_type, prepared_nodes(gm, ctx)
+            found = problem_of_graph(gm, prices, prepared=free, device_type=device, scratch=ctx.scratch)
             bounds, solver = lower_bounds(found.problem), "none"
             notes = found.notes
             self.stages.begin(f"{name}: schedule")

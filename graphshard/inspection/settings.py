@@ -11,11 +11,12 @@ import torch
 from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ..budget_text import parse_bytes
 from ..capture import ShardingRules, can_reshard, is_sharded, plain_copy, plain_module
 from ..cost import CollectiveTables, CostModel, HardwareCard, card_of, tables_of
 from ..errors import OptionError, ShardingError, UnsupportedShardingError
 from ..ir import MeshLayout
-from ..memory import KernelScratch, parse_bytes, scratch_of_card
+from ..memory import KernelScratch, scratch_of_card
 from ..parallel import Stated
 from .optimizers import OptimizerKind, optimizer_kind
 

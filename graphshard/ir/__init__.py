@@ -76,6 +76,7 @@ from .op_traits import (
     is_elementwise,
     is_fusible,
     is_pointwise,
+    is_repeatable,
     is_view,
     lies_as,
     readers_through_aliases,
@@ -84,6 +85,7 @@ from .op_traits import (
     writes_over,
 )
 from .params import (
+    ExtendedInputs,
     ParameterBinding,
     PlainParameter,
     ReduceGradCall,
@@ -156,6 +158,7 @@ __all__ = [
     "WAIT",
     "WAITING_INPUTS",
     "EagerEmitter",
+    "ExtendedInputs",
     "GraphEmitter",
     "MeshAxis",
     "MeshLayout",
@@ -217,6 +220,7 @@ __all__ = [
     "is_fusible",
     "is_point_to_point",
     "is_pointwise",
+    "is_repeatable",
     "is_view",
     "is_wait",
     "lie_in_a_row",

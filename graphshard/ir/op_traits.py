@@ -103,6 +103,14 @@ def is_view(node: fx.Node) -> bool:
     return traits.is_view and not (traits.may_copy and _copies(node))
 
 
+def is_repeatable(node: fx.Node) -> bool:
+    """True for an op that gives the same result each time and writes to no memory; for an item of a tuple too."""
+    if node.target is operator.getitem:
+        return True
+    is_op = isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable
+    return is_op and torch.Tag.nondeterministic_seeded not in node.target.tags
+
+
 def returns_nothing(node: fx.Node) -> bool:
     """Whether a node calls an op without a result: a check of a number, the end of ordered effects, a print."""
     return isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns

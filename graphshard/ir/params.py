@@ -236,6 +236,23 @@ class PlainParameter:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExtendedInputs:
+    """The inputs of a joint graph that stand for one parameter with a gather extension.
+
+    Attributes:
+        name: of the parameter.
+        shape: of the full parameter.
+        carrier: name of the input that takes its gradient.
+        inner: names of the inputs that its shard holds.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    carrier: str
+    inner: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterBinding:
     """One sharded parameter of one captured graph.
 
@@ -247,8 +264,8 @@ class ParameterBinding:
             for instance, is compute on its values.
         row_offset: as in :class:`UnshardCall`.
         handle: name of the input that is the unit's handle. It tells units of different models with one label apart.
-        held: of a captured parameter with a gather extension: inputs that its shard holds, and what the forward makes
-            of them alone and saves.
+        held: of a parameter with a gather extension: inputs that its shard holds, and values made of them alone that
+            the forward may save for the backward.
     """
 
     placeholder: str

@@ -8,7 +8,7 @@ which kernels, ``scratch_measured``, ``scratch_table``, ``scratch_bound`` and ``
 ``budget``.
 """
 
-from .budget import parse_bytes, resident_bytes, step_bytes, waiting_bytes
+from .budget import resident_bytes, step_bytes, waiting_bytes
 from .donations import donated_inputs, mark_donated, outputs_with_parameters, take_back_donations
 from .kept_inputs import held_tensors, kept_bytes, kept_inputs
 from .model import Buffer, MemoryModel, copied_bytes, memory_timeline
@@ -31,7 +31,6 @@ __all__ = [
     "mark_donated",
     "memory_timeline",
     "outputs_with_parameters",
-    "parse_bytes",
     "resident_bytes",
     "scratch_of_card",
     "step_bytes",

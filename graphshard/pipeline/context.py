@@ -16,6 +16,7 @@ from ..ir import (
     RESHARD,
     TANGENT_INPUT,
     UNSHARD,
+    ExtendedInputs,
     MeshAxis,
     MeshLayout,
     ParameterBinding,
@@ -23,6 +24,7 @@ from ..ir import (
     PlainParameter,
     ReshardCall,
     UnshardCall,
+    parameter_of,
     type_key,
 )
 from ..memory import UNMEASURED, KernelScratch
@@ -48,7 +50,7 @@ class PassContext:
         unreduced: outputs of the backward, gradients of parameters, that leave this graph unreduced on purpose.
         plain: full parameters among the inputs of a graph captured without ``fully_shard``.
         placed: whole parameters among the inputs of a graph captured without ``parallelize``.
-        held: inputs that are tensors of shards with gather extensions.
+        extended: the inputs that stand for parameters with gather extensions.
         forward_prefetch, backward_prefetch: the prefetches that the user asked for, in either half.
         max_reductions: reductions that may be open at a time; 0 for the schedule's default.
         prices: the cost model; None if nothing is planned by cost.
@@ -77,7 +79,7 @@ class PassContext:
     max_reductions: int = 0
     plain: tuple[PlainParameter, ...] = ()
     placed: tuple[PlacedParameter, ...] = ()
-    held: frozenset[str] = frozenset()
+    extended: tuple[ExtendedInputs, ...] = ()
     prices: GraphPrices | None = None
     known_plan: KnownPlan | None = None
     held_bytes: int = 0
@@ -91,6 +93,15 @@ class PassContext:
         """The parameter whose shard or kept piece enters through the placeholder of this name."""
         known = (*self.parameters, *self.pieces)
         return next((binding for binding in known if binding.placeholder == placeholder), None)
+
+    @property
+    def held(self) -> frozenset[str]:
+        """The inputs that stand for parameters with gather extensions: tensors of their shards, and carriers."""
+        return frozenset(name for each in self.extended for name in (each.carrier, *each.inner))
+
+    def holders(self) -> dict[str, ParameterBinding]:
+        """For each input that belongs to the shard of a parameter with a gather extension, that parameter."""
+        return {name: binding for binding in self.parameters for name in binding.held}
 
     def prefetched_after(self, unit: str) -> tuple[str, ...]:
         """The units to gather once this one is copied out; empty if the user asked for none."""
@@ -150,10 +161,18 @@ def read_shards_as_they_are(gm: fx.GraphModule) -> None:
                 gm.graph.erase_node(view)
 
 
-def context_from_shard_ops(gm: fx.GraphModule, *, full_checks: bool = False) -> PassContext:
+def context_from_shard_ops(
+    gm: fx.GraphModule, *, full_checks: bool = False, extended: Sequence[ExtendedInputs] = ()
+) -> PassContext:
     """Reads mesh and parameters off the shard ops of a joint or an inference graph, and from nowhere else.
 
     A joint graph is recognised by its ``tangents`` inputs.
+
+    Args:
+        gm: the graph.
+        full_checks: as in :class:`PassContext`.
+        extended: what its shard ops do not say of parameters with gather extensions. Each has one binding, whatever it
+            gathers.
     """
     primals = [
         node for node in gm.graph.find_nodes(op="placeholder") if not node.name.startswith(TANGENT_INPUT)
@@ -167,8 +186,8 @@ def context_from_shard_ops(gm: fx.GraphModule, *, full_checks: bool = False) -> 
     bindings: dict[fx.Node, ParameterBinding] = {}
     prefetch: dict[str, tuple[str, str]] = {}
     max_reductions = 0
-    for node in gm.graph.find_nodes(op="call_function", target=UNSHARD):
-        call = UnshardCall(*node.args)
+    calls = [UnshardCall(*node.args) for node in gm.graph.find_nodes(op="call_function", target=UNSHARD)]
+    for call in calls:
         if call.replicate_size > 1:  # the outer axis of a mesh
             label, size, name = call.replicate_axis, call.replicate_size, call.replicate_group
             axes.append(MeshAxis(label=label, size=size, group_name=name))
@@ -184,6 +203,16 @@ def context_from_shard_ops(gm: fx.GraphModule, *, full_checks: bool = False) -> 
         max_reductions = max(max_reductions, call.max_reductions)
         if call.shard in position and call.shard not in bindings:
             bindings[call.shard] = binding_of(call, position[call.shard], gradients.get(call.shard, -1))
+    for param in extended:
+        parts = [call for call in calls if parameter_of(call.name) == param.name]
+        inputs = {node.name: node for node in position}
+        for name in param.inner:
+            bindings.pop(inputs.get(name), None)
+        if parts and (carrier := inputs.get(param.carrier)) is not None:
+            whole = parts[0]._replace(name=param.name, shape=param.shape, shard=carrier)
+            binding = binding_of(whole, position[carrier], gradients.get(carrier, -1))
+            sent = [call.shard.name for call in parts]
+            bindings[carrier] = replace(binding, held=tuple(dict.fromkeys([*param.inner, *sent])))
     return PassContext(
         mesh=MeshLayout.of_axes([*axes, *_further_axes(gm)]),
         parameters=tuple(sorted(bindings.values(), key=lambda binding: binding.position)),
@@ -192,6 +221,7 @@ def context_from_shard_ops(gm: fx.GraphModule, *, full_checks: bool = False) -> 
         forward_prefetch=_prefetch_of(prefetch, 0),
         backward_prefetch=_prefetch_of(prefetch, 1),
         max_reductions=max_reductions,
+        extended=tuple(extended),
     )
 
 

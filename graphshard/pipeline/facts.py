@@ -30,7 +30,14 @@ from ..ir import (
     written_operands,
 )
 from .context import PassContext
-from .provenance import bucket_keys, is_layout, reductions_of, shards_behind, ungathered_readers
+from .provenance import (
+    bucket_keys,
+    is_layout,
+    prepared_nodes,
+    reductions_of,
+    shards_behind,
+    ungathered_readers,
+)
 
 
 class Fact(Enum):
@@ -180,7 +187,8 @@ def check_bucketed(gm: fx.GraphModule, ctx: PassContext) -> list[str]:
 def check_scheduled(gm: fx.GraphModule, ctx: PassContext) -> list[str]:
     """SCHEDULED; only of gathers of shards, since others stay between the compute around them."""
     problems = []
-    nodes = list(gm.graph.nodes)
+    prepared = prepared_nodes(gm, ctx)
+    nodes = [node for node in gm.graph.nodes if node not in prepared or is_collective(node)]
     for index, wait in enumerate(nodes):
         if not is_wait(wait) or wait.all_input_nodes[0].target not in GATHERS:
             continue

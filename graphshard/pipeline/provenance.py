@@ -1,7 +1,8 @@
 """Which parameter a collective serves, read from the data flow of the graph.
 
 Between a shard and its gather stand only casts, pads and views; between a reduction and its gradient only slices,
-scales and casts. Following these chains needs no hidden node metadata.
+scales and casts. A gather extension may compute anything of its shard before the gather. Following these chains needs
+no hidden node metadata.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ..ir import (
     dtype_text,
     group_name,
     is_collective,
+    is_repeatable,
     is_wait,
     operands,
     output_values,
@@ -79,7 +81,10 @@ def is_layout(node: fx.Node) -> bool:
 
 
 def shards_behind(node: fx.Node, ctx: PassContext) -> list[ParameterBinding]:
-    """The parameters whose shards a gather over their axis reads; empty if it reads anything else too."""
+    """The parameters whose shards a gather over their axis reads; empty if it reads anything else too.
+
+    What a gather extension computes of a shard in front of the gather (:func:`prepared_nodes`) counts as the shard.
+    """
     found: dict[str, ParameterBinding] = {}
     pending = operands(node)
     while pending:
@@ -90,13 +95,19 @@ def shards_behind(node: fx.Node, ctx: PassContext) -> list[ParameterBinding]:
         elif is_layout(source):
             pending.extend(source.all_input_nodes)
         else:
-            return []
+            behind = parts_behind(source, ctx, is_free=True)
+            if not behind or any(group_name(node) not in each.group_names for each in behind):
+                return []
+            found |= {each.placeholder: each for each in behind}
     return sorted(found.values(), key=lambda binding: binding.position)
 
 
-def parts_behind(node: fx.Node, ctx: PassContext) -> list[ParameterBinding]:
-    """The captured parameters with gather extensions of whose shards alone a value is computed; else none."""
-    holder = {name: binding for binding in ctx.parameters for name in binding.held}
+def parts_behind(node: fx.Node, ctx: PassContext, *, is_free: bool = False) -> list[ParameterBinding]:
+    """The parameters with gather extensions of whose shards alone a value is computed; else none.
+
+    With ``is_free``, none either if an op on the way must stay where it is.
+    """
+    holder = ctx.holders()
     found: dict[str, ParameterBinding] = {}
     pending, seen = [node], {node}
     while holder and pending:
@@ -105,10 +116,30 @@ def parts_behind(node: fx.Node, ctx: PassContext) -> list[ParameterBinding]:
             if source.name not in holder:
                 return []
             found[holder[source.name].name] = holder[source.name]
+        elif source.target in GATHERS or (is_free and not is_repeatable(source)):
+            return []
         fresh = [each for each in source.all_input_nodes if each not in seen]
         seen.update(fresh)
         pending.extend(fresh)
     return sorted(found.values(), key=lambda binding: binding.position)
+
+
+def prepared_nodes(gm: fx.GraphModule, ctx: PassContext) -> frozenset[fx.Node]:
+    """What gather extensions compute of their shards alone, without what they compute of gathered tensors.
+
+    A cast for the wire is one, and so are the largest value that it needs, its all-reduce, and the wait for that. An op
+    that draws random numbers or writes to memory is none, nor is what is computed of its result.
+    """
+    holder = ctx.holders()
+    found: set[fx.Node] = set()
+    if holder:
+        for node in gm.graph.nodes:
+            sources = node.all_input_nodes
+            if node.op != "call_function" or node.target in GATHERS or not sources or not is_repeatable(node):
+                continue
+            if all(each in found or (each.op == "placeholder" and each.name in holder) for each in sources):
+                found.add(node)
+    return frozenset(found)
 
 
 def row_places(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, RowPlace]:
@@ -225,6 +256,8 @@ def bucket_keys(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, tuple[str
             bindings = shards_behind(node, ctx)
         elif node.target in _REDUCTIONS:
             bindings = reduced.get(node, [])
+            if not bindings and node.target is ALL_REDUCE and ctx.extended:
+                bindings = shards_behind(node, ctx)  # of what an extension needs before it casts
         else:
             continue
         if len({binding.unit for binding in bindings}) == 1:

@@ -6,7 +6,7 @@ The graph may come from anywhere and use any process groups. ``movable_nodes`` s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,6 +72,7 @@ def problem_of_graph(
     budget_bytes: int | None = None,
     wishes: Wishes = NO_WISHES,
     places: Mapping[fx.Node, RowPlace] | None = None,
+    prepared: Set[fx.Node] = frozenset(),
     device_type: str | None = None,
     scratch: KernelScratch = UNMEASURED,
     measures_memory: bool = True,
@@ -84,6 +85,7 @@ def problem_of_graph(
         budget_bytes: the most that may be live, inputs that the caller keeps included.
         wishes: the user's constraints. Those on collectives that cannot move are dropped, with a note.
         places: where the shards that gathers send lie in memory (``provenance.row_places``).
+        prepared: what is computed of shards for their gathers (``provenance.prepared_nodes``).
         device_type: where the graph will run; None for where its values are.
         scratch: what kernels allocate there for themselves.
         measures_memory: whether to fill in what is live at each task. Without it only time can be simulated.
@@ -100,7 +102,7 @@ def problem_of_graph(
     movable, notes = movable_collectives(gm, writes)
     priced = [node for node in filter(is_collective, gm.graph.nodes) if node.target is not ALL_REDUCE_HOOK]
     _check_groups(priced, prices)
-    moving = moving_nodes(gm.graph, movable, writes.all)
+    moving = moving_nodes(gm.graph, movable, writes.all, prepared)
     seconds = dict(prices.compute_seconds(gm))
     for node in priced:
         wait = next(iter(waits_of(node)), None)  # of coalesced ones, the first

@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 from torch import fx
 
+from ..budget_text import parse_bytes
 from ..errors import InfeasibleBudgetError
 from ..ir import apply_order, copy_graph
-from ..memory import parse_bytes, step_bytes
+from ..memory import step_bytes
 from ..pipeline import PassContext, bucket_keys, row_places
 from ..units import size_text
 from .merge_collectives import merge_by_unit

@@ -5,6 +5,7 @@ or makes. These nodes move with it:
 
 - its wait,
 - the layout nodes (casts, pads, views) between inputs of the graph and its start,
+- what a gather extension computes of a shard in front of its gather, waits of other collectives included,
 - the layout nodes that are made of its result alone,
 
 except those that read memory which some op writes to in place. All other nodes are compute and keep their order.
@@ -99,7 +100,9 @@ def _obstacle(node: fx.Node, writes: Writes, messages: Sequence[fx.Node]) -> str
     return ""
 
 
-def moving_nodes(graph: fx.Graph, movable: list[fx.Node], written: Set[fx.Node]) -> set[fx.Node]:
+def moving_nodes(
+    graph: fx.Graph, movable: list[fx.Node], written: Set[fx.Node], prepared: Set[fx.Node] = frozenset()
+) -> set[fx.Node]:
     """The nodes that move: collectives, their waits, and layout nodes fed by these or by inputs alone.
 
     It uses the data flow alone, so it fits graphs from anywhere; ``rule_order`` relies on the context to know the
@@ -110,14 +113,18 @@ def moving_nodes(graph: fx.Graph, movable: list[fx.Node], written: Set[fx.Node])
         movable: its collectives that can move.
         written: values to whose memory some op writes in place. Their readers stay: elsewhere they would read
             another value.
+        prepared: what is computed of shards alone (:func:`graphshard.pipeline.prepared_nodes`). What collectives need
+            of it moves with them.
     """
     moving = set(movable)
     fixed: set[fx.Node] = set()
     if written:
         fixed = {node for node in graph.nodes if any(touches(one, written) for one in node.all_input_nodes)}
-    rooted: dict[fx.Node, bool] = {}  # layout nodes made of inputs alone
+    rooted: dict[fx.Node, bool] = {}  # layout nodes and prepared ones, made of inputs alone
     for node in graph.nodes:
-        if is_layout(node) and node.all_input_nodes:
+        if is_wait(node) and node in prepared:
+            rooted[node] = node.all_input_nodes[0] in moving
+        elif (is_layout(node) or node in prepared) and node.all_input_nodes and node not in moving:
             rooted[node] = node not in fixed and all(
                 source.op == "placeholder" or rooted.get(source) for source in node.all_input_nodes
             )
@@ -126,7 +133,9 @@ def moving_nodes(graph: fx.Graph, movable: list[fx.Node], written: Set[fx.Node])
         node = pending.pop()
         if rooted.get(node) and node not in moving:
             moving.add(node)
-            pending.extend(node.all_input_nodes)
+            pending.extend(
+                node.all_input_nodes
+            )  # a collective stops it: what that needs is pending by itself
     collectives = set(movable)
     derived: set[fx.Node] = set()
     for node in graph.nodes:

@@ -175,6 +175,6 @@ class _Fitting:
 
     def _decline(self, node: fx.Node, verb: str, where: fx.Node, held_bytes: int) -> None:
         self.declined.append(
-            f"{node.name} ({short_name(node)}) {verb} {where.name}: it holds {held_bytes} bytes, which would "
+            f"{node.name} ({short_name(node)}) {verb} {where.name}: it holds {size_text(held_bytes)}, which would "
             f"raise the peak above {size_text(self._budget_bytes)}"
         )

@@ -7,17 +7,18 @@ tasks that took more than planned or, if none did, for a smaller budget.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
+from ..budget_text import parse_bytes
 from ..cost import GraphPrices
 from ..errors import InfeasibleBudgetError, PlanError
 from ..ir import RowPlace, is_collective, merge_waits, repeated_waits
-from ..memory import UNMEASURED, KernelScratch, MemoryModel, kept_inputs, parse_bytes
+from ..memory import UNMEASURED, KernelScratch, MemoryModel, kept_inputs
 from ..pipeline import KnownPlan, PassResult
 from ..progress import TimeLimit
 from .any_order_bound import any_order_seconds
@@ -74,6 +75,7 @@ def plan_graph(
     wishes: Wishes = NO_WISHES,
     known: KnownPlan | None = None,
     places: Mapping[fx.Node, RowPlace] | None = None,
+    prepared: Set[fx.Node] = frozenset(),
     device_type: str | None = None,
     scratch: KernelScratch = UNMEASURED,
     move_compute: bool = True,
@@ -93,6 +95,7 @@ def plan_graph(
         known: the plan of another rank to follow. Its parts, its buckets and their order are kept; their places
             among compute are kept as far as this graph allows.
         places: where the shards that gathers send lie in memory (``provenance.row_places``).
+        prepared: what is computed of shards for their gathers (``provenance.prepared_nodes``).
         device_type: where the graph will run; None for where its values are.
         scratch: what kernels allocate there for themselves.
         move_compute: whether compute may move beside collectives that compute reads soon.
@@ -110,7 +113,7 @@ def plan_graph(
     budget = None if memory_budget is None else parse_bytes(memory_budget)
     effort = Effort(exact_states=exact_states, polishes=polishes, limit=limit or TimeLimit())
     planner = _Planner(prices=prices, budget=budget, device_type=device_type, scratch=scratch, effort=effort)
-    source = _with_one_wait_each(_Source(gm=gm, wishes=wishes, places=places or {}))
+    source = _with_one_wait_each(_Source(gm=gm, wishes=wishes, places=places or {}, prepared=prepared))
     if known is not None:
         return planner.followed(source, known)
     source, found, best = planner.in_best_order(source, move_compute)
@@ -134,7 +137,7 @@ class _Source:
     """A graph to plan, with what is said of its nodes.
 
     Attributes:
-        gm, wishes, places: as for :func:`plan_graph`.
+        gm, wishes, places, prepared: as for :func:`plan_graph`.
         moves: the moves that were made in the graph that came.
         splits: for each collective that was split: its index in the graph with its compute moved, its name, and the
             number of parts.
@@ -143,13 +146,15 @@ class _Source:
     gm: fx.GraphModule
     wishes: Wishes
     places: Mapping[fx.Node, RowPlace]
+    prepared: Set[fx.Node] = frozenset()
     moves: tuple[Move, ...] = ()
     splits: tuple[tuple[int, str, int], ...] = ()
 
     def on(self, gm: fx.GraphModule, twin: Mapping[fx.Node, fx.Node], **changes: Any) -> _Source:
         """The same for a changed copy of the graph."""
         places = {twin[node]: place for node, place in self.places.items() if node in twin}
-        return replace(self, gm=gm, wishes=self.wishes.on(twin), places=places, **changes)
+        prepared = {twin[node] for node in self.prepared if node in twin}
+        return replace(self, gm=gm, wishes=self.wishes.on(twin), places=places, prepared=prepared, **changes)
 
     def moved(self, moving: Moving, moves: Sequence[Move]) -> _Source:
         """The same with its compute moved."""
@@ -234,6 +239,7 @@ class _Planner:
             budget_bytes=self.budget,
             wishes=source.wishes,
             places=source.places,
+            prepared=source.prepared,
             device_type=self.device_type,
             scratch=self.scratch,
             measures_memory=measures_memory,

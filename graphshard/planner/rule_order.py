@@ -10,13 +10,13 @@ It starts when its reduce-scatter is closed, and is waited for when the next one
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from ..ir import ALL_REDUCE, GATHERS, REDUCE_SCATTERS, UNPACK, group_name, is_collective, is_wait
-from ..pipeline import PassContext, is_accumulation, is_layout, shards_behind
+from ..pipeline import PassContext, is_accumulation, is_layout, prepared_nodes, shards_behind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,8 @@ class Movable:
         reductions: reduce-scatters over the axes that hold shards, in graph order.
         all_reduces: all-reduces, over copies, of the results of ``reductions``, in graph order.
         others: every other collective; these stay between the compute around them.
-        lazy: gathers, what packs them, waits, what unpacks them, and ``all_reduces``.
+        lazy: gathers, what packs them, what extensions compute for them, waits, what unpacks them, and
+            ``all_reduces``.
         named: for a gather, those that the user wants started once it is copied out.
     """
 
@@ -65,7 +66,8 @@ class Movable:
         self.all_reduces = [node for node in second if node.target is ALL_REDUCE]
         known = {*found, *self.reductions, *self.all_reduces}
         self.others = [node for node in collectives if node not in known]
-        self.lazy = _nodes_placed_on_demand(gm.graph, ctx, {*found, *second})
+        prepared = prepared_nodes(gm, ctx)
+        self.lazy = _nodes_placed_on_demand(gm.graph, ctx, {*found, *second}, prepared)
         self.gathers = self._by_first_need(found)
         self.named = self._named_by_user(ctx)
 
@@ -251,13 +253,15 @@ def _second_reductions(graph: fx.Graph, ctx: PassContext, reductions: list[fx.No
     return list(found)
 
 
-def _nodes_placed_on_demand(graph: fx.Graph, ctx: PassContext, moved: set[fx.Node]) -> set[fx.Node]:
-    """The lazy nodes: ``moved``, all waits, and the layout nodes that these or parameters feed.
+def _nodes_placed_on_demand(
+    graph: fx.Graph, ctx: PassContext, moved: set[fx.Node], prepared: Set[fx.Node]
+) -> set[fx.Node]:
+    """The lazy nodes: ``moved``, ``prepared``, all waits, and the layout nodes that these or parameters feed.
 
     It looks parameters up in the context; ``movable_nodes.moving_nodes`` takes graphs from anywhere, and respects
     writes in place.
     """
-    lazy: set[fx.Node] = set(moved)
+    lazy: set[fx.Node] = moved | prepared
     for node in graph.nodes:
         if is_wait(node):
             lazy.add(node)

@@ -11,6 +11,7 @@ from torch import fx
 
 from ..cost import collective_kind
 from ..ir import RowPlace, apply_order, copy_graph, is_collective, is_wait
+from ..pipeline import is_layout
 from .from_graph import GraphProblem
 from .merge_collectives import merge_gathers, merge_reductions
 from .search import Step, simulate
@@ -109,8 +110,16 @@ class _Order:
                     pending.append(user)
 
     def _packs(self, node: fx.Node) -> bool:
-        """Whether only starts of collectives read a node: it is then placed with them."""
-        return bool(node.users) and all(is_collective(user) for user in node.users)
+        """Whether a node is there for starts of collectives: it is then placed with them. It may be saved, too."""
+        if is_layout(node):
+            return bool(node.users) and all(is_collective(user) for user in node.users)
+        return self._leads_to_starts(node)
+
+    def _leads_to_starts(self, node: fx.Node) -> bool:
+        readers = [user for user in node.users if user.op != "output"]
+        if not readers or node in self._fixed or is_wait(node):
+            return False
+        return all(is_collective(user) or self._leads_to_starts(user) for user in readers)
 
 
 def _check_order(order: Sequence[fx.Node]) -> None:

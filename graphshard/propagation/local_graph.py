@@ -42,6 +42,7 @@ from ..ir import (
     recompute_tags,
     tensors_of,
 )
+from ..units import size_text
 from .added_rows import AddedRows, added_rows
 from .rules import OpRules, Verdict, reads_type_alone
 from .values import PlacedValue
@@ -347,7 +348,7 @@ class LocalGraph:
                 sent += bytes_sent(call, value.whole.dtype) or 0
         place = _module_of(node)
         where = f" in {place}" if place else ""
-        self._gathered[f"{node.target}{where} {reason}: its inputs are gathered ({sent} bytes)"] += 1
+        self._gathered[f"{node.target}{where} {reason}: its inputs are gathered ({size_text(sent)})"] += 1
 
 
 def _lies_otherwise(value: PlacedValue) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Collection, Iterable, Sequence
 
-from ..units import size_text, time_text
+from ..units import count_text, size_text, time_text
 from .data import Exposure, Report
 
 _LANES = {
@@ -37,16 +37,9 @@ def heading(report: Report) -> str:
     mesh = ", ".join(f"{name}={size}" for name, size in report.mesh.items())
     what = "Graph"
     if report.model is not None:
-        what = f"{report.model.name}, {_count(report.model.num_elements)} parameters"
+        what = f"{report.model.name}, {count_text(report.model.num_elements)} parameters"
     where = f"{report.num_ranks} \N{MULTIPLICATION SIGN} {report.hardware}"
     return f"{what}, on {where} ({mesh})" if mesh else f"{what}, on {where}"
-
-
-def _count(number: int) -> str:
-    for unit, size in (("billion", 1e9), ("million", 1e6), ("thousand", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return str(number)
 
 
 def asked(report: Report) -> str:

@@ -6,7 +6,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..units import size_text, time_text
+from ..units import count_text, size_text, time_text
 from .data import Report
 
 
@@ -33,7 +33,7 @@ def summary(report: Report) -> RenderableType:
 def _head(report: Report) -> Text:
     mesh = " x ".join(f"{name}={size}" for name, size in report.mesh.items()) or "groups of the graph"
     name = report.model.name if report.model else "graph"
-    what = f", {report.model.num_elements / 1e9:.4g} billion parameters" if report.model else ""
+    what = f", {count_text(report.model.num_elements)} parameters" if report.model else ""
     lines = [
         f"{name}{what}, {mesh}, {report.hardware}",
         f"step {time_text(report.step_seconds)}: compute {time_text(report.compute_seconds)}, exposed "

@@ -11,9 +11,9 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from ..backend import JOINT_PIPELINE, cross_boundary
+from ..backend import JOINT_PIPELINE, Boundary, enter_boundary
 from ..errors import CaptureError
-from ..ir import copy_graph
+from ..ir import RESHARD, UNSHARD, copy_graph
 from ..passes import LowerShards
 from ..pipeline import PassContext, Pipeline, context_from_shard_ops, pieces_of, read_shards_as_they_are
 
@@ -55,13 +55,15 @@ def capture_graphs(
         full_checks: recompute every fake value when TYPED is checked.
 
     Raises:
-        CaptureError: the model runs no op of torch.
+        CaptureError: the model runs no op of torch, or nothing of it is sharded.
     """
     found: list[CapturedGraphs] = []
+    boundaries: list[Boundary] = []
 
     def take(gm: fx.GraphModule) -> None:
         read_shards_as_they_are(gm)
-        context = context_from_shard_ops(gm, full_checks=full_checks)
+        extended = boundaries[-1].extended_inputs(gm.graph)
+        context = context_from_shard_ops(gm, full_checks=full_checks, extended=extended)
         captured = copy_graph(gm)
         pipeline.run(gm, context)
         context = replace(context, pieces=pieces_of(gm))
@@ -88,7 +90,8 @@ def capture_graphs(
         compile_aot = aot_autograd(
             fw_compiler=lambda graph, _: graph, inference_compiler=infer, partition_fn=partition
         )
-        cross_boundary(gm, inputs, compile_aot)
+        boundaries.append(enter_boundary(gm, inputs))
+        compile_aot(gm, boundaries[-1].inputs)
         raise _CapturedAll
 
     torch._dynamo.reset()
@@ -102,7 +105,16 @@ def capture_graphs(
         raise CaptureError(
             "nothing was captured: the model runs no op of torch; it must compute with its inputs"
         )
+    if not boundaries[0].crossings and not _has_shard_ops(found[0].captured):
+        raise CaptureError(
+            "nothing of the model is sharded, so its graphs hold no gathers to test passes on: call "
+            "graphshard.fully_shard on the model first, or use graphshard.inspect for a plain model"
+        )
     return found[0]
+
+
+def _has_shard_ops(gm: fx.GraphModule) -> bool:
+    return any(node.target in (UNSHARD, RESHARD) for node in gm.graph.nodes)
 
 
 class _CapturedAll(Exception):  # noqa: N818 - control flow, not an error

@@ -187,7 +187,11 @@ def test_a_table_is_aligned():
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["inspect", "--help"], ["inspect"], ["sweep"], ["cards"], ["cards", "h100-sxm"], ["diff"]],
+    [
+        ["--help"], ["inspect", "--help"], ["inspect"], ["sweep"], ["cards"], ["cards", "h100-sxm"], ["diff"],
+        ["inspect", "m:f", "--memory-budget", "60"], ["inspect", "m:f", "--hardware", "h1000"],
+        ["sweep", "m:f", "--memory-budget", "lots"],
+    ],
     ids=str,
 )
 def test_what_needs_no_torch_does_not_wait_for_it(arguments):

@@ -37,7 +37,7 @@ def test_everything_is_written(here, capsys, monkeypatch):
     outputs = ["--html", "report.html", "--text", "out.txt", "--trace", "trace.json", "--json", "report.json"]
     assert main([*GOOD, "--unit", "first", "--unit", "second", "--micro-batches", "2", *outputs]) == 0
     printed = capsys.readouterr()
-    assert "Model, 7.6e-08 billion parameters, shard=4, round" in printed.out
+    assert "Model, 76 parameters, shard=4, round" in printed.out
     for title in ("Time", "Memory of a rank at its peak", "Collectives of a step", "Costliest exposures"):
         assert f"\n{title}" in printed.out
     assert printed.out.endswith("wrote report.html\nwrote out.txt\nwrote trace.json\nwrote report.json\n")

@@ -250,7 +250,7 @@ def test_report_names_ops_without_a_rule_and_what_they_cost():
     report = run_pass(PropagateSharding(), _odd_ops()[0], CONTEXT).report
     (text,) = [text for text in report.skipped if "cdist" in text]
     # Four rows of five columns of float64 for the other rank, padding included.
-    assert text == "aten._cdist_forward.default has no sharding rule: its inputs are gathered (160 bytes)"
+    assert text == "aten._cdist_forward.default has no sharding rule: its inputs are gathered (160 B)"
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,13 @@
 """tag_recompute: what the partitioner keeps and what it gathers again."""
 
 import operator
-from dataclasses import replace
 
 import pytest
 from support.all_ranks import assert_same, run_halves, run_joint, step_inputs
 from support.small_graphs import GraphBuilder, ParameterSpec, aten, run_pass, run_twice, text_of, unshard
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graphshard.ir.params import UnshardCall
+from graphshard.ir.params import ExtendedInputs, UnshardCall
 from graphshard.ir.shard_ops import UNSHARD
 from graphshard.passes import MergeUnshards, TagRecompute
 from graphshard.pipeline.context import context_from_shard_ops
@@ -87,7 +86,8 @@ def _tagged(*, reshard: bool = True, rescale=None) -> dict[str, CheckpointPolicy
         scales = rescale(build, scales, own_scale)
     full = build(aten.mul.Tensor, payload, scales)
     gm = build.finish(build(aten.mm.default, x, build(aten.t.default, full)))
-    context = replace(context_from_shard_ops(gm), held=frozenset({held.name}))
+    own = ExtendedInputs(name="w", shape=(4, 2), carrier="", inner=(held.name,))
+    context = context_from_shard_ops(gm, extended=[own])
     record = run_pass(TagRecompute(), gm, context, *MergeUnshards.provides)
     assert record.report.counts == {"recomputed": 2 * reshard, "saved": 2 * (not reshard)}
     return {node.name: node.meta.get("recompute") for node in gm.graph.nodes if node.op == "call_function"}

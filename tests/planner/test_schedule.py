@@ -14,6 +14,7 @@ from support.small_graphs import GraphBuilder, aten, text_of
 from support.thorough import examples
 from support.torch_versions import NEEDS_MESSAGES
 
+from graphshard.budget_text import parse_bytes
 from graphshard.errors import (
     InfeasibleBudgetError,
     OptionError,
@@ -33,7 +34,6 @@ from graphshard.ir.collectives import (
 )
 from graphshard.ir.custom_collectives import ALL_REDUCE_HOOK
 from graphshard.ir.rewrite import copy_graph
-from graphshard.memory.budget import parse_bytes
 from graphshard.memory.kept_inputs import kept_inputs
 from graphshard.memory.model import memory_timeline
 from graphshard.pipeline.context import PassContext

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graphshard
 
+CARD = "cpu-loopback"
 Run = Callable[..., list[Any]]
 aten = torch.ops.aten
 
@@ -82,12 +83,13 @@ def _loss(output: Tensor) -> Tensor:
 
 
 def train_compiled(folder: str) -> list[tuple[str, str, str, int]]:
-    """Compiled, losses, gradients and weights are those of the uncompiled model; the codes are what is gathered."""
+    """Compiled, losses, gradients and weights are those of the uncompiled model; the codes are what is gathered.
+
+    With a card too, where casts and gathers move, and buckets hold codes of several blocks.
+    """
     dump = {"dump": folder} if dist.get_rank() == 0 else {}
-    for rows, is_checkpointed in ((6, False), (5, True)):
-        expected, found = (
-            _train(each, rows, is_checkpointed, **(dump if rows == 6 else {})) for each in GRAPHSHARD
-        )
+    for rows, is_checkpointed, options in ((6, False, dump), (5, True, {}), (6, False, {"hardware": CARD})):
+        expected, found = (_train(each, rows, is_checkpointed, **options) for each in GRAPHSHARD)
         assert_close(found, expected, rtol=1e-5, atol=1e-6)
     return _inspected(6)
 
@@ -105,6 +107,7 @@ def test_an_extension_is_traced(run_on_gloo_ranks: Run, tmp_path: Path) -> None:
         (text,) = (path.read_text() for path in tmp_path.glob(f"graph0.{half}.*-bucket_collectives.txt"))
         run = sorted(_gathered_bytes(line) for line in text.splitlines() if "= all_gather_into_tensor(" in line)
         assert sorted(size for name, kind, _, size in inspected if (name, kind) == (half, "all_gather")) == run
+        assert text.count("= all_gather_into_tensor(") <= 6, "a bucket a unit and dtype"
     assert {unit for _, _, unit, _ in inspected} == {"0", "root"}
 
 

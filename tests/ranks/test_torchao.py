@@ -92,11 +92,12 @@ def train_float8(folder: str) -> None:
         (True, None),
         (True, precompute_float8_dynamic_scale_for_fsdp),
     ):
-        options = {"dump": folder} if after_step is not None and dist.get_rank() == 0 else {}
-        expected, found = (
-            _train(partial(_float8, gathers_float8), each, after_step, **options) for each in GRAPHSHARD
-        )
-        assert_close(found, expected, rtol=1e-4, atol=1e-6)
+        dump = {"dump": folder} if after_step is not None and dist.get_rank() == 0 else {}
+        for options in (dump, {"hardware": "cpu-loopback"}):
+            expected, found = (
+                _train(partial(_float8, gathers_float8), each, after_step, **options) for each in GRAPHSHARD
+            )
+            assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_float8_training(run_on_gloo_ranks: Run, tmp_path: Path) -> None:
@@ -199,6 +200,7 @@ def _mean_square(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torchao's functions
 def test_inspection_shows_what_travels() -> None:
     """float8 has an all-reduce for each scale; NF4 travels as it is held."""
     float8 = _inspected(_float8(True))

@@ -1,10 +1,12 @@
 """What `graphshard.testing.capture_graphs` takes."""
 
+import pytest
 import torch
 from support.small_graphs import GraphBuilder, ParameterSpec, aten, num_targets, unshard
 from torch import Tensor, nn
 
 import graphshard
+from graphshard.errors import CaptureError
 from graphshard.ir.collectives import ALL_GATHER
 from graphshard.pipeline.context import context_from_shard_ops, read_shards_as_they_are
 from graphshard.testing import capture_graphs
@@ -28,6 +30,13 @@ def test_a_graph_with_a_constant(fake_group):
     graphs = capture_graphs(model, torch.randn(2, 4))
     assert len(graphs.captured.graph.find_nodes(op="get_attr")) == 1
     assert num_targets(graphs.forward, ALL_GATHER) == 2
+
+
+def test_an_unsharded_model_is_an_error(fake_group):
+    with pytest.raises(CaptureError, match=r"nothing of the model is sharded.*graphshard.fully_shard.*inspect"):
+        capture_graphs(nn.Linear(4, 4), torch.randn(2, 4))
+    alone = graphshard.fully_shard(nn.Linear(4, 4), mesh=fake_group(1))
+    assert num_targets(capture_graphs(alone, torch.randn(2, 4)).forward, ALL_GATHER) == 0
 
 
 def test_shards_are_read_as_they_are():
