@@ -54,9 +54,17 @@ def test_ways_of_measured_times():
     assert model.collective_ways("all_gather", 10, "shard") == (0.0, (((0.5, 0.0),),))
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(("overlapped", "spread"), [(0.0, 0.0), (5e-6, 0.0), (5e-6, 4e-5)])
-@pytest.mark.parametrize("plan", ["unit", "auto"])
+@pytest.mark.parametrize(
+    ("plan", "overlapped", "spread"),
+    [
+        ("unit", 0.0, 0.0),
+        ("unit", 5e-6, 0.0),
+        ("unit", 5e-6, 4e-5),
+        pytest.param("auto", 0.0, 0.0, marks=pytest.mark.slow),
+        pytest.param("auto", 5e-6, 0.0, marks=pytest.mark.slow),
+        ("auto", 5e-6, 4e-5),
+    ],
+)
 def test_the_schedule_gives_the_step_again(plan, overlapped, spread):
     card = round_card(overlapped_latency_seconds=overlapped, collective_spread_seconds=spread)
     report = inspect_llama(plan=plan, micro_batches=2, hardware=card)
