@@ -33,7 +33,14 @@ def _chosen(budget, waiting=UNITS, **options):
 
 
 @pytest.mark.parametrize(
-    ("budget", "kept"), [(200_000, 0), (220_000, 1), (236_000, 2), (252_000, 3), (2**30, 4)]
+    ("budget", "kept"),
+    [
+        (200_000, 0),
+        pytest.param(220_000, 1, marks=pytest.mark.slow),
+        (236_000, 2),
+        pytest.param(252_000, 3, marks=pytest.mark.slow),
+        (2**30, 4),
+    ],
 )
 def test_as_many_are_kept_as_fit(budget, kept):
     assert _chosen(budget) == UNITS[len(UNITS) - kept :]
@@ -229,7 +236,9 @@ class _Unused(WithHead):
         return self.head(x).square().mean()
 
 
-@pytest.mark.parametrize(("owner", "is_whole"), [("root", True), ("block", True), ("unit", False)])
+@pytest.mark.parametrize(
+    ("owner", "is_whole"), [("root", True), pytest.param("block", True, marks=pytest.mark.slow), ("unit", False)]
+)
 def test_a_parameter_that_nothing_reads_is_no_other_graph(fake_group, tmp_path, owner, is_whole):
     """A unit that nothing reads may be another graph's: nothing stays gathered beside it."""
     torch.compiler.reset()

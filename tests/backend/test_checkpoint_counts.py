@@ -76,15 +76,21 @@ def _num_saved_activations(graphs: CapturedGraphs) -> int:
     return _saved_shapes(graphs).count((2, 7))
 
 
-@pytest.mark.parametrize("reshard", [True, False, None])
-@pytest.mark.parametrize("form", TRACEABLE)
+@pytest.mark.parametrize(
+    ("form", "reshard"),
+    [
+        pytest.param(form, reshard, marks=[pytest.mark.slow] if reshard is not True and form != "function" else [])
+        for form in TRACEABLE
+        for reshard in (True, False, None)
+    ],
+)
 def test_collectives_per_step(captured_on_2, form, reshard):
     graphs = captured_on_2(form, reshard)
     backward_gathers = {True: NUM_BLOCKS + 1, False: 0, None: NUM_BLOCKS}[reshard]
     assert _num_collectives(graphs) == (NUM_BLOCKS + 1, backward_gathers, NUM_BLOCKS + 1)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_checkpointed_activations_are_not_saved(captured_on_2, reshard):
     for form in TRACEABLE:
         expected = NUM_BLOCKS if form in ("none", "selective") else 0
@@ -98,7 +104,10 @@ def test_no_full_parameter_is_saved_when_resharding(captured_on_2, form):
     assert not full & {math.prod(shape) for shape in _saved_shapes(graphs)}
 
 
-@pytest.mark.parametrize("form", ["method", "submodule", "wrapper"])
+@pytest.mark.parametrize(
+    "form",
+    [pytest.param("method", marks=pytest.mark.slow), "submodule", pytest.param("wrapper", marks=pytest.mark.slow)],
+)
 def test_shards_in_checkpointed_regions_enter_padded(fake_group, form):
     """Rank 3 of 4 has no row of the 5: it must trace the graph of the others all the same."""
     texts = []
@@ -116,7 +125,7 @@ def test_shards_in_checkpointed_regions_enter_padded(fake_group, form):
 @pytest.mark.parametrize("form", ["wrapper", "wrapper_unit"])
 def test_wrapper_is_no_part_of_names(captured_on_2, fake_group, form):
     plain = [name for name, _ in build_checkpointed("none").named_parameters()]
-    graphs = captured_on_2(form, None)
+    graphs = captured_on_2(form, True)
     assert {binding.name for binding in graphs.context.parameters} == set(plain)
     assert {binding.unit for binding in graphs.context.parameters} == UNITS
     assert list(_sharded(form, fake_group(2), None).state_dict()) == plain
@@ -127,7 +136,7 @@ def _saved_numel(graphs: CapturedGraphs) -> int:
     return sum(math.prod(shape) for shape in _saved_shapes(graphs) if shape[0] == 2)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_activation_memory_budget(fake_group, reshard):
     """The budget decides on activations; what is gathered again stays as the unit says.
 

@@ -389,9 +389,9 @@ def test_kernels_write_over_what_dies_under_a_budget_unless_the_user_forbids_it(
 @pytest.mark.parametrize(
     "options",
     [
-        {"bucket": "unit"},
+        pytest.param({"bucket": "unit"}, marks=pytest.mark.slow),
         {"bucket": "none"},
-        {"bucket": "unit", "hardware": "cpu-ethernet-1g"},
+        pytest.param({"bucket": "unit", "hardware": "cpu-ethernet-1g"}, marks=pytest.mark.slow),
         {"bucket": "none", "hardware": "cpu-ethernet-1g", "memory_budget": "1GB"},
         {"bucket": "auto", "hardware": "cpu-ethernet-1g"},
     ],

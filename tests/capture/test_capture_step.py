@@ -70,6 +70,7 @@ def _computation(text: str) -> list[str]:
     return sorted(digests)
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("name", ["two_linears", "tied_embedding", "blocks_2", "blocks_3"])
 def test_graphs_are_those_of_training(name, fake_group, tmp_path):
     captured = capture_step(MODELS[name](), [example_batch(name)], rules=_rules(name), loss=_mean_square)
@@ -120,6 +121,7 @@ def test_placed_graphs_are_those_of_training(fake_group, tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("name", list(UNITS))
 def test_numbers_are_those_of_the_unsharded_model(name, num_ranks):

@@ -55,8 +55,10 @@ def test_the_script_ends_with_the_status_and_without_a_last_collection(arguments
     ("arguments", "status", "out", "err"),
     [
         (["--help"], 0, "usage: graphshard [-h] SUBCOMMAND", ""),
-        (["prune"], 2, "", "graphshard: error: argument SUBCOMMAND: invalid choice: 'prune'"),
-        (["cards"], 0, "h100-sxm", ""),
+        pytest.param(
+            ["prune"], 2, "", "graphshard: error: argument SUBCOMMAND: invalid choice: 'prune'", marks=pytest.mark.slow
+        ),
+        pytest.param(["cards"], 0, "h100-sxm", "", marks=pytest.mark.slow),
         (["cards", "h1000"], 2, "", "graphshard cards: no hardware card 'h1000'"),
     ],
     ids=["help", "unknown", "cards", "mistake"],

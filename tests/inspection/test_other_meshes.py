@@ -54,9 +54,17 @@ def test_ways_of_measured_times():
     assert model.collective_ways("all_gather", 10, "shard") == (0.0, (((0.5, 0.0),),))
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize(("overlapped", "spread"), [(0.0, 0.0), (5e-6, 0.0), (5e-6, 4e-5)])
-@pytest.mark.parametrize("plan", ["unit", "auto"])
+@pytest.mark.parametrize(
+    ("plan", "overlapped", "spread"),
+    [
+        ("unit", 0.0, 0.0),
+        ("unit", 5e-6, 0.0),
+        ("unit", 5e-6, 4e-5),
+        pytest.param("auto", 0.0, 0.0, marks=pytest.mark.slow),
+        pytest.param("auto", 5e-6, 0.0, marks=pytest.mark.slow),
+        ("auto", 5e-6, 4e-5),
+    ],
+)
 def test_the_schedule_gives_the_step_again(plan, overlapped, spread):
     card = round_card(overlapped_latency_seconds=overlapped, collective_spread_seconds=spread)
     report = inspect_llama(plan=plan, micro_batches=2, hardware=card)
@@ -76,7 +84,7 @@ def test_a_step_is_shorter_where_latencies_pass_side_by_side(llama):
     assert neutral(report).prices[0].overlapped_seconds == 5e-6
 
 
-@pytest.mark.parametrize("plan", ["unit", "auto"])
+@pytest.mark.parametrize("plan", ["unit", pytest.param("auto", marks=pytest.mark.slow)])
 def test_the_schedule_gives_the_step_again_where_transfers_overlap(llama, plan):
     report = inspect_llama(plan=plan, micro_batches=2, hardware=measured_card())
     step, exposed = replay(report, neutral(report))
@@ -117,7 +125,9 @@ def test_a_step_is_longer_where_ends_are_spread(llama):
         assert one.reason.startswith("on average it ends ") and one.remedy
 
 
-@pytest.mark.parametrize(("bandwidth", "latency"), [(0.25, 1.0), (1.0, 8.0), (50.0, 0.1)])
+@pytest.mark.parametrize(
+    ("bandwidth", "latency"), [(0.25, 1.0), (1.0, 8.0), pytest.param(50.0, 0.1, marks=pytest.mark.slow)]
+)
 def test_other_links_give_what_inspecting_with_them_gives(llama, bandwidth, latency):
     """The schedule of the passes does not depend on prices, so rescaling is exact."""
     again = inspect_llama(micro_batches=2, hardware=with_links(round_card(), bandwidth, latency))

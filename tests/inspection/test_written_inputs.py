@@ -149,6 +149,7 @@ def test_the_loss_is_what_the_model_returns_and_each_gradient_is_that_of_its_par
     assert len(written) == len(WRITTEN[kind])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", list(WRITTEN))
 @pytest.mark.parametrize("plan", ["unit", "auto"])
 def test_steps_are_inspected(kind, plan):
@@ -171,7 +172,7 @@ def test_buffers_that_are_written_add_their_bytes_and_no_communication():
     assert written.halves[0].seconds > plain.halves[0].seconds
 
 
-@pytest.mark.parametrize("kind", [Normalised, Quantised, Prints])
+@pytest.mark.parametrize("kind", [Normalised, pytest.param(Quantised, marks=pytest.mark.slow), Prints])
 def test_models_are_swept(kind):
     swept = graphshard.sweep(
         lambda batch: (kind(), [torch.randn(batch, 6)], {}),
@@ -187,7 +188,7 @@ def test_formulas_of_a_model_that_is_normalised():
     assert found.checked
 
 
-@pytest.mark.parametrize("kind", [Normalised, Spectral, Prints])
+@pytest.mark.parametrize("kind", [Normalised, pytest.param(Spectral, marks=pytest.mark.slow), Prints])
 def test_sharded_models_and_exported_programs_cost_the_same(kind, fake_group):
     expected = _inspect(kind(), mesh={"shard": 2}, units=[])
     sharded = graphshard.fully_shard(kind(), mesh=fake_group(2))

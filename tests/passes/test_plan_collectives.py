@@ -446,6 +446,7 @@ def test_pipeline_text_reads_back():
     assert again.passes == pipeline.passes
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("prices", [DEAR, CHEAP], ids=["dear", "cheap"])
 @pytest.mark.parametrize(("name", "num_ranks"), [("two_linears", 4), ("blocks_2", 2), ("tied_embedding", 2)])
@@ -558,7 +559,9 @@ def test_without_merging_nothing_is_split(captured, all_over_large):
     assert not run_pass(PlanCollectives(merge=False), gm, ctx, *HELD).report.planned.plan.splits
 
 
-@pytest.mark.parametrize("name", ["two_linears", "called_thrice", "tied_embedding"])
+@pytest.mark.parametrize(
+    "name", ["two_linears", pytest.param("called_thrice", marks=pytest.mark.slow), "tied_embedding"]
+)
 def test_parity_of_what_is_split(captured, all_over_large, name):
     graphs, planned = captured(name, 2), {}
     for half in ("forward", "backward"):

@@ -244,7 +244,7 @@ def test_trains_like_unsharded(run_on_gloo_ranks, implementation, form, reshard_
     [
         pytest.param("function", False, marks=pytest.mark.slow),
         ("method", True),
-        ("submodule", None),
+        pytest.param("submodule", None, marks=pytest.mark.slow),
         ("selective", True),
         pytest.param("wrapper", True, marks=pytest.mark.slow),
     ],
@@ -295,6 +295,7 @@ def test_compiling_the_units(run_on_gloo_ranks, form):
     run_on_gloo_ranks(2, compile_checkpointed_unit, form)
 
 
+@pytest.mark.compiles("True")
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
 @pytest.mark.parametrize(
     ("implementation", "form"),

@@ -68,6 +68,7 @@ def train(implementation: str, dtype: torch.dtype, options: dict[str, Any], num_
         assert_close(param.full_tensor(), expected, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.compiles("complex64")
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
 @pytest.mark.parametrize("implementation", GRAPHSHARD)
 def test_training_is_that_of_the_unsharded_model(run_on_gloo_ranks, implementation, dtype):

@@ -49,7 +49,7 @@ def tell_of_breaks(places: int) -> None:
         assert f"{__file__}:{number}: " in text and "gathered twice" in text
 
 
-@pytest.mark.parametrize("places", [0, 1, 2])
+@pytest.mark.parametrize("places", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_breaks_are_told_once(run_on_gloo_ranks: Run, places: int) -> None:
     run_on_gloo_ranks(2, tell_of_breaks, places)
 

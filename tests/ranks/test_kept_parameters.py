@@ -294,7 +294,7 @@ def accumulate_cubes(reshard_after_forward: bool | int, dtype: torch.dtype | Non
         reference.zero_grad()
 
 
-@pytest.mark.compiles("2-False-None", "2-True", "4-2")
+@pytest.mark.compiles("2-False-None", "2-True")
 @pytest.mark.inductor
 @pytest.mark.parametrize(
     ("num_ranks", "reshard_after_forward", "dtype"),

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from support.allocations import peak_bytes
 from support.implementations import compile_if_asked, shard_units
+from support.thorough import is_thorough
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -18,6 +19,11 @@ from graphshard.memory.model import BACKEND_COPIES
 
 PIECE = 64 * 1024
 """Elements: large enough that nothing else a collective allocates matters."""
+
+
+def _num_measured() -> int:
+    """Steps whose allocations are recorded: in a thorough run enough to see what happens in one step of many."""
+    return 20 if is_thorough() else 6
 
 
 def _copies_of_gloo() -> dict[str, int]:
@@ -89,7 +95,7 @@ def _peaks_of_steps(
 
     for _ in range(2):
         step()
-    return [peak_bytes(step) for _ in range(20)]
+    return [peak_bytes(step) for _ in range(_num_measured())]
 
 
 def _lowest_peak(folder: str, num_results: int, block: Callable[[int], nn.Module]) -> int:
@@ -134,7 +140,7 @@ def _convolution_step(folder: str, memory_budget: int) -> tuple[int, int]:
     held = []
     for run in (step, infer):
         run()
-        held.append(4 * (shards + inputs.numel()) + max(peak_bytes(run) for _ in range(20)))
+        held.append(4 * (shards + inputs.numel()) + max(peak_bytes(run) for _ in range(_num_measured())))
     return held[0], held[1]
 
 
@@ -221,7 +227,7 @@ def _language_step(dtype: torch.dtype, memory_budget: int) -> int:
 
     for _ in range(2):
         step()
-    return 4 * shards + tokens.nbytes + max(peak_bytes(step) for _ in range(20))
+    return 4 * shards + tokens.nbytes + max(peak_bytes(step) for _ in range(_num_measured()))
 
 
 def _language_within(dtype: torch.dtype) -> tuple[int, int]:
@@ -232,13 +238,10 @@ def _language_within(dtype: torch.dtype) -> tuple[int, int]:
     return budget, _language_step(dtype, budget)
 
 
+@pytest.mark.slow
 @pytest.mark.inductor
 @pytest.mark.parametrize(
-    ("dtype", "least"),
-    [
-        pytest.param(torch.float32, 0.99, id="f32", marks=pytest.mark.slow),
-        pytest.param(torch.bfloat16, 0.7, id="bf16"),
-    ],
+    ("dtype", "least"), [pytest.param(torch.float32, 0.99, id="f32"), pytest.param(torch.bfloat16, 0.7, id="bf16")]
 )
 def test_logits_are_counted_once(run_on_gloo_ranks, dtype, least):
     """Beside the step, the loss and its gradient are held; of bfloat16's products the most they may take is counted."""

@@ -65,7 +65,7 @@ def test_uncompiled_like_fsdp2(run_on_gloo_ranks, policy_name):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("policy_name", ["bf16 reduced in fp32", "fp16"])
+@pytest.mark.parametrize("policy_name", ["bf16 reduced in fp32", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_compiled_like_fsdp2(run_on_gloo_ranks, policy_name):
     run_on_gloo_ranks(2, _train, "compiled", policy_name)
 

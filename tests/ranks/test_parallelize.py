@@ -100,8 +100,9 @@ def test_trains_like_the_unsharded_model(run_on_gloo_ranks):
     run_on_gloo_ranks(4, train_several, ["llama along the sequence"], "compiled", (2, 2), 3)
 
 
-def test_ready_plans(run_on_gloo_ranks):
-    run_on_gloo_ranks(4, train_several, ["ready gpt-sequence", "ready vit"], "compiled", (2, 2), 1)
+@pytest.mark.parametrize("name", ["ready gpt-sequence", pytest.param("ready vit", marks=pytest.mark.slow)])
+def test_ready_plans(run_on_gloo_ranks, name):
+    run_on_gloo_ranks(4, train_several, [name], "compiled", (2, 2), 1)
 
 
 @pytest.mark.slow
@@ -110,9 +111,10 @@ def test_ten_steps_of_every_model(run_on_gloo_ranks, name):
     run_on_gloo_ranks(4, train_several, [name], "compiled", (2, 2), 10)
 
 
-def test_four_ranks_of_tensor_parallelism(run_on_gloo_ranks):
+@pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.slow), "llama with three heads"])
+def test_four_ranks_of_tensor_parallelism(run_on_gloo_ranks, name):
     """Widths and three heads that four ranks do not divide; one key head for all; columns of an embedding."""
-    run_on_gloo_ranks(4, train_several, ["mlp", "llama with three heads"], "compiled", (1, 4), 2)
+    run_on_gloo_ranks(4, train_several, [name], "compiled", (1, 4), 2)
 
 
 def test_copies_beside_tensor_parallelism(run_on_gloo_ranks):

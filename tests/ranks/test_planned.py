@@ -162,7 +162,6 @@ def test_gathers_as_fsdp1_prefetches_and_limits_them(run_on_gloo_ranks, prefetch
     run_on_gloo_ranks(2, train_planned, "mlp_16_17_8", 2, options)
 
 
-@pytest.mark.inductor
 @pytest.mark.parametrize("bucket", ["unit", "none"])
 def test_placed_by_cost_within_a_budget(run_on_gloo_ranks, bucket):
     options = {"hardware": SLOW_LINK, "bucket": bucket, "memory_budget": "1MB"}

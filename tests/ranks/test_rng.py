@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.checkpointed_models import build_checkpointed, units_of
-from support.implementations import EVERY, compile_if_asked, shard_units
+from support.implementations import EVERY, UNCOMPILED, compile_if_asked, shard_units
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -83,7 +83,7 @@ def test_one_rank_draws_what_unsharded_draws(run_on_gloo_ranks, implementation, 
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("implementation", EVERY)
+@pytest.mark.parametrize("implementation", [*UNCOMPILED, pytest.param("compiled", marks=pytest.mark.slow)])
 def test_seeds_of_ranks(run_on_gloo_ranks, implementation):
     """One seed, one mask; a seed of its own, a mask of its own."""
     results = run_on_gloo_ranks(2, draw_on_ranks, implementation, "none")

@@ -53,7 +53,7 @@ def train_after_assignment(workload: str) -> list[bool]:
     return neighbours
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_units_are_sent_as_they_lie(run_on_gloo_ranks, dtype):
     for neighbours in run_on_gloo_ranks(2, train, "transformer", "compiled", dtype):
         assert neighbours and all(neighbours)

@@ -6,7 +6,6 @@ from support.parity import train_in_lockstep
 slow = pytest.mark.slow
 
 
-@pytest.mark.inductor
 @pytest.mark.parametrize(
     ("implementation", "workload"),
     [

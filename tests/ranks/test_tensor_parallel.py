@@ -266,17 +266,15 @@ def init_on_meta(implementation: str) -> None:
 
 
 def count_collectives(tmp_path: str) -> tuple[list[str], list[str]]:
-    """The collectives of the planned forward and backward, one a line, of a compiled 2x2 model."""
+    """The collectives of the planned forward and backward, one a line, of a compiled 2x2 model that trains."""
     from pathlib import Path
 
     folder = Path(tmp_path) / str(dist.get_rank())
     torch.manual_seed(42)
     workload, mesh = stack_workload(*EVEN), two_dim_mesh()
-    model = workload.build()
     arrangement = arrange(workload, mesh, mesh["dp"], "sequence", reshard_after_forward=True)
-    arrangement.shard(pick_fully_shard("compiled"), model)
-    forward = compile_if_asked("compiled", model, dump=str(folder), verify="full")
-    workload.loss(forward, workload.batch_of(arrangement.batch_index, 0)).backward()
+    options = {"dump": str(folder), "verify": "full"}
+    train_on_mesh(workload, "compiled", arrangement, num_steps=2, options=options)
     found = []
     for half in ("forward", "backward"):
         for stage in ("0-partitioned", "*-schedule_collectives"):
@@ -406,7 +404,12 @@ def test_training_as_on_torch_2_11(run_on_gloo_ranks):
 
 
 @pytest.mark.parametrize(
-    ("plan", "sizes"), [pytest.param("layers", UNEVEN, marks=pytest.mark.slow), ("sequence", EVEN)]
+    ("plan", "sizes"),
+    [
+        pytest.param("layers", UNEVEN, marks=pytest.mark.slow),
+        # trained beside its collectives, below
+        pytest.param("sequence", EVEN, marks=pytest.mark.slow),
+    ],
 )
 def test_compiled_two_dim_training(run_on_gloo_ranks, plan, sizes):
     run_on_gloo_ranks(4, train_two_dim, "compiled", plan, sizes)
@@ -470,6 +473,7 @@ def test_norms_on_mixed_meshes(run_on_gloo_ranks, implementation):
 
 
 def test_tensor_parallel_collectives_are_left_alone(run_on_gloo_ranks, tmp_path):
+    """And the compiled model trains like the unsharded one."""
     by_rank = run_on_gloo_ranks(4, count_collectives, str(tmp_path))
     assert all(found == by_rank[0] for found in by_rank)
     check_collectives(by_rank[0])
