@@ -101,6 +101,13 @@ def _build_unsharded(source: ModuleType, model: nn.Module, site: Site) -> Traine
     return Trainer(forward=torch.compile(model), loss=loss, module=model, optimizer=_adamw(model))
 
 
+def _build_regions(source: ModuleType, model: nn.Module, site: Site) -> Trainer:
+    """Blocks share one region, which Inductor compiles once."""
+    block = type(model.blocks[0])
+    block.forward = torch.compiler.nested_compile_region(block.forward)
+    return _build_unsharded(source, model, site)
+
+
 def _build_ddp_compile(source: ModuleType, model: nn.Module, site: Site) -> Trainer:
     replica = DistributedDataParallel(model, process_group=site.mesh.get_group(), gradient_as_bucket_view=True)
     loss = torch.compile(source.next_token_loss)
@@ -176,6 +183,11 @@ def _build_graphshard_whole(source: ModuleType, model: nn.Module, site: Site, **
 CONTENDERS: dict[str, Contender] = {
     "unsharded": Contender(
         summary="whole model compiled, no communication", build=_build_unsharded, averages_gradients=False
+    ),
+    "unsharded-regions": Contender(
+        summary="as unsharded, blocks under torch.compiler.nested_compile_region",
+        build=_build_regions,
+        averages_gradients=False,
     ),
     "fsdp2": Contender(summary="FSDP2, eager", build=_build_fsdp2_eager, is_compiled=False),
     "fsdp2-compile": Contender(summary="FSDP2, each block compiled", build=_build_fsdp2_compile),
