@@ -23,7 +23,7 @@ COMMANDS = {
     'graphshard inspect examples.llama_model:llama_3_8b --mesh shard=64 --hardware h100-sxm --unit "layers.*" '
     "--html out.html": "test_inspect_writes_the_page",
     "python benchmarks/step_time.py --rounds 3 --steps-per-round 2 --contenders "
-    "fsdp2-compile,ddp-compile,graphshard-rules,graphshard-planned": "test_the_benchmark_runs",
+    "fsdp2-compile,ddp-compile,graphshard-rules,graphshard-planned,graphshard": "test_the_benchmark_runs",
     "python benchmarks/draw_timelines.py": "test_the_timelines_are_those_shown",
 }  # fmt: skip
 
