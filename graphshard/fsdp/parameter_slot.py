@@ -18,11 +18,13 @@ from ..ir import NO_AXIS, MeshAxis, UnshardCall
 from .placements import OuterLayout
 from .shard_versions import (
     KeptParameter,
+    StandsForShard,
     Version,
     lost_gradients,
     lost_writes,
     note_gradient,
     refuse_lost_data,
+    stand_for,
 )
 from .tree import SLOTS, STORED, TreeUnit
 
@@ -194,9 +196,8 @@ class ParameterSlot:
         if self.hidden is None:
             self.hidden = self.param
         self.shown = _as_parameter(self.as_read(full))
-        if stands_for_shard and type(self.shown) is nn.Parameter and self.shown.requires_grad:
-            self.shown = self.shown.as_subclass(KeptParameter)
-            self.shown.shard, self.shown.name_in_model = self.param, self.name
+        if stands_for_shard:
+            stand_for(self.shown, self.param, self.name)
         self.shown_state = _state_of(self.shown)
         for owner, name in self.owners:
             stored_parameters(owner)[name] = self.shown
@@ -366,7 +367,9 @@ def refuse_kept(slots: Sequence[ParameterSlot]) -> ParameterStateError | None:
     written = [slot.name for slot in slots if slot.is_shown_changed]
     if written:
         return lost_writes(written)
-    asked = [slot.name for slot in slots if isinstance(slot.shown, KeptParameter) and slot.shown.is_asked_for]
+    asked = [
+        slot.name for slot in slots if isinstance(slot.shown, StandsForShard) and slot.shown.is_asked_for
+    ]
     return lost_gradients(asked) if asked else None
 
 

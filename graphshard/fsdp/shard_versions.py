@@ -8,7 +8,7 @@ step on DTensors.
 Of a full parameter it is asked at the end of an uncompiled forward, which then writes the change back to the shards
 (:func:`graphshard.fsdp.eager_collectives.write_back`). A write through ``.data`` moves no counter, so a full parameter
 is a :class:`FullParameter`, which notes that ``.data`` was asked for. Between a forward and its backward modules show
-a :class:`KeptParameter`.
+a tensor that :class:`StandsForShard`.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class FullRead:
         )
 
 
-class KeptParameter(nn.Parameter):
+class StandsForShard(Tensor):
     """The values of a parameter between a forward and its backward; gradients and hooks are those of the shard.
 
     ``torch.autograd.grad`` takes it for the shard. An optimizer of it is refused, and ``backward(inputs=[it])`` is
@@ -277,11 +277,11 @@ class KeptParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Ops treat it as a plain tensor."""
+        """Ops treat it as what it was before."""
         with without_torch_function():
             if func is torch.autograd.grad:
                 outputs, inputs, *rest = args
-                inputs = tuple(each.shard if isinstance(each, KeptParameter) else each for each in inputs)
+                inputs = tuple(each.shard if isinstance(each, StandsForShard) else each for each in inputs)
                 args = (outputs, inputs, *rest)
             return func(*args, **(kwargs or {}))
 
@@ -332,6 +332,23 @@ class KeptParameter(nn.Parameter):
         with without_torch_function():
             retains: bool = Tensor.retains_grad.__get__(self)
         return retains
+
+
+class KeptParameter(StandsForShard, nn.Parameter):
+    """A plain parameter."""
+
+
+class KeptDTensor(StandsForShard, DTensor):
+    """A parameter of tensor parallelism."""
+
+
+def stand_for(shown: Tensor, shard: nn.Parameter, name: str) -> None:
+    """Makes what modules show of a parameter stand for its shard; a class of tensors of the user's stays as it is."""
+    if not shown.requires_grad or type(shown) not in (nn.Parameter, DTensor):
+        return
+    shown.__class__ = KeptParameter if type(shown) is nn.Parameter else KeptDTensor
+    assert isinstance(shown, StandsForShard)
+    shown.shard, shown.name_in_model = shard, name
 
 
 def lost_writes(names: Sequence[str]) -> ParameterStateError:

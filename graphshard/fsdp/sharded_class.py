@@ -365,9 +365,9 @@ def run_inside_tree(
     was_in_forward = tree.in_forward
     if not was_in_forward:
         _find_ties_while_tracing(unit.marker) if is_compiling else _find_ties(tree)
+    outer = None if is_compiling else unit.begin_forward()  # which may refuse the forward
     if not was_in_forward:  # Dynamo of torch 2.11 cannot trace a write in a checkpointed region
         tree.forwards.append(True)
-    outer = None if is_compiling else unit.begin_forward()
     try:
         if not is_compiling and unit.reduces_unused:
             with outside_transforms():

@@ -9,10 +9,13 @@ from support.comm_counts import count_collectives
 from support.implementations import EVERY, compile_if_asked, shard_units
 from support.toy_models import build_mlp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing import assert_close
 
+from graphshard import fully_shard
 from graphshard.errors import ParameterStateError
 
 SIZES = ((6, 7), (7, 6), (6, 3))
@@ -184,11 +187,51 @@ def differentiate_between(implementation: str, reshard_after_forward: bool | Non
         ParameterStateError, match=r"backward\(inputs=...\) was given parameter\(s\) .*4.weight, 4.b"
     ):
         loss()
+    for name in (
+        ("0.weight", "2.weight") if reshard_after_forward is False else ()
+    ):  # each unit tells of its own
+        with pytest.raises(ParameterStateError, match=rf"was given parameter\(s\) {name}"):
+            loss()
+    model.zero_grad()
+    loss().backward()  # a refused forward leaves nothing behind
+    check_gradients(reference, model, 0)
 
 
 @pytest.mark.parametrize("reshard_after_forward", [False, None])
 def test_gradients_of_what_is_read_between_forward_and_backward(run_on_gloo_ranks, reshard_after_forward):
     run_on_gloo_ranks(2, differentiate_between, "sharded", reshard_after_forward)
+
+
+def differentiate_distributed() -> None:
+    """The same of parameters that are DTensors in a forward."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    torch.manual_seed(0)
+    plain = build_mlp((4, 6), (6, 2))
+    model = copy.deepcopy(plain)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["shard"])
+    inputs = torch.ones(3, 4)
+    expected = torch.autograd.grad(plain(inputs).square().sum(), list(plain.parameters()))
+    given = model(inputs).square().sum()
+    assert [parameter.device_mesh.ndim for parameter in model.parameters()] == [1] * 4  # those of the forward
+    with pytest.raises(
+        ParameterStateError, match=r"0.weight is gathered here, between.*would train nothing: make the"
+    ):
+        torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients = torch.autograd.grad(given, list(model.parameters()))
+    assert_close([gradient.full_tensor() for gradient in gradients], list(expected))
+    given = model(inputs).square().sum()
+    given.backward(inputs=list(model.parameters()))
+    with pytest.raises(
+        ParameterStateError, match=r"backward\(inputs=...\) was given parameter\(s\) 0.weight, 0.bias, 2."
+    ):
+        model(inputs)
+    model(inputs).square().sum().backward()
+    assert_close([parameter.grad.full_tensor() for parameter in model.parameters()], list(expected))
+
+
+def test_gradients_of_what_tensor_parallelism_shows(run_on_gloo_ranks):
+    run_on_gloo_ranks(4, differentiate_distributed)
 
 
 def reshard_before_backward(implementation: str) -> int:
