@@ -88,7 +88,8 @@ class Half:
     @property
     def _described(self) -> str:
         """The half in errors: graphs of modules that are compiled one by one have equal numbers."""
-        names = list(dict.fromkeys(parameter_of(one.name) for one in (*self._gathers, *self._reductions)))
+        of_ops = [*(each.name for each in self._gathers), *(each.name for each in self._reductions)]
+        names = list(dict.fromkeys(map(parameter_of, of_ops)))
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
         return f"{self.what} of {names[0]}{others}" if names else self.what
 
