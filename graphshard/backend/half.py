@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from .._compat import below_autograd, compile_lock, in_backward
 from ..errors import UnsupportedShardingError
 from ..fsdp import Unit, unit_of
-from ..ir import REDUCE_GRAD, UNSHARD, ReduceGradCall, UnshardCall
+from ..ir import REDUCE_GRAD, UNSHARD, ReduceGradCall, UnshardCall, parameter_of
 from .half_variants import PLAIN_STATE, CompiledVariant, Selection, State, shard_ops
 
 
@@ -86,6 +86,14 @@ class Half:
         return self._distribute(selection, units, outputs)
 
     @property
+    def _described(self) -> str:
+        """The half in errors: graphs of modules that are compiled one by one have equal numbers."""
+        of_ops = [*(each.name for each in self._gathers), *(each.name for each in self._reductions)]
+        names = list(dict.fromkeys(map(parameter_of, of_ops)))
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return f"{self.what} of {names[0]}{others}" if names else self.what
+
+    @property
     def _has_backward(self) -> bool:
         return self.kept_between is not None
 
@@ -94,7 +102,7 @@ class Half:
         if variant.collectives and units:
             tree = next(iter(units.values())).tree
             branch = "" if self.is_backward else self._variants[PLAIN_STATE].collectives
-            tree.follow(self._group_name, variant.collectives, f"run {self.what}", branch=branch)
+            tree.follow(self._group_name, variant.collectives, f"run {self._described}", branch=branch)
 
     def _is_plain(self, unit: Unit) -> bool:
         if unit.is_gathered or unit.tree.waiting:

@@ -35,7 +35,11 @@ ROOT = "root"
 #: Kinds of steps of an uncompiled unit, as errors name them.
 GATHER, REDUCE, WRITE_BACK = "gather", "reduce the gradients of", "write back what a forward has changed of"
 
-_RUN_REMEDY = "Every rank must take the same branches of compiled code"
+_RUN_REMEDY = (
+    "Every rank must take the same branches of compiled code. If sizes differ between ranks, as the number of tokens "
+    "of an expert does, one rank compiles again and the others do not: leave that module out with "
+    "torch.compiler.disable"
+)
 
 #: The attributes by which ``checkpoint_wrapper``, ``torch.compile`` and ``FullyShardedDataParallel`` hold the module
 #: that they wrap.

@@ -1,6 +1,7 @@
 """Ranks that use different parameters in one step: zeros where asked for, an error elsewhere, never a hang."""
 
 import copy
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -232,6 +233,8 @@ def part_on_new_ground() -> str:
 def test_compiled_branches_that_part(run_on_gloo_ranks: Callable[..., list[Any]]) -> None:
     for message in run_on_gloo_ranks(2, part_on_new_ground):
         assert "is about to run graph" in message and "same branches of compiled code" in message, message
+        assert re.search(r"graph \d+ \(inference\) of [\w.]+ and \d+ more, but", message), message
+        assert "leave that module out with torch.compiler.disable" in message, message
 
 
 def part_from_the_known_path() -> str:

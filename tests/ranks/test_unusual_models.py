@@ -446,3 +446,45 @@ def train_on_rows_of_all_ranks(build: Callable[[], nn.Module]) -> None:
 def test_collectives_called_with_a_derivative_of_their_own(run_on_gloo_ranks, build):
     """They are planned, and found in the order that Inductor emits."""
     run_on_gloo_ranks(2, train_on_rows_of_all_ranks, build)
+
+
+class Routed(nn.Module):
+    """Sends each row to one of two experts in a loop over them, as many mixtures of experts are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 2)
+        self.experts = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x).softmax(1)
+        weights, chosen = scores.max(1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == index)
+            out.index_add_(0, rows, expert(x[rows]) * weights[rows, None])
+        return out
+
+
+def train_routed() -> None:
+    """Ranks have other numbers of rows for an expert, which would compile again on one rank alone."""
+    torch.manual_seed(42)
+    reference = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Routed())
+    model = copy.deepcopy(reference)
+    model[2].forward = torch.compiler.disable(model[2].forward)
+    model = shard_units("compiled", model, [model[0], model[2]])
+    forward = compile_if_asked("compiled", model, fullgraph=False)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model)]
+    for step in range(3):
+        for rank in range(2):
+            (reference(batch_of(2 * step + rank)).square().sum() / 2).backward()
+        forward(batch_of(2 * step + dist.get_rank())).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for expected, found in zip(reference.parameters(), model.parameters(), strict=True):
+        assert_close(found.full_tensor(), expected)
+
+
+def test_experts_with_other_numbers_of_rows_on_each_rank(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, train_routed)
