@@ -107,7 +107,7 @@ def train_on_named_axes(implementation: str, name: str) -> None:
             index = index * size + coordinates[axis]
     num_batches = mesh.size() // mesh["tp"].size()
     arrangement = Arrangement(shard=shard, num_batches=num_batches, batch_index=index)
-    train_on_mesh(WORKLOAD, implementation, arrangement, num_steps=3)
+    train_on_mesh(WORKLOAD, implementation, arrangement)
 
 
 def refuse(implementation: str, name: str) -> None:

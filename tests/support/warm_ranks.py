@@ -11,8 +11,9 @@ from support import fsdp1, implementations, meshes_parity, parity, toy_models  #
 from support.interpreted_halves import interpret_half
 
 
+@torch.no_grad()
 def compile_something() -> None:
-    """Forward and backward graph of a layer. Nothing runs, and no thread is started, which a fork would lose."""
+    """A graph of a layer without a backward: after a backward, torch's builds with CUDA forbid one in a fork."""
 
     def backend(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
         return compile_fx(gm, inputs, inner_compile=interpret_half)
@@ -22,6 +23,6 @@ def compile_something() -> None:
     torch._dynamo.utils.counters.clear()
 
 
-# For a GPU, to trace a backward would start autograd's threads.
+# With a GPU, Inductor would ask for its properties, and a fork could not use it any more.
 if torch.cuda.device_count() == 0:
     compile_something()
