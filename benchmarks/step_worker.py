@@ -89,12 +89,12 @@ class ContenderRecord:
     rounds: list[list[float]] = field(default_factory=list)
 
 
-def join_group(folder: Path, store_host: str, rank: int) -> None:
-    """Meet the other rank through a TCPStore on a port the system picks, passed on in a file of the folder."""
+def join_group(folder: Path, store_host: str, rank: int, num_ranks: int = NUM_RANKS) -> None:
+    """Meet the other ranks through a TCPStore on a port the system picks, passed on in a file of the folder."""
     limit = timedelta(seconds=COLLECTIVE_LIMIT_S)
     port_file = folder / "port"
     if rank == 0:
-        store = dist.TCPStore(store_host, 0, NUM_RANKS, is_master=True, timeout=limit, wait_for_workers=False)
+        store = dist.TCPStore(store_host, 0, num_ranks, is_master=True, timeout=limit, wait_for_workers=False)
         part = port_file.with_suffix(".part")
         part.write_text(str(store.port))
         part.rename(port_file)
@@ -104,8 +104,8 @@ def join_group(folder: Path, store_host: str, rank: int) -> None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank 0 wrote no port to {port_file} within {COLLECTIVE_LIMIT_S} s")
             time.sleep(0.05)
-        store = dist.TCPStore(store_host, int(port_file.read_text()), NUM_RANKS, timeout=limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=limit)
+        store = dist.TCPStore(store_host, int(port_file.read_text()), num_ranks, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit)
 
 
 def measure_link() -> float:
@@ -151,10 +151,10 @@ def read_cpu_s() -> float:
     return spent.user + spent.system + spent.children_user + spent.children_system
 
 
-def use_cache(job: StepJob, rank: int, name: str) -> None:
-    """Make the compiler keep its files under `name`, and forget the kernels it holds in memory."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(job.cache_folder, f"rank{rank}", name))
-    os.environ["GRAPHSHARD_CACHE"] = str(Path(job.cache_folder, f"rank{rank}", "graphshard"))
+def use_cache(folder: str | Path, rank: int, name: str) -> None:
+    """Make the compiler keep its files in `folder` under `name`, and forget the kernels it holds in memory."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder, f"rank{rank}", name))
+    os.environ["GRAPHSHARD_CACHE"] = str(Path(folder, f"rank{rank}", "graphshard"))
     clear_caches()
 
 
@@ -162,7 +162,7 @@ def prepare_compiler(job: StepJob, site: Site, batch: tuple[Tensor, Tensor]) -> 
     """Pay for what only the first compilation in a process does: imports, compiler checks, shared headers."""
     folder = Path(job.folder, f"prepare{site.mesh.get_rank()}")
     folder.mkdir()
-    use_cache(job, site.mesh.get_rank(), "prepare")
+    use_cache(job.cache_folder, site.mesh.get_rank(), "prepare")
     build_trainer("unsharded", replace(job.model, num_layers=1), site, folder).run_step(*batch)
 
 
@@ -172,7 +172,7 @@ def start_contender(
     """Build, compile and warm up one contender; take its memory figures."""
     rank = site.mesh.get_rank()
     trainer = build_trainer(name, job.model, site, Path(job.folder, f"rank{rank}"), job.micro_batches)
-    use_cache(job, rank, CONTENDERS[name].same_kernels_as or name)
+    use_cache(job.cache_folder, rank, CONTENDERS[name].same_kernels_as or name)
     dist.barrier()
     cpu_s_before = read_cpu_s()
     first_call_s, loss = time_step(trainer, batch)

@@ -38,6 +38,7 @@ from ..ir import (
     group_name,
     is_collective,
     output_values,
+    short_name,
     text_fingerprint,
 )
 from ..pipeline import PassContext, PassRecord, Pipeline, reduced_parameters, shards_behind
@@ -218,7 +219,7 @@ def agree(task: HalfTask, half: HalfGraph) -> str:
     """Has all ranks agree on the collectives of each process group, in the order in which they are issued.
 
     Returns:
-        A fingerprint of all of them; "" for none, or if the ranks are not compared.
+        A fingerprint of all of them, which all ranks have; "" for none, or if the ranks are not compared.
 
     Raises:
         AgreementError: the ranks would issue different collectives.
@@ -229,16 +230,22 @@ def agree(task: HalfTask, half: HalfGraph) -> str:
     labels = group_labels(gm, context.mesh)
     served = reduced_parameters(gm, context)
     sequences: dict[str, list[str]] = {}
+    without_sizes: dict[str, list[str]] = {}
     for node in filter(is_collective, gm.graph.nodes):
         names = sorted(binding.name for binding in served.get(node) or shards_behind(node, context))
-        text = collective_text(node, labels) + (f" of {', '.join(names)}" if names else "")
-        sequences.setdefault(group_name(node), []).append(text)
+        of_names = f" of {', '.join(names)}" if names else ""
+        sequences.setdefault(group_name(node), []).append(collective_text(node, labels) + of_names)
+        kind = f"{short_name(node)} over {labels[group_name(node)]}{of_names}"
+        without_sizes.setdefault(group_name(node), []).append(kind)
     for name, sequence in sequences.items():
         agree_on_group(name, sequence, what=task.what)
     if not sequences:
         return ""
+    # Sizes are equal in one group. Ranks of one axis may differ in those of another: in pieces of parameters that the
+    # axis does not divide, or in the batches that its ranks have.
+    told = without_sizes if len(sequences) > 1 else sequences
     # In the order in which the groups are first used: their names differ between ranks.
-    return text_fingerprint("\n".join(text for sequence in sequences.values() for text in sequence))
+    return text_fingerprint("\n".join(text for sequence in told.values() for text in sequence))
 
 
 def hand_over(task: HalfTask, half: HalfGraph) -> CompiledVariant:

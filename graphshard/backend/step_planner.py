@@ -75,6 +75,7 @@ class StepPlanner:
         is_shared: all ranks follow one plan; if not, each makes its own.
         what: names the graph in errors.
         models: by process group, what tells the models that the graph is a part of from others.
+        groups: the process groups of these models.
         time: how long the searches may still take.
         planning_seconds: how long the user lets them take; None for the default.
         tell: takes lines of progress.
@@ -87,6 +88,7 @@ class StepPlanner:
     is_shared: bool
     what: str
     models: Mapping[str, str] = field(default_factory=dict)
+    groups: tuple[str, ...] = ()
     kernels: KernelMeasurements = field(default_factory=KernelMeasurements)
     time: PlanningTime = field(default_factory=PlanningTime)
     planning_seconds: float | None = None
@@ -102,6 +104,7 @@ class StepPlanner:
             is_shared=graph.are_ranks_compared,
             what=f"graph {graph.index}",
             models=graph.models,
+            groups=graph.groups,
             kernels=graph.kernels,
             time=graph.planning,
             planning_seconds=graph.options.planning_seconds,
@@ -124,7 +127,7 @@ class StepPlanner:
             pipeline: the planning pass.
             gm: a half at level 2.
             context: what passes on it know.
-            unplanned: fingerprint of its collectives, on which the ranks have agreed.
+            unplanned: fingerprint of its collectives, equal on all ranks.
             half: "forward", "backward" or "inference".
             chosen: what was chosen for both halves, as all ranks have it; the plan is for that choice.
         """
@@ -195,8 +198,9 @@ class StepPlanner:
         if self.is_shared:
             self._agree_on_parameters(of_group)
 
-        texts = [text for of_one in of_group.values() for text in of_one]
-        key = self._key("joint", f"{saved_share():g}", *texts)
+        # Without shapes: ranks of one axis may hold pieces of several sizes. The store tells models apart.
+        parameters = [f"{call.name} of {call.unit}: {call.reshard} of {call.group_size}" for call in calls]
+        key = self._key("joint", f"{saved_share():g}", *parameters)
         settings = f"{memory_budget} {sorted(waiting)} {keeps_between} {tag} {partitioner_settings()}"
         kept_key = self._kept_key(f"{key} {settings}", gm, context)
 
@@ -220,7 +224,8 @@ class StepPlanner:
                 keep_plan(kept_key, decided)
             return Decision(plan=decided, result=result)
 
-        kept = decide_together(self._stores(of_group), key, decide, what=f"{self.what} (joint)")
+        stores = self._stores(dict.fromkeys([*of_group, *self.groups]))
+        kept = decide_together(stores, key, decide, what=f"{self.what} (joint)")
         if kept.choice.input_bytes != trials.input_bytes():  # made for a step of other sizes
             kept = replace(kept, choice=replace(kept.choice, peak_bytes=None))
         return kept

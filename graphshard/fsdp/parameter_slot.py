@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from .._compat import storage_id
 from ..errors import ParameterStateError
-from ..ir import NO_AXIS, MeshAxis, UnshardCall
+from ..ir import NO_AXIS, MeshAxis, UnshardCall, axis_of
 from .placements import OuterLayout
 from .shard_versions import (
     KeptParameter,
@@ -84,6 +84,13 @@ class ParameterSlot:
     traced_read: Callable[..., Tensor] | None = None
     is_complex: bool = False
     row_offset: int = -1
+
+    @property
+    def other_axes(self) -> tuple[MeshAxis, ...]:
+        """The axes of tensor or expert parallelism that the parameter lies on."""
+        if self.outer is None:
+            return ()
+        return tuple(axis_of(self.outer.mesh, dim) for dim in range(self.outer.mesh.ndim))
 
     @property
     def param(self) -> nn.Parameter:

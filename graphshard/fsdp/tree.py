@@ -99,6 +99,10 @@ class TreeSlot(Protocol):
     def param(self) -> nn.Parameter:
         """The sharded parameter."""
 
+    @property
+    def other_axes(self) -> tuple[MeshAxis, ...]:
+        """The axes of tensor or expert parallelism that the parameter lies on."""
+
 
 class TreeUnit(UnitState, Protocol):
     """The part of a ``Unit`` that users of a tree or of a slot read and call."""
@@ -345,8 +349,13 @@ class Tree:
         return list(found.values())
 
     def groups(self) -> list[str]:
-        """The process groups of more than one rank over which parameters are sharded or copied."""
-        axes = (axis for unit in self.units() for slot in unit.slots for axis in (slot.axis, slot.replicate))
+        """The process groups of more than one rank that the models' collectives are of.
+
+        First those over which parameters are sharded or copied, then the other axes that parameters lie on.
+        """
+        slots = [slot for unit in self.units() for slot in unit.slots]
+        axes = [axis for slot in slots for axis in (slot.axis, slot.replicate)]
+        axes += [axis for slot in slots for axis in slot.other_axes]
         return list(dict.fromkeys(axis.group_name for axis in axes if axis.size > 1 and axis.group_name))
 
     def begin_iteration(self) -> None:

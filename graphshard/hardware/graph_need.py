@@ -49,9 +49,11 @@ def need_of_graph(gm: fx.GraphModule, inputs: Sequence[Any], trees: Sequence[Tre
     kinds: dict[str, set[str]] = {name: set() for name in groups}
     num_bytes = dict.fromkeys(groups, 0)
     for _, slot in slots:
-        for axis, reduction in ((slot.axis, "reduce_scatter"), (slot.replicate, "all_reduce")):
+        used = [(slot.axis, {"reduce_scatter"}), (slot.replicate, {"all_reduce"})]
+        used += [(axis, {"reduce_scatter", "all_reduce"}) for axis in slot.other_axes]
+        for axis, reductions in used:
             if axis.group_name in kinds:
-                kinds[axis.group_name].update(("all_gather", reduction))
+                kinds[axis.group_name] |= {"all_gather", *reductions}
                 num_bytes[axis.group_name] += slot.param.numel() * slot.param.element_size()
     return GraphNeed(
         need=MachineNeed(

@@ -1,8 +1,8 @@
 """What the ops of a graph do with placements on one mesh axis, by the rules of DTensor.
 
-Imports: ``errors``, ``ir``. In reading order: ``values`` (a value of a graph and its placement), ``rules`` (one op),
-``added_rows`` (the backward of an embedding), ``local_graph`` (a whole graph), ``cut_region`` (values that are better
-cut than whole).
+Imports: ``errors``, ``ir``. In reading order: ``values`` (a value of a graph and its placement), ``sent_bytes`` (what
+an answer of a rule costs), ``rules`` (one op), ``added_rows`` (the backward of an embedding), ``local_graph`` (a whole
+graph), ``cut_region`` (values that are better cut than whole).
 """
 
 from .cut_region import Region, RegionFinder, cut_inputs, is_slice, placed_call

@@ -45,9 +45,14 @@ from ..ir import (
 from ..units import size_text
 from .added_rows import AddedRows, added_rows
 from .rules import OpRules, Verdict, reads_type_alone
+from .sent_bytes import Progress
 from .values import PlacedValue
 
 _WHOLE = Replicate()
+
+#: Views without sizes among their arguments.
+_TRANSPOSES = (aten.permute.default, aten.transpose.int, aten.t.default)
+_CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
 class LocalGraph:
@@ -132,7 +137,8 @@ class LocalGraph:
             return self._add_own(node, tensors, rows)
         if all(each.is_replicated for each in tensors.values()):
             return self._on_whole(node, tensors)
-        verdict = self._rules.verdict(node, tensors)
+        whole = [each for each, value in tensors.items() if (value.node, REPLICATE) in self._moved]
+        verdict = self._rules.verdict(node, tensors, Progress(placed=self._values, whole=whole))
         placed = self._on_pieces(node, tensors, verdict)
         if placed is None:
             verdict = self._rules.gathered(node, tensors, "cannot run on pieces")
@@ -297,6 +303,8 @@ class LocalGraph:
         if value.placement == placement or (isinstance(placement, Replicate) and value.is_replicated):
             return value.node
         src, dst = placement_text(value.placement), placement_text(placement)
+        if (value.node, dst) not in self._moved and isinstance(placement, Replicate):
+            self._gather_in_front(value, reader)
         if (value.node, dst) not in self._moved:
             call = self._call._replace(
                 value=value.node, src=src, dst=dst, shape=self._shape(value.whole, src, dst)
@@ -304,6 +312,21 @@ class LocalGraph:
             with self._graph.inserting_before(reader):
                 self._moved[value.node, dst] = self._emitter(value.node)(RESHARD, *call)
         return self._moved[value.node, dst]
+
+    def _gather_in_front(self, value: PlacedValue, reader: fx.Node) -> None:
+        """Gathers in place of a value the one that it is made of, where others read that too or it is smaller."""
+        node = value.node
+        if not isinstance(value.placement, Shard) or node.target not in (*_TRANSPOSES, *_CASTS):
+            return
+        base = self._values.get(node.args[0])
+        if base is None or base.node is not node.args[0] or base.is_local:
+            return
+        is_wider = value.whole.dtype.itemsize > base.whole.dtype.itemsize
+        if is_wider if node.target in _CASTS else len(base.node.users) > 1:
+            whole = self._moved_to(base, _WHOLE, reader)
+            with self._graph.inserting_before(reader):
+                again = self._emitter(node)(node.target, whole, *node.args[1:], **node.kwargs)
+            self._moved[node, REPLICATE] = again
 
     def _of_program(self, source: fx.Node, reader: fx.Node) -> fx.Node:
         """The value that the program has there: whole, or its own pieces."""

@@ -28,6 +28,7 @@ from .._compat_dtensor import (
     placements_of_op,
 )
 from ..ir import aten, is_view, shard_shape, size_hint, tensors_of
+from .sent_bytes import Progress, exchanges_cuts, sent_bytes
 from .values import PlacedValue
 
 REPLICATED = Replicate()
@@ -105,12 +106,15 @@ class OpRules:
         remembered = _REMEMBERED.get()
         self._known = {} if remembered is None else remembered
 
-    def verdict(self, node: fx.Node, values: Mapping[fx.Node, PlacedValue]) -> Verdict:
+    def verdict(
+        self, node: fx.Node, values: Mapping[fx.Node, PlacedValue], progress: Progress | None = None
+    ) -> Verdict:
         """How ``node`` runs, for the placements that its inputs have.
 
         Args:
             node: a call of an op; at least one input is not replicated.
             values: of the inputs that are tensors.
+            progress: of the graph, for what further calls may share.
         """
         if not isinstance(node.target, torch._ops.OpOverload):
             return self.gathered(node, values, "is no op of one kernel")
@@ -136,7 +140,8 @@ class OpRules:
                 return self.gathered(node, values, reason)
             pending = _kept_pending(node, found, placements)
             if not pending:
-                return self._answer(node, found)
+                cheapest = self._cheapest(node, values, placements, found, progress or Progress())
+                return self._answer(node, cheapest)
             placements.update(dict.fromkeys(pending, REPLICATED))
         return self.gathered(node, values, "")
 
@@ -152,6 +157,31 @@ class OpRules:
         if (is_sum and num_tensors == 2) or is_same:
             return Verdict(target=node.target, args=_with(node.args, placements), outputs=kind)
         return None
+
+    def _cheapest(
+        self,
+        node: fx.Node,
+        values: Mapping[fx.Node, PlacedValue],
+        placements: Mapping[fx.Node, Placement],
+        found: OpPlacements,
+        progress: Progress,
+    ) -> OpPlacements:
+        """An answer with an input gathered, where the one at hand exchanges cuts and sends more in the end."""
+        if not exchanges_cuts(node, values, found):
+            return found
+        answers = [found]
+        for source, placement in placements.items():
+            if isinstance(placement, Shard):
+                gathered = {**placements, source: REPLICATED}
+                with contextlib.suppress(Exception):  # a rule that fails gives no answer
+                    other = self._ask(node, values, gathered)
+                    if not (
+                        self._fault(other)
+                        or self._leaves_none(node, other, values)
+                        or _kept_pending(node, other, gathered)
+                    ):
+                        answers.append(other)
+        return min(answers, key=lambda each: sent_bytes(node, values, each, self.num_ranks, progress))
 
     def _ask(
         self, node: fx.Node, values: Mapping[fx.Node, PlacedValue], placements: Mapping[fx.Node, Placement]

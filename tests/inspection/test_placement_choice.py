@@ -133,7 +133,7 @@ def test_a_search_finds_what_no_ready_plan_has():
     assert predicted.keys() >= {"gpt", "gpt-sequence", "replicated"} and rows["vit"].verdict == "the placements of gpt"
     best = report.candidates[0]
     assert best.is_chosen and best.name.startswith("searched") and best.step_seconds == min(predicted.values())
-    assert best.step_seconds < 0.9 * min(predicted["gpt"], predicted["gpt-sequence"])
+    assert best.step_seconds < 0.95 * min(predicted["gpt"], predicted["gpt-sequence"])
     assert best.step_seconds == report.step_seconds and best.exposed_seconds == report.exposed_seconds
     assert best.peak_bytes == report.memory.peak_bytes and report.reshards
     cut = [line for line in report.settings["placements"] if "Shard" in line and line.startswith("blocks")]
@@ -168,7 +168,11 @@ def test_a_search_on_one_of_many_blocks():
     settings = settings_of("the test", {"placements": "auto"}, {"shard": 2, "tp": 4})
     search = PlacementSearch(settings=settings, module=model, args=[x], kwargs={}, loss=None)
     found, num_trials = search.best(Stated())
-    assert found.parameters["blocks.4.mlp.fc2.weight"] == Shard(1) and len(found.parameters) == 5 * 6
+    named = [{}, {}, {}, {}, {}]
+    for name, cut in found.parameters.items():
+        _, index, rest = name.split(".", 2)
+        named[int(index)][rest] = cut
+    assert named[0]["mlp.fc1.weight"] == Shard(0) and all(each == named[0] for each in named)
     assert 17 <= num_trials <= 81 and not found.inputs
     over = replace(search, most_trials=1)
     assert over.best(Stated()) == (Stated(), 1)

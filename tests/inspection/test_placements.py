@@ -93,6 +93,21 @@ def test_along_the_sequence(plan):
     assert moves == {(half, move) for half in ("forward", "backward") for move in both}
 
 
+def test_one_sequence_sends_no_more_than_two_halves():
+    """A product of one sequence could read it cut along its tokens, and would give terms that cost more to sum."""
+    sent = []
+    for batch, length in ((1, 512), (2, 256)):
+        config = replace(TINY, num_layers=1, width=512, hidden=1536, num_heads=8, num_kv_heads=8)
+        model, args, kwargs = llama_model.on_meta(config, batch, length)
+        options = {"mesh": {"shard": 2, "tp": 8}, "hardware": CARD, "units": ["layers.*"]}
+        report = graphshard.inspect(model, args, kwargs, placements="llama-sequence", **options)
+        moved = Counter()
+        for one in report.reshards:
+            moved[one.half] += one.count * one.num_bytes * (2 if one.kind == "all_reduce" else 1)
+        sent.append(moved)
+    assert sent[0] == sent[1]
+
+
 def test_placements_by_name_copies_and_an_axis_of_one_rank():
     by_name = {"first.weight": Shard(0), "first.bias": Shard(0), "second.weight": Shard(1)}
     report = inspect_linears(mesh={"replicate": 2, "shard": 2, "tp": 2}, placements=by_name)

@@ -161,7 +161,20 @@ def _numbers_of_terms(num_ranks=2, rank=0):
     ), program
 
 
+def _rows_behind_rows(num_ranks=2, rank=0):
+    """The backward of a weight cut by rows, with a gradient that is cut along its tokens; and that of an embedding."""
+    program = Program(num_ranks, rank)
+    hidden = program.held(program.input(6, 24), "Shard(1)")
+    weight = program.parameter("Shard(1)", 5, 24)
+    grad = program.held(program.input(6, 5, dtype=torch.float32), "Shard(0)")
+    wide = program(aten._to_copy.default, program(aten.neg.default, grad), dtype=torch.float64)
+    rows = program(aten.mm.default, program(aten.t.default, wide), hidden)
+    inputs = program(aten.mm.default, wide, weight)
+    return program.build.finish(program.move(rows, "Replicate", "Shard(1)"), inputs), program
+
+
 PROGRAMS = {
+    "rows behind rows": _rows_behind_rows,
     "numbers of terms": _numbers_of_terms,
     "added rows": _added_rows,
     "added columns": _added_columns,
@@ -185,6 +198,18 @@ def test_golden_along_the_sequence(golden):
     gm, _ = _along_the_sequence()
     run_pass(PropagateSharding(), gm, CONTEXT)
     golden(text_of(gm, CONTEXT), "propagate_sharding.sequence")
+
+
+def test_a_gather_is_shared_by_products_and_made_before_a_cast():
+    """An exchange of cuts would send fewer bytes for each product, and sum more terms behind it."""
+    gm, _ = _rows_behind_rows()
+    run_pass(PropagateSharding(), gm, CONTEXT)
+    calls = [ReshardCall(*node.args) for node in gm.graph.find_nodes(op="call_function", target=RESHARD)]
+    assert [(call.src, call.dst) for call in calls if bytes_sent(call, torch.float64)] == [
+        ("Shard(0)", "Replicate"), ("Shard(1)", "Replicate")
+    ]  # fmt: skip
+    gathered = next(call.value for call in calls if call.src == "Shard(0)")
+    assert gathered.target is aten.neg.default and gathered.meta["val"].dtype is torch.float32
 
 
 def test_nothing_to_place():

@@ -4,7 +4,8 @@ import copy
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from support.implementations import compile_if_asked, pick_fully_shard
 from support.parity import check_sharded_parity
 from support.toy_models import WORKLOADS
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard
 
+import graphshard
 from graphshard.backend import dynamo_graph
 from graphshard.cost import ProbeSizes, load_card
 from graphshard.cost.cards import MeasuredCollective
@@ -41,14 +44,9 @@ def another_mesh() -> DeviceMesh:
     return DeviceMesh.from_group(dist.new_group(list(range(dist.get_world_size()))), "cpu")
 
 
-def train(mesh: DeviceMesh, cards: list[str], **options: Any) -> None:
-    """One step beside the unsharded model, with the card of the machine; it is appended to ``cards``."""
-    torch.manual_seed(42)
-    workload, rank = WORKLOADS["mlp_7_15_3"], dist.get_rank()
-    reference = workload.build()
-    model = copy.deepcopy(reference)
-    for module in [*workload.list_units(model), model]:
-        pick_fully_shard("sharded")(module, mesh=mesh)
+@contextmanager
+def seeing(cards: list[str]) -> Iterator[None]:
+    """Inside, each card that the backend comes to is appended."""
     real = dynamo_graph.own_card
 
     def seen(*arguments: Any, **named: Any) -> Any:
@@ -57,6 +55,18 @@ def train(mesh: DeviceMesh, cards: list[str], **options: Any) -> None:
         return found
 
     with mock.patch.object(dynamo_graph, "own_card", seen):
+        yield
+
+
+def train(mesh: DeviceMesh, cards: list[str], **options: Any) -> None:
+    """One step beside the unsharded model, with the card of the machine; it is appended to ``cards``."""
+    torch.manual_seed(42)
+    workload, rank = WORKLOADS["mlp_7_15_3"], dist.get_rank()
+    reference = workload.build()
+    model = copy.deepcopy(reference)
+    for module in [*workload.list_units(model), model]:
+        pick_fully_shard("sharded")(module, mesh=mesh)
+    with seeing(cards):
         forward = compile_if_asked("compiled", model, hardware="auto", **options)
         for other in range(dist.get_world_size()):
             (workload.loss(reference, workload.batch_of(other, 0)) / dist.get_world_size()).backward()
@@ -100,6 +110,17 @@ def test_one_rank_measures_for_all(run_on_gloo_ranks: Callable[..., list[Any]], 
         assert are_equal == [True] * 3
 
 
+def train_beside_tensor_parallelism(cards: list[str]) -> None:
+    """One step on a mesh of two axes with the card of the machine, which is appended to ``cards``."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(42)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4))
+    graphshard.parallelize(model, mesh["tp"], {"0.*": Shard(0), "2.weight": Shard(1)})
+    graphshard.fully_shard(model, mesh=mesh["dp"])
+    with seeing(cards):
+        compile_if_asked("compiled", model, hardware="auto")(torch.ones(2, 4)).sum().backward()
+
+
 def measure_a_mesh(folder: str) -> list[Any]:
     """Hybrid sharding: the card has rows of gathers, of reductions in parts and of sums of replicas."""
     cards: list[str] = []
@@ -109,10 +130,11 @@ def measure_a_mesh(folder: str) -> list[Any]:
         mock.patch.object(MachineNeed, "sizes", quick_sizes),
     ):
         train(mesh, cards)
+        train_beside_tensor_parallelism(cards)
         kept = [sorted({row.op for row in each.card.intra_node.measured}) for each in kept_cards()]
     everyone: list[Any] = [None] * 4
     dist.all_gather_object(everyone, cards)
-    assert len({card for (card,) in everyone}) == 1
+    assert [len(set(of_one)) for of_one in zip(*everyone, strict=True)] == [1, 1] and len(set(everyone[0])) == 2
     return kept
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing import assert_close
 
 import graphshard
+from graphshard.backend import step_planner
 from graphshard.coordination import agree_on_seed, agreed_seed, refusing
 from graphshard.cost import LinkClass
 from graphshard.errors import AgreementError, ShardingError
@@ -130,6 +132,33 @@ def test_through_inductor(run_on_gloo_ranks):
 def test_uncompiled(run_on_gloo_ranks):
     """Each rank gathers the parameters and computes the whole."""
     run_on_gloo_ranks(2, train_several, ["gpt", "vit", "mlp"], "sharded", (1, 2), 2)
+
+
+def train_planned() -> int:
+    """Steps with plans by cost. Pieces differ between the ranks of `tp`, batches between those of `dp`.
+
+    In the third step only the ranks with the second batch compile. Returns how often this rank has chosen.
+    """
+    chosen = mock.Mock(wraps=step_planner._choose)
+    reference, model = make_pair("mlp", (2, 2), ("dp", "tp"))
+    forward = compile_if_asked("compiled", model, hardware="cpu-ethernet-1g")
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=False) for each in (reference, model)]
+    with mock.patch.object(step_planner, "_choose", chosen):
+        for step, sizes in enumerate(((3, 5), (3, 5), (3, 4))):
+            generator = torch.Generator().manual_seed(step)
+            batches = [tuple(torch.randn(size, width, generator=generator) for width in (6, 5)) for size in sizes]
+            torch.stack([reference(*batch) for batch in batches]).mean().backward()
+            forward(*batches[dist.get_rank() // 2]).backward()
+            check_like(reference, model)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return chosen.call_count
+
+
+def test_one_rank_plans_for_both_axes(run_on_gloo_ranks):
+    first, *others = run_on_gloo_ranks(4, train_planned)
+    assert first and not any(others)
 
 
 def train_with_dropout() -> None:
