@@ -58,6 +58,11 @@ class StepWords:
     what: str
     remedy: str
 
+    @staticmethod
+    def of(step: str, remedy: str, limit: int = 300) -> StepWords:
+        """Words of a step whose name may be long; ``what`` has at most ``limit`` characters of it, and dots."""
+        return StepWords(step, step if len(step) <= limit else step[:limit] + " ...", remedy)
+
 
 @dataclass(eq=False, kw_only=True)
 class Steps:

@@ -42,7 +42,7 @@ _RUN_REMEDY = (
 )
 
 #: The attributes by which ``checkpoint_wrapper``, ``torch.compile`` and ``FullyShardedDataParallel`` hold the module
-#: that they wrap.
+#: that they wrap; no part of a path in the state dict.
 _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
 
 
@@ -293,8 +293,7 @@ class Tree:
         """
 
         def words() -> StepWords:
-            step = f"{kind} unit {unit}: {', '.join(names)}"
-            return StepWords(step, shortened(step), remedy)
+            return StepWords.of(f"{kind} unit {unit}: {', '.join(names)}", remedy)
 
         begins = group_name not in self._begun
         if begins:
@@ -423,7 +422,7 @@ def relabel(roots: Iterable[nn.Module]) -> None:
     for index, root in enumerate(roots):
         prefix = f"{index}." if len(roots) > 1 else ""
         for wrapped_path, module in root.named_modules():
-            path = _without_wrappers(wrapped_path)
+            path = ".".join(part for part in wrapped_path.split(".") if part not in _WRAPPERS)
             unit = module.__dict__.get(UNIT)
             if unit is not None and unit is not outer and id(unit) not in seen:
                 seen.add(id(unit))
@@ -439,16 +438,6 @@ def relabel(roots: Iterable[nn.Module]) -> None:
         for module in root.modules():
             for slot in module.__dict__.get(SLOTS, {}).values():
                 slot.refresh()
-
-
-def shortened(text: str, limit: int = 300) -> str:
-    """At most ``limit`` characters of a text, and dots in place of the rest."""
-    return text if len(text) <= limit else text[:limit] + " ..."
-
-
-def _without_wrappers(path: str) -> str:
-    """The path in the state dict, without wrappers that checkpoint or compile a module."""
-    return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 
 def _label(unit: TreeUnit, path: str, module: nn.Module) -> str:
