@@ -308,12 +308,13 @@ def test_rows_of_a_table_that_is_read_whole():
 
 
 def test_an_or_of_bools_is_no_sum():
-    """A sum of 256 bytes that are 1 would be 0."""
+    """A sum of 256 bytes that are 1 would be 0. From torch 2.14 on DTensor has no rule that leaves terms of bools."""
     gm, _ = _numbers_of_terms()
     report = run_pass(PropagateSharding(), gm, CONTEXT).report
     calls = [ReshardCall(*node.args) for node in gm.graph.find_nodes(op="call_function", target=RESHARD)]
     found = [call.src for call in calls if call.value.meta["val"].dtype is torch.bool]
-    assert found == ["Partial(max)", "Partial(min)"]
+    has_terms = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)
+    assert found == (["Partial(max)", "Partial(min)"] if has_terms else ["Shard(0)"] * 2)
     assert sum("terms that are not summed as they are" in text for text in report.skipped) == 2
 
 
