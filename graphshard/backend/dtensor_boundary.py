@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -77,9 +78,10 @@ class Boundary:
     results: tuple[HandedOn, ...] = ()
     models: tuple[int, ...] = ()
 
-    def extended_inputs(self, joint: fx.Graph) -> tuple[ExtendedInputs, ...]:
-        """The inputs of the joint graph that stand for ``extended``."""
-        return inputs_of_extended(self.extended, len(self.inputs), joint)
+    @property
+    def extended_inputs(self) -> Callable[[fx.Graph], tuple[ExtendedInputs, ...]]:
+        """Finds the inputs of the joint graph that stand for ``extended``; holds no tensor of the model."""
+        return partial(inputs_of_extended, self.extended, len(self.inputs))
 
     def wrap(self, compiled: Callable[..., Any], regathered: Collection[str] = ()) -> Callable[..., Any]:
         """A function of the graph's original inputs.
