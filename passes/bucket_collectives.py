@@ -1,10 +1,10 @@
-"""bucket_collectives: one gather and one reduction per unit, dtype and group in each graph.
+"""bucket_collectives: one gather per unit and group, one reduction per unit, dtype and group in each graph.
 
 Gathers of a unit are merged where the first of them stands; reductions where the last gradient of the unit is ready.
 All-reduces over copies of the shards are merged on the reduce-scattered bucket itself. A bucket of one stays as it
 is: its collective reads and writes the parameter's own layout, with no copy. In a larger bucket of gathers, the
-copies are ops of their own: ``pack`` into the bucket and ``unpack`` out of it. After a reduction the pieces are
-views of the bucket.
+copies are ops of their own: ``pack`` into the bucket and ``unpack`` out of it. A bucket of gathers of several dtypes
+holds bytes. After a reduction the pieces are views of the bucket.
 
 Before (two parameters of one unit)::
 

@@ -3,7 +3,7 @@
 This is :func:`graphshard.schedule_graph` as a pass; docs/reference/planning.md has the model and algorithm. Prices come
 from the context, and so does a plan of another rank to follow. Compute keeps its order, except what moves beside
 collectives that compute reads soon (``move_compute``). Memory as the memory model counts it stays within
-``memory_budget``. If the user named the units that a unit prefetches, the unit is one bucket a dtype and group, and
+``memory_budget``. If the user named the units that a unit prefetches, the unit is one bucket a group, and
 their gathers start right after its wait.
 
 Before (latency is expensive)::
@@ -89,7 +89,7 @@ class PlanCollectives:
             it), or a little more if no plan is found within it.
         max_gathers: buckets of gathers that may be in flight at a time; 0 for any number.
         backward_prefetch: when a backward gathers the next unit, in the order in which it reads them. "pre": right
-            after the wait for the unit before, whose parameters are one bucket a dtype and group. "post": not before
+            after the wait for the unit before, whose parameters are one bucket a group. "post": not before
             the gradients of that unit exist. "": where the plan is best. Prefetches that the user named take
             precedence.
         forward_prefetch: the same for a forward: "pre" or "".
@@ -217,12 +217,12 @@ class PlanCollectives:
 
 
 def _units(gm: fx.GraphModule, ctx: PassContext) -> dict[str, list[list[fx.Node]]]:
-    """The gathers of each unit by group and dtype; units in the order in which compute needs them."""
-    units: dict[str, dict[tuple[str, ...], list[fx.Node]]] = {}
+    """The gathers of each unit by group; units in the order in which compute needs them."""
+    units: dict[str, dict[str, list[fx.Node]]] = {}
     for gather in Movable(gm, ctx).gathers:
         binding = shards_behind(gather, ctx)[0]
         of_unit = units.setdefault(binding.unit, {})
-        of_unit.setdefault((group_name(gather), str(gather.meta["val"].dtype)), []).append(gather)
+        of_unit.setdefault(group_name(gather), []).append(gather)
     return {unit: list(of_unit.values()) for unit, of_unit in units.items()}
 
 

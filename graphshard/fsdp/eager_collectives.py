@@ -1,7 +1,8 @@
 """Gathers and reductions of several parameters at once, for a unit that runs uncompiled.
 
-One collective through a bucket serves all members of one dtype, group and kind. What each member needs before and after
-the collective comes from the emitters that also lower a graph (:mod:`graphshard.ir.lowering`).
+One gather through a bucket serves all members of one group, as bytes if their dtypes differ. One reduction serves all
+members of one dtype, group and kind. What each member needs before and after the collective comes from the emitters
+that also lower a graph (:mod:`graphshard.ir.lowering`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ..ir import (
     ReduceGradCall,
     Scaling,
     UnshardCall,
+    dtypes_text,
     emit_all_gather,
     emit_all_reduce,
     emit_bytes,
@@ -92,6 +94,7 @@ class _StartedBucket:
     Attributes:
         indices: the calls that it serves.
         shapes: the shape of the piece of each.
+        dtypes: the dtype of the piece of each.
         sent: the pieces one after the other.
         gathered: those of all ranks, once it is waited for.
         work: the collective; None if ``gathered`` is the result of a functional one.
@@ -101,6 +104,7 @@ class _StartedBucket:
 
     indices: list[int]
     shapes: list[list[int]]
+    dtypes: list[torch.dtype]
     sent: Tensor
     gathered: Tensor
     work: Any = None
@@ -110,34 +114,44 @@ class _StartedBucket:
     @staticmethod
     def of(indices: list[int], pieces: list[Tensor], call: UnshardCall) -> _StartedBucket:
         """Starts the gather; ``call`` is one of those that it serves."""
-        shapes = [list(piece.shape) for piece in pieces]
+        shapes, dtypes = [list(piece.shape) for piece in pieces], [piece.dtype for piece in pieces]
         is_custom = "all_gather" in call.custom.split(",")
         if call.group_size == 1 or is_custom or type(pieces[0]) is not Tensor:
             sent = PACK(pieces, 1)
             gathered = sent if call.group_size == 1 else emit_all_gather(_EMIT, sent, call)
-            return _StartedBucket(indices, shapes, sent, gathered)
+            return _StartedBucket(indices, shapes, dtypes, sent, gathered)
         group, steps = group_by_name(call.group_name), Steps.of_group(call.group_name)
-        numel = sum(piece.numel() for piece in pieces)
-        gathered = pieces[0].new_empty(call.group_size * numel)
+        flats = [piece.reshape(-1) for piece in pieces]
+        if dtypes_text(dtypes):
+            flats = [flat.view(torch.uint8) for flat in flats]
+        numel = sum(flat.numel() for flat in flats)
+        gathered = flats[0].new_empty(call.group_size * numel)
         sent = gathered.narrow(0, group.rank() * numel, numel)  # in its place, so it is not held twice
         with torch.no_grad():
-            torch.cat([piece.reshape(-1) for piece in pieces], out=sent)
+            torch.cat(flats, out=sent)
         work = gather_single(gathered, sent, group=group, async_op=True)
-        return _StartedBucket(indices, shapes, sent, gathered, work, steps, steps.position)
+        return _StartedBucket(indices, shapes, dtypes, sent, gathered, work, steps, steps.position)
 
-    def wait(self) -> Tensor:
-        """The pieces of all ranks."""
+    def wait(self, group_size: int) -> list[Tensor]:
+        """For each member the pieces of all ranks, one after the other."""
+        gathered = self.gathered
         if self.work is not None and self.steps is not None:
-            _wait(self.work, self.gathered, self.steps, self.position)
-            return self.gathered
-        return WAIT(self.gathered) if self.gathered is not self.sent else self.gathered
+            _wait(self.work, gathered, self.steps, self.position)
+        elif gathered is not self.sent:
+            gathered = WAIT(gathered)
+        itemsize = gathered.dtype.itemsize
+        sizes = [
+            int(torch.Size(shape).numel()) * dtype.itemsize // itemsize
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        ]
+        return UNPACK(gathered, group_size, sizes, dtypes_text(self.dtypes))
 
 
 class StartedGather:
-    """Gathers that have started and were not waited for, one for each dtype and group."""
+    """Gathers that have started and were not waited for, one for each group."""
 
     def __init__(self, calls: Sequence[UnshardCall]) -> None:
-        """Starts a gather for each dtype and group of ``calls``, whose shards are real tensors."""
+        """Starts a gather for each group of ``calls``, whose shards are real tensors."""
         self._num = len(calls)
         self._calls = list(calls)
         self._dtypes: list[torch.dtype] = []
@@ -147,7 +161,7 @@ class StartedGather:
             piece = emit_gather_input(_EMIT, call._replace(shard=call.shard.detach()))
             self._dtypes.append(piece.dtype)
             piece = emit_bytes(_EMIT, piece)
-            groups.setdefault((piece.dtype, call.group_name, call.group_size), []).append((index, piece))
+            groups.setdefault((call.group_name, call.group_size), []).append((index, piece))
         for members in groups.values():
             indices = [index for index, _ in members]
             self._buckets.append(
@@ -160,9 +174,9 @@ class StartedGather:
         while self._buckets:  # each is freed once it is copied out
             bucket = self._buckets.pop(0)
             group_size = self._calls[bucket.indices[0]].group_size
-            sizes = [int(torch.Size(shape).numel()) for shape in bucket.shapes]
-            flats = UNPACK(bucket.wait(), group_size, sizes)
-            for index, shape, flat in zip(bucket.indices, bucket.shapes, flats, strict=True):
+            for index, shape, flat in zip(
+                bucket.indices, bucket.shapes, bucket.wait(group_size), strict=True
+            ):
                 call = self._calls[index]
                 if call.dim == 0:
                     full = flat.view(group_size * shape[0], *shape[1:])

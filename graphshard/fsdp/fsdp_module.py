@@ -234,8 +234,8 @@ class FSDPModule(TorchFSDPModule):
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gathers this unit's parameters with ``comm``, an object with the interface of FSDP2's ``AllGather``.
 
-        It is called once for each dtype, with one flat buffer, and finishes before the next op: compiled, it starts
-        where the schedule puts it, but nothing overlaps with it.
+        It is called once, with one flat buffer (of bytes, if parameters of several dtypes are sent), and finishes
+        before the next op: compiled, it starts where the schedule puts it, but nothing overlaps with it.
         """
         _check_comm(comm, "set_custom_all_gather")
         unit = _unit(self)

@@ -194,7 +194,7 @@ class Unit(UnitGradients):
         return bool(self._gathered)
 
     def start_unshard(self, slots: Sequence[ParameterSlot] | None = None) -> PendingGather:
-        """Starts to gather those of ``slots`` (None: of all) that are not gathered; one collective for each dtype."""
+        """Starts to gather those of ``slots`` (None: of all) that are not gathered, with one collective."""
         wanted = self.slots if slots is None else slots
         wanted = [slot for slot in wanted if slot.hidden is not None or not slot.is_substituted]
         missing = [

@@ -9,7 +9,7 @@ Reading and editing graphs: ``rewrite``, ``node_args``, ``tensor_sizes``, ``op_t
 What the inputs of a graph are: ``handles``. Tensors on a further mesh axis: ``reshard``.
 """
 
-from .bucket_ops import JOIN, JOIN_PARTS, PACK, UNPACK
+from .bucket_ops import JOIN, JOIN_PARTS, PACK, UNPACK, dtypes_text
 from .collectives import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -189,6 +189,7 @@ __all__ = [
     "cut_dim",
     "drop_derivatives",
     "dtype_text",
+    "dtypes_text",
     "emit_all_gather",
     "emit_all_reduce",
     "emit_bytes",

@@ -1,6 +1,7 @@
 """Ops that copy into and out of a bucket, and that sum the rows of one.
 
 A bucket is rank-major: it has a row for each rank, which holds that rank's piece of every member, one after the other.
+A bucket of pieces of several dtypes holds their bytes (``uint8``).
 Because these are ops, the copies are visible in the graph, Inductor does not fuse them with compute that waits for
 another bucket, and no kernel is generated for them.
 """
@@ -20,7 +21,9 @@ from .shard_rows import lie_in_a_row
 torch.library.define("graphshard::pack", "(Tensor[] pieces, SymInt num_rows) -> Tensor")
 torch.library.define("graphshard::join", "(Tensor(a)[] pieces) -> Tensor(a)")
 torch.library.define("graphshard::join_parts", "(Tensor[] parts, SymInt num_rows) -> Tensor")
-torch.library.define("graphshard::unpack", "(Tensor bucket, SymInt num_rows, SymInt[] sizes) -> Tensor[]")
+torch.library.define(
+    "graphshard::unpack", '(Tensor bucket, SymInt num_rows, SymInt[] sizes, str dtypes="") -> Tensor[]'
+)
 torch.library.define("graphshard::add_rows", "(Tensor bucket, SymInt num_rows, bool is_mean) -> Tensor")
 
 
@@ -29,12 +32,14 @@ def pack(pieces: Sequence[Tensor], num_rows: int) -> Tensor:
     """Concatenates ``pieces``, each split into ``num_rows`` equal parts, row by row.
 
     Args:
-        pieces: tensors of one dtype and any shapes; ``num_rows`` divides the numel of each.
+        pieces: tensors of any shapes and dtypes; ``num_rows`` divides the numel of each.
         num_rows: 1 before a gather, the group's size before a reduce-scatter.
 
     Returns:
-        A 1-D tensor with the elements of all pieces.
+        A 1-D tensor with the elements of all pieces; if these are of several dtypes, with their bytes, ``uint8``.
     """
+    if len({piece.dtype for piece in pieces}) > 1:
+        pieces = [piece.reshape(-1).view(torch.uint8) for piece in pieces]
     if num_rows == 1:
         return torch.cat([piece.reshape(-1) for piece in pieces])
     return torch.cat([piece.reshape(num_rows, -1) for piece in pieces], 1).view(-1)
@@ -73,18 +78,37 @@ def join_parts(parts: Sequence[Tensor], num_rows: int) -> Tensor:
 
 
 @torch.library.impl("graphshard::unpack", "CompositeExplicitAutograd")
-def unpack(bucket: Tensor, num_rows: int, sizes: Sequence[int]) -> list[Tensor]:
+def unpack(bucket: Tensor, num_rows: int, sizes: Sequence[int], dtypes: str = "") -> list[Tensor]:
     """The inverse of ``pack``: one contiguous 1-D tensor for each member.
 
     Args:
         bucket: 1-D tensor of ``num_rows * sum(sizes)`` elements.
         num_rows: rows of the bucket: the group's size after a gather.
-        sizes: elements of each member in one row.
+        sizes: elements of the bucket that each member fills in one row.
+        dtypes: those of the members (:func:`dtypes_text`), if the bucket holds bytes; "" for the bucket's own.
     """
     if num_rows == 1:
-        return list(torch.split_with_sizes_copy(bucket, sizes))
-    pieces = torch.split_with_sizes_copy(bucket.view(num_rows, -1), sizes, 1)
-    return [piece.view(-1) for piece in pieces]
+        pieces = list(torch.split_with_sizes_copy(bucket, sizes))
+    else:
+        pieces = [
+            piece.view(-1) for piece in torch.split_with_sizes_copy(bucket.view(num_rows, -1), sizes, 1)
+        ]
+    if not dtypes:
+        return pieces
+    # Each copy has a storage of its own, so bytes of any dtype are aligned.
+    return [
+        piece.view(dtype)
+        for piece, dtype in zip(pieces, _dtypes_of(bucket, dtypes, len(pieces)), strict=True)
+    ]
+
+
+def dtypes_text(dtypes: Sequence[torch.dtype]) -> str:
+    """What ``unpack`` takes for pieces of these dtypes: "float32,bfloat16"; "" if all are equal."""
+    return ",".join(str(dtype).removeprefix("torch.") for dtype in dtypes) if len(set(dtypes)) > 1 else ""
+
+
+def _dtypes_of(bucket: Tensor, dtypes: str, num_pieces: int) -> list[torch.dtype]:
+    return [getattr(torch, name) for name in dtypes.split(",")] if dtypes else [bucket.dtype] * num_pieces
 
 
 @torch.library.impl("graphshard::add_rows", "CompositeExplicitAutograd")
@@ -112,6 +136,9 @@ def add_rows(bucket: Tensor, num_rows: int, is_mean: bool) -> Tensor:
 
 @torch.library.register_fake("graphshard::pack")
 def _(pieces: Sequence[Tensor], num_rows: int) -> Tensor:
+    if len({piece.dtype for piece in pieces}) > 1:
+        num_bytes = sum(piece.numel() * piece.dtype.itemsize for piece in pieces)
+        return pieces[0].new_empty(num_bytes, dtype=torch.uint8)
     return pieces[0].new_empty(sum(piece.numel() for piece in pieces))
 
 
@@ -126,8 +153,11 @@ def _(parts: Sequence[Tensor], num_rows: int) -> Tensor:
 
 
 @torch.library.register_fake("graphshard::unpack")
-def _(bucket: Tensor, num_rows: int, sizes: Sequence[int]) -> list[Tensor]:
-    return [bucket.new_empty(num_rows * size) for size in sizes]
+def _(bucket: Tensor, num_rows: int, sizes: Sequence[int], dtypes: str = "") -> list[Tensor]:
+    return [
+        bucket.new_empty(num_rows * size // (dtype.itemsize // bucket.dtype.itemsize), dtype=dtype)
+        for size, dtype in zip(sizes, _dtypes_of(bucket, dtypes, len(sizes)), strict=True)
+    ]
 
 
 @torch.library.register_fake("graphshard::add_rows")

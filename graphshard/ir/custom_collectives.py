@@ -3,7 +3,7 @@
 ``FSDPModule.set_custom_all_gather`` and its relatives take Python objects, and a graph cannot hold an object. So these
 ops take the unit's handle and find the object through it when they run. They have the form of the collectives that they
 replace: a result that is waited for, and the name of a process group among the arguments. So passes bucket and schedule
-them alike, and an object is called once per unit, dtype and group, with one flat buffer.
+them alike, and an object is called once per unit and group (a reduction: of each dtype), with one flat buffer.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Fact(Enum):
     LOWERED = "lowered"
     """No shard op is left."""
     BUCKETED = "bucketed"
-    """At most one gather and one reduction per unit, dtype and group in this graph."""
+    """At most one gather per unit and group, and one reduction per unit, dtype and group, in this graph."""
     SCHEDULED = "scheduled"
     """No compute stands between the wait of a gather and the first compute that reads its result."""
 

@@ -34,6 +34,7 @@ from ..ir import (
     operands,
     output_values,
     setting,
+    tensor_bytes,
 )
 from .context import PassContext
 
@@ -220,7 +221,7 @@ def _packed_in(node: fx.Node, part: tuple[int, int] | None) -> list[fx.Node]:
         return []
     found, begin = [], 0
     for member in node.args[0]:
-        end = begin + member.meta["val"].numel()
+        end = begin + tensor_bytes(member.meta["val"]) // node.meta["val"].dtype.itemsize
         if member.op != "placeholder" and begin < part[1] and part[0] < end:
             found.append(member)
         begin = end
@@ -248,7 +249,10 @@ def reduced_parameters(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, li
 
 
 def bucket_keys(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, tuple[str, ...]]:
-    """For each gather and reduction that serves one unit, the key that must be equal for two to be merged."""
+    """For each gather and reduction that serves one unit, the key that must be equal for two to be merged.
+
+    Gathers of several dtypes are sent as bytes, so their dtype is not part of it.
+    """
     reduced = reduced_parameters(gm, ctx)
     keys: dict[fx.Node, tuple[str, ...]] = {}
     for node in filter(is_collective, gm.graph.nodes):
@@ -261,6 +265,6 @@ def bucket_keys(gm: fx.GraphModule, ctx: PassContext) -> dict[fx.Node, tuple[str
         else:
             continue
         if len({binding.unit for binding in bindings}) == 1:
-            dtype = dtype_text(node.meta["val"].dtype)
+            dtype = "" if node.target in GATHERS else dtype_text(node.meta["val"].dtype)
             keys[node] = (KINDS[node.target], bindings[0].unit, dtype, group_name(node), setting(node))
     return keys

@@ -291,7 +291,9 @@ class _Reader:
         value = operands(node)[0].meta["val"]
         symbolic = any(not isinstance(size, int) for size in value.shape)
         _, *rest = map(str, call_arguments(node).values())
-        return None if symbolic else (short_name(node), *rest, dtype_text(value.dtype), str(value.device))
+        # Gathers of several dtypes are sent as bytes.
+        dtype = "" if node.target is ALL_GATHER else dtype_text(value.dtype)
+        return None if symbolic else (short_name(node), *rest, dtype, str(value.device))
 
     def _behind(self, node: fx.Node) -> tuple[int, set[int], list[fx.Node]]:
         """The first gap with its input, the collectives it comes after, and the nodes computed at its start."""

@@ -1,8 +1,8 @@
 """Merges collectives into one, with the copies into and out of its bucket.
 
-In a bucket of gathers, ``pack`` and ``unpack`` are ops of their own. Shards that are neighbours in memory are sent
-in place (``join``), with no copy. The results of a bucket of reductions are views of it. Reductions of the slices of
-one bucket are merged on that bucket, with no copy.
+In a bucket of gathers, ``pack`` and ``unpack`` are ops of their own. Gathers of several dtypes are sent as bytes.
+Shards that are neighbours in memory are sent in place (``join``), with no copy. The results of a bucket of reductions
+are views of it. Reductions of the slices of one bucket are merged on that bucket, with no copy.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from ..ir import (
     are_neighbours,
     aten,
     call_arguments,
+    dtypes_text,
     is_wait,
     operands,
     recompute_tags,
     stable_topological_sort,
+    tensor_bytes,
 )
 from ..pipeline import KINDS, gathered_shard, is_layout
 
@@ -63,7 +65,7 @@ def merge_gathers(graph: fx.Graph, members: list[fx.Node], places: Sequence[RowP
 
     Args:
         graph: edited in place.
-        members: gathers of one group, dtype and settings.
+        members: gathers of one group and settings, of any dtypes.
         places: where the shard of each lies in memory, None if unknown; left out, all are unknown.
     """
     _, group_size, *rest = call_arguments(members[0]).values()
@@ -73,9 +75,10 @@ def merge_gathers(graph: fx.Graph, members: list[fx.Node], places: Sequence[RowP
     with graph.inserting_before(members[0]):
         emit = GraphEmitter(graph, origin=members[0], extra_meta=recompute_tags(members[0]))
         bucket, sizes, indices = _joined(emit, members, places) or _packed(emit, inputs)
+        dtypes = dtypes_text([emit.tensor(value).dtype for value in inputs])
         started = emit(members[0].target, bucket, group_size, *rest)
         gathered = emit(WAIT, started)
-        unpacked = emit(UNPACK, gathered, group_size, sizes)
+        unpacked = emit(UNPACK, gathered, group_size, sizes, *([dtypes] if dtypes else []))
         results = [
             _view(emit, emit(operator.getitem, unpacked, index), list(member.meta["val"].shape))
             for index, member in zip(indices, members, strict=True)
@@ -89,8 +92,10 @@ def merge_gathers(graph: fx.Graph, members: list[fx.Node], places: Sequence[RowP
 
 def _packed(emit: GraphEmitter, inputs: list[fx.Node]) -> tuple[fx.Node, list[int], list[int]]:
     """The bucket, sizes and indices as :func:`_joined` gives them, made by copies."""
-    sizes = [emit.tensor(value).numel() for value in inputs]
-    return emit(PACK, inputs, 1), sizes, list(range(len(inputs)))
+    packed = emit(PACK, inputs, 1)
+    itemsize = emit.tensor(packed).dtype.itemsize
+    sizes = [tensor_bytes(emit.tensor(value)) // itemsize for value in inputs]
+    return packed, sizes, list(range(len(inputs)))
 
 
 def _joined(

@@ -17,7 +17,7 @@ class Wishes:
     """Constraints that a plan must keep; without any, it is free.
 
     Attributes:
-        fixed_buckets: collectives that must form one bucket each; of one group, dtype and settings.
+        fixed_buckets: collectives that must form one bucket each; of one group and settings, reductions of one dtype.
         prefetch: pairs of collectives (a, b): b starts right after the wait for a.
         behind: pairs of collectives (a, b): b does not start before the input of a exists, unless it is read sooner.
         max_gathers, max_reductions: buckets that may be in flight; 0 for any number.

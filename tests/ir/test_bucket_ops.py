@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphshard.ir.bucket_ops import ADD_ROWS, JOIN_PARTS, PACK, UNPACK
+from graphshard.ir.bucket_ops import ADD_ROWS, JOIN_PARTS, PACK, UNPACK, dtypes_text
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
 
@@ -17,6 +17,36 @@ def test_unpack_is_the_inverse_of_pack(sizes, num_rows):
     unpacked = UNPACK(PACK(pieces, num_rows), num_rows, sizes)
     assert all(torch.equal(new, old.view(-1)) for new, old in zip(unpacked, pieces, strict=True))
     assert all(new.is_contiguous() for new in unpacked)
+
+
+@settings(deadline=None)
+@given(
+    pieces=st.lists(
+        st.tuples(
+            st.integers(0, 5),
+            st.sampled_from([torch.float64, torch.bfloat16, torch.uint8, torch.int8, torch.bool, torch.complex64]),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    num_rows=st.integers(1, 3),
+)
+def test_pieces_of_several_dtypes_are_sent_as_bytes(pieces, num_rows):
+    """At any address: pieces of one byte stand in front of larger ones."""
+    dtypes = [dtype for _, dtype in pieces]
+    values = [torch.randn(num_rows, size).to(dtype) for size, dtype in pieces]
+    bucket = PACK(values, num_rows)
+    assert bucket.dtype == (torch.uint8 if len(set(dtypes)) > 1 else dtypes[0])
+    sizes = [size * dtype.itemsize // bucket.dtype.itemsize for size, dtype in pieces]
+    unpacked = UNPACK(bucket, num_rows, sizes, dtypes_text(dtypes))
+    assert [value.dtype for value in unpacked] == dtypes
+    assert all(torch.equal(new, old.view(-1)) for new, old in zip(unpacked, values, strict=True))
+
+
+def test_opcheck_with_several_dtypes():
+    pieces = [torch.randn(2, 3), torch.randn(2, 5).bfloat16(), torch.tensor([1, 2], dtype=torch.uint8)]
+    torch.library.opcheck(PACK, (pieces, 2))
+    torch.library.opcheck(UNPACK, (PACK(pieces, 2), 2, [12, 10, 1], "float32,bfloat16,uint8"))
 
 
 def test_a_bucket_is_rank_major():

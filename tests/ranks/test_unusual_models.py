@@ -21,6 +21,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
@@ -66,6 +67,10 @@ def train_two_dtypes(implementation: str) -> None:
     backward_of_mean(reference)
     backward(forward)
     check_sharded_parity(reference, model)
+    if implementation != "compiled":
+        with CommDebugMode() as communication:
+            forward(batch_of(dist.get_rank()))
+        assert communication.get_total_counts() == 1, "the parameters travel as bytes, in one gather"
 
 
 @pytest.mark.parametrize("implementation", EVERY)
