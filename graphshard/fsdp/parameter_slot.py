@@ -264,13 +264,13 @@ def step_in_backward(param: Tensor) -> None:
 
 
 class _Link:
-    """Leads from a shard to its slot. One that is copied or loaded with a shard leads nowhere."""
+    """Leads from a shard to its slot. Copied or saved with a shard it becomes an empty set, which torch.load takes."""
 
-    def __init__(self, slot: ParameterSlot | None = None) -> None:
-        self.slot = ref(slot) if slot is not None else None
+    def __init__(self, slot: ParameterSlot) -> None:
+        self.slot = ref(slot)
 
-    def __reduce__(self) -> tuple[type[_Link], tuple[()]]:
-        return _Link, ()
+    def __reduce__(self) -> tuple[type[set[None]], tuple[()]]:
+        return set, ()
 
 
 def link_shard(slot: ParameterSlot) -> None:
@@ -281,7 +281,7 @@ def link_shard(slot: ParameterSlot) -> None:
 def slot_of_shard(param: DTensor) -> ParameterSlot | None:
     """The slot of a sharded parameter that its model shows; None for another tensor."""
     link = vars(param).get(_SLOT)
-    slot = link.slot() if link is not None and link.slot is not None else None
+    slot = link.slot() if isinstance(link, _Link) else None
     if slot is None or not any(stored_parameters(owner).get(name) is param for owner, name in slot.owners):
         return None
     return slot

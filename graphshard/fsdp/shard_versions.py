@@ -31,15 +31,31 @@ from ..errors import ParameterStateError, StaleOptimizerError, UnsupportedShardi
 
 Version = tuple[int, int]
 
-#: Attribute of a shard: its id and that of its storage.
+#: Attribute of a shard: its id and its storage.
 _STORAGE = "_graphshard_storage"
 
-#: Attribute of a gradient of a shard: its id, that of its storage, and the name of the parameter.
+#: Attribute of a gradient of a shard: its id, its storage, and the name of the parameter.
 _GRADIENT = "_graphshard_gradient"
 
 #: Attribute of a parameter that ``fully_shard`` has replaced: its sharded successor and slot. A module outside of the
 #: unit that is tied to the parameter finds them here.
 SUCCESSOR = "_graphshard_successor"
+
+
+class _KeptStorage:
+    """The storage of a DTensor, which has no memory. No other storage gets its number while it is kept.
+
+    Copied or saved with its tensor it becomes an empty set, which torch.load takes.
+    """
+
+    def __init__(self, value: DTensor) -> None:
+        self._storage = value.untyped_storage()
+
+    def is_of(self, value: DTensor) -> bool:
+        return self._storage._cdata == storage_id(value)
+
+    def __reduce__(self) -> tuple[type[set[None]], tuple[()]]:
+        return set, ()
 
 
 def version_of(param: DTensor) -> Version:
@@ -51,13 +67,13 @@ def note_storage(param: DTensor, *, anew: bool = True) -> None:
     """Notes the storage of a shard, for :func:`refuse_lost_data`; unless ``anew``, only if it has no note."""
     # A copy of the shard gets the attribute, too: so the id.
     if anew or vars(param).get(_STORAGE, (None,))[0] != id(param):
-        vars(param)[_STORAGE] = id(param), storage_id(param)
+        vars(param)[_STORAGE] = id(param), _KeptStorage(param)
 
 
 def refuse_lost_data(param: DTensor, name: str) -> None:
     """Refuses a shard to whose ``.data`` something was assigned, which leaves its local tensor as it was."""
     noted = vars(param).get(_STORAGE)
-    if noted is not None and noted[0] == id(param) and noted[1] != storage_id(param):
+    if noted is not None and noted[0] == id(param) and not noted[1].is_of(param):
         raise ParameterStateError(
             f"parameter {name}: its .data was assigned to outside of a forward, which changes no DTensor; write to the "
             "parameter with copy_() under torch.no_grad(), or assign a new one to the module's attribute "
@@ -68,13 +84,13 @@ def refuse_lost_data(param: DTensor, name: str) -> None:
 def note_gradient(grad: Tensor | None, name: str) -> None:
     """Notes the storage of a gradient that a backward has given to a shard, for the next step of an optimizer."""
     if type(grad) is DTensor and vars(grad).get(_GRADIENT, (None,))[0] != id(grad):
-        vars(grad)[_GRADIENT] = id(grad), storage_id(grad), name
+        vars(grad)[_GRADIENT] = id(grad), _KeptStorage(grad), name
 
 
 def _lost_gradients(params: Sequence[Tensor]) -> list[str]:
     """Names of parameters to the ``.data`` of whose gradients something was assigned."""
     notes = [(grad, vars(grad).get(_GRADIENT)) for param in params if type(grad := param.grad) is DTensor]
-    return [note[2] for grad, note in notes if note and note[0] == id(grad) and note[1] != storage_id(grad)]
+    return [note[2] for grad, note in notes if note and note[0] == id(grad) and not note[1].is_of(grad)]
 
 
 def optimizers_of(params: Sequence[Tensor]) -> Iterator[torch.optim.Optimizer]:
@@ -195,7 +211,8 @@ class FullRead:
         full: the full parameter, or this rank's piece of a DTensor.
         shown: what the forward reads: ``full``, or the DTensor around it.
         versions: version counters of both.
-        storages: the storages of both; an assignment to ``.data`` gives a tensor another one.
+        storages: the storages of both; an assignment to ``.data`` gives a tensor another one. They are kept, so that
+            no other gets their number.
         source: the autograd node that made ``shown``.
         shard: the version of the shard that was gathered.
     """
@@ -203,7 +220,7 @@ class FullRead:
     full: Tensor
     shown: Tensor
     versions: Version
-    storages: tuple[int, int]
+    storages: tuple[torch.UntypedStorage, torch.UntypedStorage]
     source: Any
     shard: Version
 
@@ -216,7 +233,7 @@ class FullRead:
             full=full,
             shown=shown,
             versions=(full._version, shown._version),
-            storages=(storage_id(full), storage_id(shown)),
+            storages=(full.untyped_storage(), shown.untyped_storage()),
             source=shown.grad_fn,
             shard=shard,
         )
@@ -228,7 +245,7 @@ class FullRead:
         return replace(
             self,
             versions=(self.full._version, self.shown._version),
-            storages=(storage_id(self.full), storage_id(self.shown)),
+            storages=(self.full.untyped_storage(), self.shown.untyped_storage()),
             shard=shard,
         )
 
@@ -239,13 +256,15 @@ class FullRead:
 
     @property
     def _has_moved(self) -> bool:
-        versions = (self.full._version, self.shown._version)
-        return versions != self.versions or (storage_id(self.full), storage_id(self.shown)) != self.storages
+        if (self.full._version, self.shown._version) != self.versions:
+            return True
+        full, shown = self.storages
+        return (storage_id(self.full), storage_id(self.shown)) != (full._cdata, shown._cdata)
 
     @property
     def is_lost(self) -> bool:
         """Whether ``.data`` of a DTensor was assigned to: its local tensor has not changed."""
-        return self.shown is not self.full and storage_id(self.shown) != self.storages[1]
+        return self.shown is not self.full and storage_id(self.shown) != self.storages[1]._cdata
 
     @property
     def before(self) -> Tensor | None:

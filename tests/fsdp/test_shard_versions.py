@@ -1,5 +1,7 @@
 """What counts as a change of a shard, and that looking for it disturbs nobody."""
 
+import copy
+import io
 import threading
 
 import pytest
@@ -7,6 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, zeros
 
+from graphshard import fully_shard
+from graphshard.errors import ParameterStateError
+from graphshard.fsdp.parameter_slot import slot_of_shard
 from graphshard.fsdp.shard_versions import optimizers_of, version_of, watch_optimizers
 
 OPTIMIZERS = {
@@ -110,3 +115,32 @@ def test_optimizers_are_found_while_other_threads_build_tuples():
         thread.join()
     assert {id(each) for each in found} == {id(of_all), id(of_one)} and alone == [of_all]
     assert not others and not errors
+
+
+def test_each_assignment_to_data_is_seen(fake_group):
+    """Also the second, whose storage may lie where the first one did, which nothing holds by then."""
+    model = fully_shard(nn.Linear(4, 4), mesh=fake_group(2))
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    for _ in range(4):
+        model.weight.grad.data = model.weight.grad * 0.5
+        with pytest.raises(ParameterStateError, match=r"the \.data of the gradient of weight was assigned to"):
+            optimizer.step()
+    for _ in range(4):
+        model.weight.data = model.weight.detach() * 0.5
+        with pytest.raises(ParameterStateError, match=r"parameter weight: its \.data was assigned to"):
+            model(torch.ones(2, 4))
+
+
+def test_shards_and_gradients_are_saved_and_copied(fake_group):
+    """torch.load takes them with its defaults, as those of FSDP2; what is loaded belongs to no model."""
+    model = fully_shard(nn.Linear(4, 4), mesh=fake_group(2))
+    model(torch.ones(2, 4)).sum().backward()
+    for value in (model.weight, model.weight.grad):
+        file = io.BytesIO()
+        torch.save(value, file)
+        file.seek(0)
+        for other in (torch.load(file), copy.deepcopy(value)):
+            assert torch.equal(other.to_local(), value.to_local())
+            assert slot_of_shard(other) is None
+    assert slot_of_shard(model.weight) is not None
