@@ -38,6 +38,17 @@ def is_of_checkpoint(hooks: Hooks) -> bool:
     return getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
+def unseen_by_checkpoint(
+    pack: Callable[[torch.Tensor], Any], others: Hooks | None = None
+) -> Callable[[torch.Tensor], Any]:
+    """``pack``, marked as none of the user's hooks, or as one around ``others``, which are.
+
+    A selective checkpoint warns of the user's hooks, or gives them what it saves (checked: 2.14; no effect before).
+    """
+    vars(pack).update(_checkpoint_internal=True, _user_hooks=others)
+    return pack
+
+
 class HooksOf:
     """A context with the given hooks of saved tensors in force; None: without the innermost that are."""
 

@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +23,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._compat import get_proxy_mode, storage_id, transforms_active
-from .._compat_autograd import HooksOf, hooks_are_enabled, hooks_in_force, is_of_checkpoint
+from .._compat_autograd import (
+    HooksOf,
+    hooks_are_enabled,
+    hooks_in_force,
+    is_of_checkpoint,
+    unseen_by_checkpoint,
+)
 from ..errors import ParameterStateError, UnsupportedShardingError
 from .shard_versions import FullRead, Version, version_of
 
@@ -274,7 +281,7 @@ class SavedParameters:
         self.alone: list[GatheredOnce] = []
         self._by_memory: dict[int, tuple[GatheredOnce, str]] = {}
         self._contexts: list[HooksOf | None] = []
-        self._hooks = (self._pack, self._unpack)
+        self._hooks = (unseen_by_checkpoint(partial(SavedParameters._pack, self)), self._unpack)
 
     def add(self, gathered: GatheredOnce) -> None:
         """From now on, what autograd saves of the full parameters is replaced."""
@@ -310,7 +317,7 @@ class SavedParameters:
         outer = hooks_in_force()
         if outer is None:
             return HooksOf(self._hooks) if is_replaced else None
-        is_own = isinstance(getattr(outer[0], "__self__", None), SavedParameters)
+        is_own = isinstance(outer[0], partial) and outer[0].func is SavedParameters._pack
         if not is_replaced:
             return HooksOf(None) if is_own else None
         # A checkpointed region counts what is saved, and saves nothing itself.
@@ -330,7 +337,7 @@ class SavedParameters:
         def unpack(packed: Any) -> Tensor:
             return packed.restore() if type(packed) is _Token else outer_unpack(packed[0])
 
-        return pack, unpack
+        return unseen_by_checkpoint(pack, (outer_pack, outer_unpack)), unpack
 
     def _pack(self, value: Tensor) -> Any:
         token = self._token(value) if self._by_memory else None
