@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 import types
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +29,21 @@ EXIT_AUTOCAST = torch.amp.autocast_mode._exit_autocast
 _OPERATORS = frozenset(
     {"cond", "while_loop", "scan", "associative_scan", "map", "map_impl", "flex_attention"}
 )
+
+
+@contextmanager
+def failures_unlogged() -> Iterator[None]:
+    """Inside, torch does not log the traceback of an op that fails on fake tensors; the error is raised as ever."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")  # checked: 2.13, 2.14
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("failed while attempting to run meta")
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 @torch.compiler.assume_constant_result

@@ -173,7 +173,8 @@ def cut_parameters(
     """The parameters as ``placed`` cuts them over its axis; none without placements."""
     if placed is None:
         return ()
-    shapes = {node.name: node.meta["val"].shape for node in primals if node.meta.get("val") is not None}
+    values = {node.name: node.meta.get("val") for node in primals}
+    shapes = {name: value.shape for name, value in values.items() if isinstance(value, Tensor)}
     return placed.parameters({each.call.name: (each.placeholder, shapes[each.placeholder]) for each in plain})
 
 

@@ -21,7 +21,7 @@ from .._compat import (
     tree_leaves,
     tree_map,
 )
-from .._compat_frames import TorchRuntimeError, inline_regions
+from .._compat_frames import TorchRuntimeError, failures_unlogged, inline_regions
 from ..backend import inductor_decompositions
 from ..errors import CaptureError
 from ..ir import value_text
@@ -135,7 +135,8 @@ def _fake(value: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Ten
 
 def trace_step(step: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.GraphModule:
     try:
-        traced = capture_with_dynamo(step, args, kwargs)
+        with failures_unlogged():
+            traced = capture_with_dynamo(step, args, kwargs)
     except (TorchDynamoException, *DATA_DEPENDENT) as error:
         failed = _FAILED_CALL.search(str(error)) if isinstance(error, TorchRuntimeError) else None
         if failed is not None and not isinstance(error, DATA_DEPENDENT):

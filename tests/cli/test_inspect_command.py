@@ -135,7 +135,7 @@ def test_policies_reach_the_capture(here, capsys):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_one_line_and_status_2(here, capsys, arguments, complaint):
+def test_a_mistake_is_one_line_and_status_2(here, capsys, caplog, arguments, complaint):
     hardware = [] if "--hardware" in arguments else ["--hardware", "round.json"]
     mesh = [] if "--mesh" in arguments else ["--mesh", "shard=2"]
     assert main(["inspect", *arguments, *hardware, *mesh]) == 2
@@ -143,7 +143,7 @@ def test_a_mistake_is_one_line_and_status_2(here, capsys, arguments, complaint):
     assert printed.out == ""
     *_, last = printed.err.splitlines()
     assert last.startswith("graphshard inspect: ") and complaint in last
-    assert "Traceback" not in printed.err
+    assert "Traceback" not in printed.err + caplog.text
 
 
 def test_without_a_terminal_only_results_are_printed(here, capsys):
