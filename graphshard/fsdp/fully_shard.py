@@ -255,7 +255,7 @@ def _default_mesh() -> DeviceMesh:
                 "call torch.distributed.init_process_group(), or pass mesh="
             )
         dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     backend = dist.get_backend()
     device_type = accelerator.type if accelerator is not None and backend != "gloo" else "cpu"
     return init_device_mesh(device_type, (dist.get_world_size(),))

@@ -104,7 +104,7 @@ class Meshes:
 
 
 def _device_type(options: Options, group: dist.ProcessGroup | None = None) -> str:
-    given, accelerator = options.device, torch.accelerator.current_accelerator()
+    given, accelerator = options.device, torch.accelerator.current_accelerator(check_available=True)
     kind = accelerator.type if accelerator is not None else "cpu"
     wanted = (
         given.type if isinstance(given, torch.device) else ("cpu" if given is None else "an accelerator's")

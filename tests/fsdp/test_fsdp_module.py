@@ -255,3 +255,15 @@ def test_a_forward_shows_the_shards_again_though_they_changed_while_gathered(fak
             slot.param.add_(1.0)
     model(torch.zeros(2, 8))
     assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+@pytest.mark.parametrize("shard", [graphshard.fully_shard, graphshard.FullyShardedDataParallel])
+def test_without_a_mesh_a_torch_for_gpus_uses_the_cpu_where_there_is_no_gpu(monkeypatch, fake_group, shard):
+    """That torch names "cuda" all the same, unless it is asked whether there is one."""
+    fake_group(2)
+    torch_of_gpus = {False: torch.device("cuda"), True: None}
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: torch_of_gpus[check_available]
+    )
+    weight = next(shard(nn.Linear(4, 4)).parameters())
+    assert weight.device_mesh.device_type == "cpu"
