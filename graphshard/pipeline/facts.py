@@ -180,7 +180,7 @@ def check_bucketed(gm: fx.GraphModule, ctx: PassContext) -> list[str]:
     for node, key in bucket_keys(gm, ctx).items():
         first = seen.setdefault(key, node.name)
         if first != node.name:
-            problems.append(f"{first} and {node.name} are both {' '.join(key)}")
+            problems.append(f"{first} and {node.name} are both {' '.join(filter(None, key))}")
     return problems
 
 

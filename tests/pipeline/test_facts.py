@@ -262,17 +262,15 @@ def test_bucketed_finds_two_collectives_of_a_unit():
     gm, ctx = _lowered()
     problems = check_bucketed(gm, ctx)
     assert len(problems) == 2  # the gathers and the reductions
-    assert problems[0].endswith("are both gather root f64 shard_group ")
+    assert problems[0].endswith("are both gather root shard_group")
 
 
-@pytest.mark.parametrize(
-    "second",
-    [ParameterSpec((3,), unit="other"), ParameterSpec((3,), dtype=torch.float32)],
-    ids=["unit", "dtype"],
-)
-def test_bucketed_accepts_what_cannot_be_merged(second):
-    gm, ctx = _lowered(ParameterSpec((4, 2)), second)
+def test_bucketed_accepts_what_cannot_be_merged():
+    gm, ctx = _lowered(ParameterSpec((4, 2)), ParameterSpec((3,), unit="other"))
     assert check_bucketed(gm, ctx) == []
+    gm, ctx = _lowered(ParameterSpec((4, 2)), ParameterSpec((3,), dtype=torch.float32))
+    (problem,) = check_bucketed(gm, ctx)
+    assert " are both gather " in problem  # as bytes; reductions are of one dtype
 
 
 def _wait_then(*, reads_first):
