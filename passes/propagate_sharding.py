@@ -20,7 +20,8 @@ After::
     %reshard_0: f32[2, 8] = reshard(%mm_0, Shard(1) -> Replicate, shape=[2, 8], axis=tp=2, sends=32 bytes)
     return [%mm_0]
 
-Numerics: those of the other placements: sums over a cut dim are sums of the ranks' sums. Copies are bitwise.
+Numerics: those of the other placements: sums over a cut dim are sums of the ranks' sums. Copies are bitwise. Where a
+gradient of a parameter is cast to a smaller dtype, the ranks' sums are added in that dtype.
 
 Does not handle:
 

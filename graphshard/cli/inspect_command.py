@@ -119,8 +119,6 @@ def run_inspect(options: argparse.Namespace) -> int:
     if dynamic is not None:
         if given.pop("plan") != "unit":
             raise UsageError(f"--plan {options.plan}: --formulas are those of --plan unit; leave --plan out")
-        if given.pop("placements") is not None:
-            raise UsageError("--placements: --formulas are those of shard and replicate axes; leave it out")
         return _print_formulas(
             options, (model, args, kwargs), dynamic=dynamic, mesh=mesh, loss=loss, progress=progress, **given
         )

@@ -131,6 +131,8 @@ def run_sweep(options: argparse.Namespace) -> int:
         f"a capture {found.capture_seconds / found.num_captures:.1f} s, "
         f"a point {found.point_seconds / len(found.points):.2f} s"
     )
+    if found.are_chosen:
+        print(f"placements chosen for each point: {found.choice_seconds:.1f} s")
     if found.between:
         print(
             f"batch {', '.join(map(str, found.between))}: in between those captured, with equal graphs "

@@ -8,17 +8,33 @@ candidate that fits the memory is chosen; if none fits, the one that needs the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Placement, Shard
 
-from ..capture import num_repeated_blocks, with_blocks
+from .._compat import lazy_graph_modules
+from ..capture import (
+    CapturedStep,
+    can_reshard,
+    capture_step,
+    has_extended_parameters,
+    no_garbage_collection,
+    num_repeated_blocks,
+    reshard_step,
+    with_blocks,
+)
 from ..errors import GraphShardError
+from ..ir import remembered_results
 from ..parallel import Stated, fitting_plans
+from ..progress import Stages
 from ..report import PlacementCandidate, Report, size_text
+from .placement_search import PlacementSearch, TrialSeconds
 from .settings import Settings
+from .step_inspection import Inspection
 
 #: Predicts a step of a model, in brief.
 Predict = Callable[[Settings, nn.Module], Report]
@@ -48,6 +64,65 @@ class PlacementChoice:
     stated: Stated
     candidates: tuple[PlacementCandidate, ...]
     note: str
+
+    @property
+    def name(self) -> str:
+        """The name of the candidate."""
+        return self.candidates[0].name
+
+
+@dataclass(slots=True, kw_only=True)
+class PlacementChooser:
+    """Chooses placements of one model, for one mesh after the other.
+
+    Meshes that differ only in the axes of data parallelism share captures and the prices of a search's trials. All
+    settings but the mesh are equal in all calls.
+
+    Attributes:
+        module: the model.
+        args, kwargs, loss: of the step.
+    """
+
+    module: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    loss: Callable[[Any], torch.Tensor] | None
+    _captured: list[tuple[Settings, tuple[str, ...], CapturedStep]] = field(default_factory=list)
+    _trials: TrialSeconds = field(default_factory=dict)
+
+    def choose(self, settings: Settings) -> PlacementChoice:
+        """The cheapest placements on the mesh of the settings.
+
+        Raises:
+            GraphShardError: as :func:`choose`.
+        """
+        search = PlacementSearch(
+            settings=settings, module=self.module, args=self.args, kwargs=self.kwargs, loss=self.loss,
+            known=self._trials,
+        )  # fmt: skip
+        return choose(settings, self.module, self._predict, search.best)
+
+    def _predict(self, settings: Settings, module: nn.Module) -> Report:
+        """A report with the numbers of the step alone; ``module`` is the model, or has fewer of its blocks."""
+        with lazy_graph_modules(), no_garbage_collection(), remembered_results():
+            captured = reshard_step(self._capture(settings, module), settings.rules.mesh)
+            inspection = Inspection(settings=settings, captured=captured, stages=Stages(None), is_brief=True)
+            return inspection.report(type(module).__name__, module, None)
+
+    def _capture(self, settings: Settings, module: nn.Module) -> CapturedStep:
+        names = tuple(name for name, _ in module.named_parameters())
+        is_extended = has_extended_parameters(module)
+        mesh, placements = settings.rules.mesh, settings.rules.placements
+        for known, of_names, captured in self._captured:
+            is_alike = mesh == known.rules.mesh or (not is_extended and can_reshard(known.rules.mesh, mesh))
+            if is_alike and of_names == names and known.rules.placements == placements:
+                return captured
+        captured = capture_step(
+            module, self.args, self.kwargs, rules=settings.rules, loss=self.loss, checkpoint=settings.checkpoint,
+            needs_loss=True, device_type=settings.card.device_type, is_brief=True,
+        )  # fmt: skip
+        self._captured.append((settings, names, captured))
+        return captured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

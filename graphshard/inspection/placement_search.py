@@ -28,12 +28,16 @@ from ..capture import (
     stack_paths,
     with_blocks,
 )
-from ..cost import CostModel, compute_seconds
+from ..cost import CostModel, GroupTopology, compute_seconds
 from ..errors import GraphShardError
 from ..ir import MeshAxis, MeshLayout, is_collective, remembered_results
 from ..parallel import Choice, Stated, WeightGroup, choice_of, parameters_of, parts_of, weight_groups
 from ..propagation import remembered_rules
 from .settings import Settings
+
+#: Seconds of trials on the axis of the placements: by the topology of the axis, the text of the placements that the
+#: search began at, and the choice. They do not depend on the other axes.
+TrialSeconds = dict[tuple[GroupTopology, str, Choice], float]
 
 #: Trials after which a search keeps the best that it has found. No clock stops it: ranks must find the same.
 MOST_TRIALS = 400
@@ -48,6 +52,7 @@ class PlacementSearch:
         module: the model.
         args, kwargs, loss: of the step.
         most_trials: trials after which the search ends.
+        known: trials of searches on meshes with other axes of data parallelism; trials are added.
     """
 
     settings: Settings
@@ -56,6 +61,7 @@ class PlacementSearch:
     kwargs: Mapping[str, Any]
     loss: Callable[[Any], torch.Tensor] | None
     most_trials: int = MOST_TRIALS
+    known: TrialSeconds = field(default_factory=dict)
 
     def best(self, plan: Stated) -> tuple[Stated, int]:
         """The cheapest placements that are found, and the number of trials.
@@ -82,7 +88,7 @@ class PlacementSearch:
             trials = _Trials(
                 exported=exported, axis=axis, held=held_in_short, num_blocks=num_blocks,
                 groups=weight_groups(short, weights, axis.size), prices=settings.prices(_layout(settings.rules.mesh)),
-                stacks=stack_paths(self.module),
+                stacks=stack_paths(self.module), before=self.known, start=repr(held_in_short),
             )  # fmt: skip
             choice = _descend(trials, choice_of(trials.groups, plan), self.most_trials)
         parameters = parameters_of(self.module, trials.groups, choice)
@@ -101,6 +107,8 @@ class _Trials:
         prices: of the mesh.
         stacks, num_blocks: what is inside of a stack counts ``num_blocks`` times.
         known: prices by choice.
+        before: seconds on the axis that are known already; those of ``start`` count.
+        start: text of the placements that the search began at.
     """
 
     exported: ExportedModel
@@ -110,6 +118,8 @@ class _Trials:
     prices: CostModel
     stacks: tuple[str, ...]
     num_blocks: int
+    before: TrialSeconds
+    start: str
     known: dict[Choice, float] = field(default_factory=dict)
 
     def seconds(self, choice: Choice) -> float:
@@ -120,15 +130,19 @@ class _Trials:
                 axis=self.axis,
                 stated=Stated(parameters=parameters, inputs=self.held.inputs, outputs=self.held.outputs),
             )
-            try:
-                self.known[choice] = self._on_axis(placed) + self._of_shards(placed)
-            except GraphShardError:
-                self.known[choice] = math.inf
+            key = (self.prices.topology(self.axis.label), self.start, choice)
+            if key not in self.before:
+                self.before[key] = self._on_axis(placed)
+            seconds = self.before[key]
+            self.known[choice] = seconds if math.isinf(seconds) else seconds + self._of_shards(placed)
         return self.known[choice]
 
     def _on_axis(self, placed: PlacedStep) -> float:
-        """Kernels and collectives of the axis, one after the other."""
-        gm = self.exported.on_one_rank(placed)
+        """Kernels and collectives of the axis, one after the other; infinite if the passes refuse the placements."""
+        try:
+            gm = self.exported.on_one_rank(placed)
+        except GraphShardError:
+            return math.inf
         total = 0.0
         computed = compute_seconds(gm, self.prices.card)
         for node in gm.graph.nodes:

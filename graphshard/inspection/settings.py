@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ..budget_text import parse_bytes
 from ..capture import ShardingRules, can_reshard, is_sharded, plain_copy, plain_module
 from ..cost import CollectiveTables, CostModel, HardwareCard, card_of, tables_of
-from ..errors import OptionError, ShardingError, UnsupportedShardingError
+from ..errors import CaptureError, OptionError, ShardingError, UnsupportedShardingError
 from ..ir import MeshLayout
 from ..memory import KernelScratch, scratch_of_card
 from ..parallel import Stated
 from .optimizers import OptimizerKind, optimizer_kind
 
 PLANS = ("unit", "auto")
+
+#: Model, positional and keyword inputs for a batch size.
+Inputs = tuple[nn.Module | torch.export.ExportedProgram, Sequence[Any], Mapping[str, Any]]
 
 #: Placements that are chosen by cost.
 AUTO_PLACEMENTS = "auto"
@@ -218,6 +221,53 @@ def _dtype_name(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A loss that is found in the process that captures.
+
+    Attributes:
+        load: returns the loss. It must pickle; the loss need not.
+    """
+
+    load: Callable[[], Callable[[Any], torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class resized:  # noqa: N801 - used as a function, and must pickle
+    """A ``make`` for :func:`sweep` that resizes dim 0 of every tensor among example inputs.
+
+    Attributes:
+        example: a function that returns model, positional and keyword inputs.
+    """
+
+    example: Callable[[], Inputs]
+
+    def __call__(self, batch: int) -> Inputs:
+        """The example with another batch size.
+
+        Raises:
+            CaptureError: the tensors differ in the size of dim 0, or there are none.
+        """
+        model, args, kwargs = self.example()
+        named = [*((f"args[{index}]", value) for index, value in enumerate(args)), *kwargs.items()]
+        tensors = {name: value for name, value in named if isinstance(value, torch.Tensor)}
+        sizes = {tuple(value.shape[:1]) for value in tensors.values()}
+        if len(sizes) != 1 or sizes == {()}:
+            shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in tensors.items())
+            raise CaptureError(
+                f"the batch cannot be resized: dim 0 of the inputs ({shapes or 'no tensors'}) is not one size; "
+                "give a factory that takes the batch size: def factory(batch)"
+            )
+
+        def fitted(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            shape = (batch, *value.shape[1:])
+            return torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
+
+        return model, tuple(map(fitted, args)), {name: fitted(value) for name, value in kwargs.items()}
+
+
 def count_tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
     """Elements of the first integer input; None without one."""
     for value in (*args, *kwargs.values()):
@@ -227,7 +277,7 @@ def count_tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
 
 
 def classes_of_meshes(settings: Sequence[Settings], is_extended: bool) -> list[list[int]]:
-    """Indices of the meshes that share a capture.
+    """Indices of the meshes that share a capture; their placements are equal.
 
     With plans none do, since units may keep parameters on some. With gather extensions none do, since what they compute
     has the sizes of shards.
@@ -235,8 +285,9 @@ def classes_of_meshes(settings: Sequence[Settings], is_extended: bool) -> list[l
     classes: list[list[int]] = []
     for index, one in enumerate(settings):
         for known in classes:
-            is_alone = is_extended or one.plan != "unit"
-            if not is_alone and can_reshard(settings[known[0]].rules.mesh, one.rules.mesh):
+            first, is_alone = settings[known[0]].rules, is_extended or one.plan != "unit"
+            is_alike = first.placements == one.rules.placements and can_reshard(first.mesh, one.rules.mesh)
+            if is_alike and not is_alone:
                 known.append(index)
                 break
         else:

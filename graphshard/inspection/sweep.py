@@ -3,6 +3,8 @@
 1. The model is captured with the smallest and the largest batch, and in each further process with one more.
 2. A batch size between is interpolated if both graphs are equal (:mod:`graphshard.capture.change_batch`), or captured.
 3. A copy of a capture for each mesh (:mod:`graphshard.capture.change_mesh`) goes through the passes, as in ``inspect``.
+
+With ``placements="auto"`` each batch size is captured, with the placements that are chosen for it on each mesh.
 """
 
 from __future__ import annotations
@@ -37,9 +39,11 @@ from ..ir import remembered_results
 from ..processes import process_context
 from ..progress import Stages
 from ..report import Sweep, SweepPoint, sweep_point
-from .inspect_model import Inspection
+from .placement_choice import PlacementChoice, PlacementChooser
 from .settings import (
     AUTO_PLACEMENTS,
+    Inputs,
+    Later,
     Settings,
     classes_of_meshes,
     count_tokens,
@@ -48,12 +52,10 @@ from .settings import (
     settings_of,
 )
 from .step_choice import choose_inspected
+from .step_inspection import Inspection
 
 #: Values of ``sweep(captures=...)``.
 CAPTURES = ("ends", "all")
-
-#: Model, positional and keyword inputs for a batch size.
-Inputs = tuple[nn.Module | torch.export.ExportedProgram, Sequence[Any], Mapping[str, Any]]
 
 
 def sweep(
@@ -78,7 +80,7 @@ def sweep(
             :class:`Later` does too.
         captures: "ends" captures the smallest and the largest batch, and those in between only if their graphs differ
             (:mod:`graphshard.capture.change_batch` says what this may miss); "all" captures each, as ``plan="auto"``
-            always does.
+            and ``placements="auto"`` always do.
         progress: takes what is being done, the number of points done, and the number of all points.
         options: other options of :func:`graphshard.inspect`: hardware, tables, units, mp_policy, reshard_after_forward,
             optimizer, micro_batches, plan, checkpoint, placements, and ``memory_budget``, which decides whether a point
@@ -96,14 +98,10 @@ def sweep(
         raise OptionError(f"captures={captures!r}: write {' or '.join(map(repr, CAPTURES))}")
     if not meshes:
         raise OptionError("meshes: there must be one at least")
-    if options.get("placements") == AUTO_PLACEMENTS:
-        raise OptionError(
-            "sweep: placements='auto' is chosen for one mesh and one batch: name a plan, or call inspect for each"
-        )
     batches, meshes = list(dict.fromkeys(batches)), _distinct(meshes)
     each = [settings_of("sweep", options, mesh) for mesh in meshes]
-    # A plan may keep the parameters of a unit for some batch sizes and not for others.
-    is_each = captures == "all" or each[0].plan == "auto"
+    # A plan may keep the parameters of a unit for some batch sizes and not for others; placements may be others.
+    is_each = captures == "all" or each[0].plan == "auto" or each[0].rules.placements == AUTO_PLACEMENTS
     captured, others = _shared_out(sorted(batches), len(batches) if is_each else num_processes)
     jobs = [
         _Job(
@@ -132,54 +130,8 @@ def sweep(
         num_captures=sum(result.num_captures for result in results),
         capture_seconds=sum(result.capture_seconds for result in results),
         point_seconds=sum(result.point_seconds for result in results),
+        choice_seconds=sum(result.choice_seconds for result in results),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Later:
-    """A loss that is found in the process that captures.
-
-    Attributes:
-        load: returns the loss. It must pickle; the loss need not.
-    """
-
-    load: Callable[[], Callable[[Any], torch.Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class resized:  # noqa: N801 - used as a function, and must pickle
-    """A ``make`` for :func:`sweep` that resizes dim 0 of every tensor among example inputs.
-
-    Attributes:
-        example: a function that returns model, positional and keyword inputs.
-    """
-
-    example: Callable[[], Inputs]
-
-    def __call__(self, batch: int) -> Inputs:
-        """The example with another batch size.
-
-        Raises:
-            CaptureError: the tensors differ in the size of dim 0, or there are none.
-        """
-        model, args, kwargs = self.example()
-        named = [*((f"args[{index}]", value) for index, value in enumerate(args)), *kwargs.items()]
-        tensors = {name: value for name, value in named if isinstance(value, torch.Tensor)}
-        sizes = {tuple(value.shape[:1]) for value in tensors.values()}
-        if len(sizes) != 1 or sizes == {()}:
-            shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in tensors.items())
-            raise CaptureError(
-                f"the batch cannot be resized: dim 0 of the inputs ({shapes or 'no tensors'}) is not one size; "
-                "give a factory that takes the batch size: def factory(batch)"
-            )
-
-        def fitted(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            shape = (batch, *value.shape[1:])
-            return torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
-
-        return model, tuple(map(fitted, args)), {name: fitted(value) for name, value in kwargs.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +163,7 @@ class _Result:
     num_captures: int = 0
     capture_seconds: float = 0.0
     point_seconds: float = 0.0
+    choice_seconds: float = 0.0
     told: list[str] = field(default_factory=list)
 
 
@@ -348,6 +301,8 @@ class _Work:
         self.result = _Result()
         self._job, self._tell, self._put, self._get = job, tell, put, get
         self._loss = job.loss.load() if isinstance(job.loss, Later) else job.loss
+        self._settings = list(job.settings)
+        self._choices: list[PlacementChoice | None] = [None] * len(job.settings)
         self._classes: list[list[int]] = []
         self._captured: list[tuple[CapturedStep, StepNumbers | None]] = []
 
@@ -356,9 +311,11 @@ class _Work:
         name, module, args, kwargs = self._inputs(self._job.batch)
         self.result.model = name
         is_extended = has_extended_parameters(module)
-        self._classes = classes_of_meshes(self._job.settings, is_extended)
+        if self._settings[0].rules.placements == AUTO_PLACEMENTS:
+            self._choose_placements(module, args, kwargs)
+        self._classes = classes_of_meshes(self._settings, is_extended)
         for number, indices in enumerate(self._classes):
-            captured = self._capture(self._job.batch, self._job.settings[indices[0]], module, args, kwargs)
+            captured = self._capture(self._job.batch, self._settings[indices[0]], module, args, kwargs)
             is_asked = self._job.has_others and not is_extended
             found = numbers_of(captured, module, (args, kwargs)) if is_asked else None
             self._captured.append((captured, found))
@@ -378,10 +335,21 @@ class _Work:
                     with no_garbage_collection(), remembered_results():
                         step = step_between(captured, own, module, (args, kwargs), low, high)
                 if step is None:
-                    step = self._capture(batch, self._job.settings[indices[0]], module, args, kwargs)
+                    step = self._capture(batch, self._settings[indices[0]], module, args, kwargs)
                 else:
                     self.result.between.append(batch)
                 self._points(batch, indices, step, module, args, kwargs)
+
+    def _choose_placements(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        chooser = PlacementChooser(module=module, args=args, kwargs=kwargs, loss=self._loss)
+        began = time.perf_counter()
+        for index, settings in enumerate(self._job.settings):
+            self._tell(f"choose placements for batch {self._job.batch} on {_mesh_text(settings)}", False)
+            choice = self._choices[index] = chooser.choose(settings)
+            self._settings[index] = replace(
+                settings, rules=replace(settings.rules, placements=choice.placements)
+            )
+        self.result.choice_seconds += time.perf_counter() - began
 
     def _inputs(self, batch: int) -> tuple[str, nn.Module, Sequence[Any], Mapping[str, Any]]:
         name, module, args, kwargs, sharded = plain_inputs(*self._job.make(batch))
@@ -420,21 +388,35 @@ class _Work:
         tokens = count_tokens(args, kwargs)
         with spared_by_garbage_collection(), remembered_results():
             for index in indices:
-                settings = self._job.settings[index]
+                settings, choice = self._settings[index], self._choices[index]
                 began = time.perf_counter()
                 with no_garbage_collection():
-                    point = _point(self.result.model, module, captured, settings, batch, tokens)
+                    point = _point(self.result.model, module, captured, settings, batch, tokens, choice)
                 self.result.points[batch, index] = point
                 self.result.told += [message for message in settings.told if message not in self.result.told]
                 self.result.point_seconds += time.perf_counter() - began
-                mesh = " x ".join(f"{name}={size}" for name, size in settings.rules.mesh.items())
-                self._tell(f"batch {batch} on {mesh}", True)
+                self._tell(f"batch {batch} on {_mesh_text(settings)}", True)
 
 
 def _point(
-    name: str, module: nn.Module, captured: CapturedStep, settings: Settings, batch: int, tokens: int | None
+    name: str,
+    module: nn.Module,
+    captured: CapturedStep,
+    settings: Settings,
+    batch: int,
+    tokens: int | None,
+    choice: PlacementChoice | None,
 ) -> SweepPoint:
     step = reshard_step(captured, settings.rules.mesh)
     unlimited = replace(settings, budget_bytes=None)
     inspection = Inspection(settings=unlimited, captured=step, stages=Stages(None), is_brief=True)
-    return sweep_point(inspection.report(name, module, tokens), batch, settings.limit_bytes)
+    point = sweep_point(inspection.report(name, module, tokens), batch, settings.limit_bytes)
+    return (
+        point
+        if choice is None
+        else replace(point, placements=choice.name, stated=tuple(choice.stated.texts()))
+    )
+
+
+def _mesh_text(settings: Settings) -> str:
+    return " x ".join(f"{name}={size}" for name, size in settings.rules.mesh.items())

@@ -44,7 +44,7 @@ from ..ir import (
 )
 from ..units import size_text
 from .added_rows import AddedRows, added_rows
-from .rules import OpRules, Verdict, reads_type_alone
+from .rules import CASTS, OpRules, Verdict, reads_type_alone
 from .sent_bytes import Progress
 from .values import PlacedValue
 
@@ -52,7 +52,6 @@ _WHOLE = Replicate()
 
 #: Views without sizes among their arguments.
 _TRANSPOSES = (aten.permute.default, aten.transpose.int, aten.t.default)
-_CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 
 class LocalGraph:
@@ -316,13 +315,13 @@ class LocalGraph:
     def _gather_in_front(self, value: PlacedValue, reader: fx.Node) -> None:
         """Gathers in place of a value the one that it is made of, where others read that too or it is smaller."""
         node = value.node
-        if not isinstance(value.placement, Shard) or node.target not in (*_TRANSPOSES, *_CASTS):
+        if not isinstance(value.placement, Shard) or node.target not in (*_TRANSPOSES, *CASTS):
             return
         base = self._values.get(node.args[0])
         if base is None or base.node is not node.args[0] or base.is_local:
             return
         is_wider = value.whole.dtype.itemsize > base.whole.dtype.itemsize
-        if is_wider if node.target in _CASTS else len(base.node.users) > 1:
+        if is_wider if node.target in CASTS else len(base.node.users) > 1:
             whole = self._moved_to(base, _WHOLE, reader)
             with self._graph.inserting_before(reader):
                 again = self._emitter(node)(node.target, whole, *node.args[1:], **node.kwargs)

@@ -4,7 +4,8 @@ The rule of DTensor is asked for the placements of the inputs at hand. It names 
 
 Pending terms (``Partial``) stay pending only through ops that change no number and through sums of terms. In front of
 any other op they are reduced. So the gradients of several products are added before one reduction, and nothing is
-reduced twice because two values depend on it.
+reduced twice because two values depend on it. The gradient of a parameter is cast to a smaller dtype before the terms
+are reduced, as DTensor does it: the ranks send that dtype.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .._compat_dtensor import (
     mesh_without_groups,
     placements_of_op,
 )
-from ..ir import aten, is_view, shard_shape, size_hint, tensors_of
+from ..ir import REDUCE_GRAD, aten, is_view, shard_shape, size_hint, tensors_of
 from .sent_bytes import Progress, exchanges_cuts, sent_bytes
 from .values import PlacedValue
 
@@ -35,7 +36,11 @@ REPLICATED = Replicate()
 
 #: Ops through which pending terms stay pending, if all their tensors are terms of one reduction.
 _CARRY_SUMS = (aten.add.Tensor, aten.sub.Tensor)
+_SUMS = (Partial("sum"), Partial("avg"))
 _CARRY_ANY = (aten.clone.default, aten.alias.default)
+
+#: Casts to another dtype.
+CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 #: Attention on a CPU. DTensor has rules for the kernels of GPUs alone: a batch or some heads are computed alone.
 _ATTENTION_ON_CPU = (
@@ -151,10 +156,10 @@ class OpRules:
         (kind, *others) = kinds
         if others or not is_plain_partial(kind):
             return None
-        is_sum = node.target in _CARRY_SUMS and kind in (Partial("sum"), Partial("avg"))
+        is_sum = node.target in _CARRY_SUMS and kind in _SUMS
         num_tensors = sum(isinstance(each, fx.Node) for each in node.args)
         is_same = node.target in _CARRY_ANY or (is_view(node) and node.target is not aten.view.dtype)
-        if (is_sum and num_tensors == 2) or is_same:
+        if (is_sum and num_tensors == 2) or is_same or (kind in _SUMS and _shrinks_gradient(node)):
             return Verdict(target=node.target, args=_with(node.args, placements), outputs=kind)
         return None
 
@@ -269,6 +274,22 @@ def _attention_on_cpu(node: fx.Node, placements: Mapping[fx.Node, Placement]) ->
     if node.target not in _ATTENTION_ON_CPU or cut is None:
         return None
     return Verdict(target=node.target, args=_with(node.args, dict.fromkeys(placements, cut)), outputs=cut)
+
+
+def _shrinks_gradient(node: fx.Node) -> bool:
+    """Whether a call casts what nothing else reads to a smaller dtype, for a reduction or a result alone."""
+    if node.target not in CASTS or len(node.args[0].users) > 1:
+        return False
+    before, after = node.args[0].meta["val"].dtype, node.meta["val"].dtype
+    if not (before.is_floating_point and after.is_floating_point and after.itemsize < before.itemsize):
+        return False
+    readers = list(node.users)
+    for reader in readers:  # grows on the way
+        if is_view(reader) and reader.target is not aten.view.dtype:
+            readers += reader.users
+        elif reader.op != "output" and reader.target is not REDUCE_GRAD:
+            return False
+    return True
 
 
 def reads_type_alone(node: fx.Node) -> bool:

@@ -13,23 +13,27 @@ from typing import Any
 
 import sympy
 
+from ..errors import OptionError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formulas:
     """Expressions of one model; every symbol is a positive whole number.
 
     Attributes:
-        symbols: symbols by name: the dynamic dims, then the mesh axes "shard" and "replicate".
-        reference: the sizes of all symbols at which graphs and regimes were taken.
+        symbols: symbols by name: the dynamic dims, then the mesh axes "shard" and "replicate". A further axis of the
+            mesh has no symbol; its size is that of the reference.
+        reference: the sizes of dims and mesh axes at which graphs and regimes were taken.
         memory: bytes of a rank. In the mesh axes: "parameters", "gradients", "optimizer". In the dynamic dims:
             "inputs", "activations" (saved for the backward). "gathered" is what the forward leaves gathered, and
             "largest unit" a whole unit in the dtype of the gathers.
         peak: bytes of a rank at the peak of the step on the reference mesh, in the dynamic dims: the maximum over the
             moments that can be the peak.
         traffic: bytes of all collectives of a step by kind, in the mesh axes; a collective counts with the larger of
-            input and output.
+            input and output. "all_reduce of reshards" and the like are those over the further axis, in the dims.
         seconds: "forward compute", "backward compute", "optimizer", "forward communication", "backward communication",
-            and "step", in which a half takes the longer of its compute and its communication.
+            and "step", in which a half takes the longer of its compute and its communication. With a further axis also
+            "forward reshards" and "backward reshards", which are added to compute.
         communication: the seconds of communication in lines for people: a formula for each kind of collective, with
             four digits, and the sums of them.
         checked: points at which another capture agreed to the byte.
@@ -54,8 +58,17 @@ class Formulas:
         Args:
             expression: one of the expressions here.
             sizes: sizes of symbols by name; other symbols have their reference sizes.
+
+        Raises:
+            OptionError: a name is no symbol.
         """
-        point = {self.symbols[name]: size for name, size in (dict(self.reference) | sizes).items()}
+        if unknown := sorted(set(sizes) - set(self.symbols)):
+            raise OptionError(
+                f"{', '.join(unknown)}: the expressions have no such symbol, but {', '.join(self.symbols)}; "
+                "make formulas on a mesh with another size of this axis"
+            )
+        at = {name: size for name, size in self.reference.items() if name in self.symbols} | sizes
+        point = {self.symbols[name]: size for name, size in at.items()}
         found = expression.subs(point).doit()
         return int(found) if found.is_Integer else float(found)
 
@@ -88,6 +101,10 @@ def formulas_text(formulas: Formulas) -> str:
 
 def _lines(formulas: Formulas) -> Iterator[str]:
     reference = ", ".join(f"{name}={size}" for name, size in formulas.reference.items())
+    step = _STEP
+    if "forward reshards" in formulas.seconds:
+        step = step.replace("forward compute", "forward compute + forward reshards")
+        step = step.replace("backward compute", "backward compute + backward reshards")
     yield f"reference: {reference}"
     for title, expressions in (
         ("Bytes of a rank", formulas.memory),
@@ -96,9 +113,9 @@ def _lines(formulas: Formulas) -> Iterator[str]:
     ):
         yield f"\n{title}"
         for name, one in expressions.items():
-            if name.endswith(" communication"):
+            if name.endswith((" communication", " reshards")):
                 continue
-            text = _STEP if name == "step" else sympy.sstr(one.evalf(6) if title == "Seconds" else one)
+            text = step if name == "step" else sympy.sstr(one.evalf(6) if title == "Seconds" else one)
             yield f"  {name} = {text}"
     yield "\nSeconds of communication"
     yield from (f"  {line}" for line in formulas.communication)

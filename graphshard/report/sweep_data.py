@@ -27,6 +27,8 @@ class SweepPoint:
         mfu: model FLOP utilisation; None for a model without products.
         peak_bytes: peak of a rank; ``memory`` is the same by category.
         fits: whether the peak is within the budget, or the capacity of the card.
+        placements: name of the placements that were chosen for this point; None if they were given.
+        stated: what they state, as lines with "*" for numbers in names.
     """
 
     mesh: Mapping[str, int]
@@ -41,6 +43,8 @@ class SweepPoint:
     peak_bytes: int
     memory: Mapping[str, int]
     fits: bool
+    placements: str | None = None
+    stated: tuple[str, ...] = ()
 
     @property
     def exposed_share(self) -> float:
@@ -86,7 +90,8 @@ class Sweep:
         points: all points, by mesh and then by batch.
         between: batch sizes that were interpolated between the captures of the smallest and the largest.
         num_captures: number of captures.
-        capture_seconds, point_seconds: time of all captures and of all points, summed over processes.
+        capture_seconds, point_seconds, choice_seconds: time of all captures, of all points and of all choices of
+            placements, summed over processes.
     """
 
     model: str
@@ -98,6 +103,12 @@ class Sweep:
     num_captures: int
     capture_seconds: float
     point_seconds: float
+    choice_seconds: float = 0.0
+
+    @property
+    def are_chosen(self) -> bool:
+        """Whether placements were chosen for each point."""
+        return any(point.placements is not None for point in self.points)
 
     def to_dict(self) -> dict[str, Any]:
         """The sweep as JSON values."""
@@ -111,12 +122,14 @@ class Sweep:
         Path(path).write_text(json.dumps(self.to_dict(), allow_nan=False) + "\n")
 
     def to_csv(self, path: str | Path) -> None:
-        """Writes one row for each point: mesh axes, batch, times, rates, memory by category."""
+        """Writes one row for each point: mesh axes, batch, chosen placements, times, rates, memory by category."""
         axes = list(dict.fromkeys(axis for point in self.points for axis in point.mesh))
-        numbers = (
+        numbers: tuple[str, ...] = (
             "num_ranks", "batch", "step_seconds", "compute_seconds", "exposed_seconds", "exposed_share",
             "samples_per_second", "tokens_per_second", "mfu", "fits", "peak_bytes",
         )  # fmt: skip
+        if self.are_chosen:
+            numbers = (*numbers[:2], "placements", *numbers[2:])
         with open(path, "w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow([*axes, *numbers, *(f"{name}_bytes" for name in CATEGORIES)])

@@ -17,27 +17,20 @@ def sweep_table(sweep: Sweep) -> Table:
     has_tokens = any(point.tokens_per_second is not None for point in sweep.points)
     table = Table(box=None, pad_edge=False)
     rate = "tokens/s" if has_tokens else "samples/s"
+    chosen = ("placements",) if sweep.are_chosen else ()
     columns = (
-        "mesh",
-        "ranks",
-        "batch",
-        "step",
-        "exposed",
-        "share",
-        rate,
-        f"{rate} a rank",
-        "MFU",
-        "memory",
-        "",
+        *("mesh", "ranks", "batch", *chosen, "step", "exposed", "share"),
+        *(rate, f"{rate} a rank", "MFU", "memory", ""),
     )
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index in (0, 10) else "right")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("mesh", "placements", "") else "right")
     for point in sweep.points:
         per_second = rate_of(point)
         table.add_row(
             mesh_text(point),
             str(point.num_ranks),
             str(point.batch),
+            *([point.placements or "-"] if chosen else []),
             time_text(point.step_seconds),
             time_text(point.exposed_seconds),
             f"{100 * point.exposed_share:.1f} %",

@@ -130,7 +130,7 @@ def test_policies_reach_the_capture(here, capsys):
         ([*PLACED, "factories:number"], "--placements factories:number: it is a int; name a dict of placements, or a"),
         ([*PLACED, "factories:nowhere"], "--placements 'factories:nowhere': factories has no attribute 'nowhere'"),
         ([*PLACED, "factories:odd"], "parallelize: 'third.weight' matches no parameter; there are first.weight, "),
-        ([*PLACED, "llama", "--formulas", "batch=0"], "--placements: --formulas are those of shard and replicate axes"),
+        ([*PLACED, "llama", "--formulas", "batch=0"], "the ready plan 'llama' does not fit Model: in numbered blocks"),
         (["factories:make", "--json", "nowhere/report.json"], "--json nowhere/report.json: its folder does not exist"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

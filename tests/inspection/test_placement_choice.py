@@ -1,7 +1,10 @@
 """placements="auto": what is compared, what is chosen, and what is said of the others."""
 
+import csv
+import importlib
 import io
 import json
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,19 +16,19 @@ from rich.console import Console
 from support.inspected import CARD, TINY, inspect_linears, mean_square
 from support.llama_example import llama_model
 from support.ready_plan_models import NanoGpt, TimmVit
-from support.searched_models import misnamed_on_meta
+from support.searched_models import OneMlp, misnamed_on_meta
 from support.small_models import MODELS, example_batch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 import graphshard
-from graphshard.capture import export_model, num_repeated_blocks, with_blocks
-from graphshard.errors import BudgetError, CaptureError, OptionError
+from graphshard.capture import ExportedModel, export_model, num_repeated_blocks, with_blocks
+from graphshard.errors import BudgetError, CaptureError
 from graphshard.inspection import choose_placements, settings_of
 from graphshard.inspection.placement_choice import choose
 from graphshard.inspection.placement_search import PlacementSearch
 from graphshard.parallel import Stated, choice_of, parameters_of, parts_of, state_placements, weight_groups
-from graphshard.report import print_summary, report_schema
+from graphshard.report import print_summary, report_schema, sweep_table
 from graphshard.report.html import html_page
 from graphshard.report.text import report_text
 
@@ -264,6 +267,47 @@ def test_a_budget_that_nothing_keeps_is_an_error():
         )  # fmt: skip
 
 
-def test_a_sweep_is_refused():
-    with pytest.raises(OptionError, match="sweep: placements='auto' is chosen for one mesh"):
-        graphshard.sweep(None, meshes=[{"shard": 2, "tp": 2}], batches=[1], placements="auto")
+def test_a_sweep_chooses_for_each_point(monkeypatch, tmp_path):
+    """What inspect chooses there. Meshes with one size of the axis share captures and trials."""
+    calls = Counter()
+
+    def counted(name, function):
+        def call(*args, **kwargs):
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    def make(batch):
+        with torch.device("meta"):
+            return OneMlp(256), (torch.empty(batch, 1024, 256),), {}
+
+    module = importlib.import_module("graphshard.inspection.placement_choice")
+    monkeypatch.setattr(module, "capture_step", counted("captures", module.capture_step))
+    monkeypatch.setattr(ExportedModel, "on_one_rank", counted("trials", ExportedModel.on_one_rank))
+    meshes = [{"shard": 2, "tp": 1}, {"shard": 2, "tp": 4}, {"shard": 4, "tp": 4}]
+    report = graphshard.inspect(*make(2), mesh=meshes[2], placements="auto", hardware=CARD)
+    alone = calls.copy()
+    calls.clear()
+    stages = []
+    found = graphshard.sweep(
+        make, meshes=meshes, batches=[2], placements="auto", hardware=CARD,
+        progress=lambda what, done, total: stages.append((what, done, total)),
+    )  # fmt: skip
+    assert alone["captures"] < calls["captures"] <= alone["captures"] + 3, "one of tp=1, and what a search finds"
+    assert 0 < alone["trials"] <= calls["trials"] < 1.5 * alone["trials"]
+    point = found.points[2]
+    assert point.placements == report.candidates[0].name and point.step_seconds == report.step_seconds
+    assert point.peak_bytes == report.memory.peak_bytes and point.mesh == report.mesh
+    assert list(point.stated) == report.settings["placements"], "what a search found"
+    assert found.points[0].placements == "replicated" and not found.points[0].stated and found.num_captures == 2
+    assert stages[0] == ("choose placements for batch 2 on shard=2 x tp=1", 0, 3) and stages[-1][1] == 3
+    assert found.settings["placements"] == "auto" and found.choice_seconds > 0
+    found.to_csv(tmp_path / "out.csv")
+    with (tmp_path / "out.csv").open() as file:
+        assert [row["placements"] for row in csv.DictReader(file)] == [one.placements for one in found.points]
+    data = found.to_dict()["points"]
+    assert [one["stated"] for one in data] == [list(one.stated) for one in found.points]
+    console = Console(width=200, file=io.StringIO())
+    console.print(sweep_table(found))
+    assert "batch  placements" in console.file.getvalue() and point.placements in console.file.getvalue()

@@ -14,7 +14,7 @@ from support.small_models import MODELS, example_batch
 from torch.distributed.tensor import Replicate, Shard
 
 import graphshard
-from graphshard.errors import OptionError, OptionTypeError, ShardingError
+from graphshard.errors import OptionTypeError, ShardingError
 from graphshard.report import Report, print_summary, report_schema
 from graphshard.report.html import html_page
 from graphshard.report.text import report_text
@@ -158,5 +158,5 @@ def test_mistakes_are_refused():
         inspect_linears(mesh=MESH, placements={"third.weight": Shard(0), "first.weight": Replicate()})
     with pytest.raises(OptionTypeError, match="placements=3 must be the name of a ready plan"):
         inspect_linears(mesh=MESH, placements=3)
-    with pytest.raises(OptionError, match="formulas has no option placements"):
+    with pytest.raises(ShardingError, match="placements: the mesh shard=64 has no axis for them"):
         graphshard.formulas(MODELS["two_linears"](), [], dynamic={"batch": 0}, placements="llama")

@@ -23,7 +23,7 @@ from graphshard.capture.rules import ShardingRules
 from graphshard.cli.main import main
 from graphshard.cli.sweep_command import parse_meshes, parse_numbers
 from graphshard.errors import CaptureError, OptionError, ShardingError, UsageError
-from graphshard.inspection.sweep import resized
+from graphshard.inspection import resized
 from graphshard.ir.graph_text import graph_text
 from graphshard.processes import process_context, start_early
 from graphshard.report import CATEGORIES

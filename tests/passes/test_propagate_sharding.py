@@ -10,8 +10,16 @@ from support.small_graphs import GraphBuilder, aten, reshard, run_pass, run_twic
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import graphshard
@@ -370,9 +378,14 @@ HAND_WRITTEN = {
 }
 
 
+def _collectives(gm: fx.GraphModule, axis: str) -> list[fx.Node]:
+    """Those outside of an axis."""
+    return [node for node in gm.graph.nodes if is_collective(node) and group_name(node) != axis]
+
+
 def _traffic(gm: fx.GraphModule, axis: str) -> tuple[int, int]:
     """Number and bytes of the collectives outside of an axis; an all-reduce counts twice."""
-    found = [node for node in gm.graph.nodes if is_collective(node) and group_name(node) != axis]
+    found = _collectives(gm, axis)
     wide = [node if "gather" in short_name(node) else operands(node)[0] for node in found]
     sizes = [
         tensor_bytes(value.meta["val"]) * (2 if node.target is ALL_REDUCE else 1)
@@ -406,6 +419,71 @@ def test_sends_no_more_than_a_plan_written_by_hand(fake_group):
     assert ours[1][0] <= hand[1][0] and ours[1][1] <= hand[1][1]
     # torch sums the gradient behind each column-wise layer: three of attention, two of the feed-forward. We sum once.
     assert (ours[1][0], hand[1][0]) == (2, 5)
+
+
+#: The plan of torchtitan, with sequence parallelism.
+BY_HAND_ALONG_SEQUENCE = {
+    "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "layers.*.attention_norm": SequenceParallel(),
+    "layers.*.attention": PrepareModuleInput(
+        input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+    ),
+    "layers.*.attention.w[qkv]": ColwiseParallel(),
+    "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+    "layers.*.ffn_norm": SequenceParallel(),
+    "layers.*.feed_forward": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+    "layers.*.feed_forward.w[13]": ColwiseParallel(),
+    "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "output": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+}
+
+
+def test_sends_no_more_along_the_sequence_than_a_plan_written_by_hand(fake_group):
+    """In bfloat16: gradients of norms, which are computed in float32, are sent in bfloat16."""
+    fake_group(4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    given = PARALLEL_MODELS["llama along the sequence"]
+    by_hand, placed = given.build(), given.build()
+    parallelize_module(by_hand, mesh["tp"], BY_HAND_ALONG_SEQUENCE)
+    graphshard.parallelize(placed, mesh["tp"], "llama-sequence", src_data_rank=None)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    clean_ups = (PropagateSharding(), MoveReshards(), MergeReshards(), LowerReshards())
+    dp, found = mesh["dp"].get_group().group_name, []
+    for model, passes in ((by_hand, ()), (placed, clean_ups)):
+        for unit in [*model.layers, model]:
+            graphshard.fully_shard(unit, mesh=mesh["dp"], mp_policy=policy)
+        with loss_parallel():
+            graphs = capture_graphs(
+                model, *given.draw(torch.Generator()), pipeline=Pipeline(*passes, *JOINT_PIPELINE.passes)
+            )
+        halves = (graphs.forward, graphs.backward)
+        found.append([_traffic(half, dp) for half in halves])
+        norms = [node for node in _collectives(graphs.backward, dp) if list(node.meta["val"].shape) == [16]]
+        assert len(norms) == 3 and {node.meta["val"].dtype for node in norms} == {torch.bfloat16}
+    hand, ours = found
+    assert ours[1][0] <= hand[1][0] and ours[1][1] <= hand[1][1]
+    # Logits over 12 words are gathered, which is one collective in place of the loss's three.
+    assert [sum(each) for each in zip(*ours, strict=True)] == [16, 6592]
+    assert [sum(each) for each in zip(*hand, strict=True)] == [18, 6656]
+
+
+def test_terms_that_others_read_are_summed_before_a_cast():
+    """And those that are no gradient of a parameter: only what goes to a reduction or is a result is cast first."""
+    for reader, sent in (("none", torch.bfloat16), ("view", torch.bfloat16), ("mul", None), ("both", None)):
+        program = Program()
+        product = program(aten.mm.default, program.input(4, 6), program.parameter("Shard(0)", 6, 3))
+        small = program(aten._to_copy.default, product, dtype=torch.bfloat16)
+        results = {
+            "none": [small], "view": [program(aten.view.default, small, [12])],
+            "mul": [program(aten.mul.Tensor, small, 2.0)], "both": [small, program(aten.sin.default, product)],
+        }[reader]  # fmt: skip
+        gm = program.build.finish(*results)
+        gm.graph.eliminate_dead_code()
+        run_pass(PropagateSharding(), gm, CONTEXT)
+        calls = [ReshardCall(*node.args) for node in gm.graph.find_nodes(op="call_function", target=RESHARD)]
+        moved = [call.value.meta["val"].dtype for call in calls if call.src == "Partial(sum)"]
+        assert moved == [sent or torch.float64], reader
 
 
 @pytest.mark.parametrize(

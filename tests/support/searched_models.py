@@ -46,6 +46,17 @@ class Misnamed(nn.Module):
         return x.square().mean()
 
 
+class OneMlp(nn.Module):
+    """Two layers that no ready plan knows, and a loss."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.mlp = Named(dim, ("one", "two"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.mlp(x)).square().mean()
+
+
 def misnamed_on_meta(num_blocks: int = 1) -> tuple[nn.Module, Tensor]:
     """A wide model, whose products take longer than its collectives, and its input."""
     with torch.device("meta"):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,9 +25,9 @@ from ...capture import has_extended_parameters, no_garbage_collection
 from ...cost import HardwareCard, Kernel, kernel_seconds, warn_of
 from ...errors import FormulaError, OptionError
 from ...report import Formulas
-from .. import plain_inputs, read_settings, refuse_sharded
-from .links import communication_lines, halves_seconds, ranks_in_node, stops_hiding
-from .mesh import by_kind, largest_unit, shard_bytes, traffic_expressions
+from .. import AUTO_PLACEMENTS, PlacementChooser, plain_inputs, read_settings, refuse_sharded
+from .links import communication_lines, halves_seconds, ranks_in_node, sizes_that_fill_nodes, stops_hiding
+from .mesh import by_kind, largest_unit, moves_expressions, shard_bytes, traffic_expressions
 from .polynomials import Basis, expression, fit, undominated, value_at
 from .sampling import Group, Sample, Sampler, groups_of, works_of
 
@@ -60,6 +62,11 @@ _NOTES = (
     "reduction) is in the simulation only.",
 )
 
+_PLACED_NOTE = (
+    "{axis}={size} stays as it is; expressions are those of one rank of it. A half waits for its reshards over {axis}. "
+    "In the backward, some of them overlap products of weight gradients, in the simulation only."
+)
+
 
 def formulas(
     model: nn.Module | torch.export.ExportedProgram,
@@ -79,18 +86,20 @@ def formulas(
         model, args, kwargs, loss: as in :func:`graphshard.inspect`; the sizes of the inputs are the reference.
         dynamic: names for dims of the inputs: {"batch": 0, "sequence": 1}. Every input tensor that has the size of the
             first one in this dim is resized.
-        mesh: the reference mesh; default 64 shards.
+        mesh: the reference mesh; default 64 shards. With placements it has a further axis, whose size stays as it is.
         progress: takes the name of each stage as it begins.
         seed: seed of the random points.
         options: other options of :func:`graphshard.inspect`: hardware, tables, units, mp_policy, reshard_after_forward,
-            optimizer, micro_batches, checkpoint, and ``memory_budget``, the limit in solutions. ``plan`` is "unit".
+            optimizer, micro_batches, checkpoint, placements ("auto" chooses them at the reference), and
+            ``memory_budget``, the limit in solutions. ``plan`` is "unit".
 
     Raises:
         OptionError: ``dynamic`` names no dims of the inputs, or has names of mesh axes; options are unknown.
         FormulaError: the graph changes with the sizes, or a capture differs from the expressions.
         GraphShardError: as :func:`graphshard.inspect`.
     """
-    known: dict[str, Any] = dict.fromkeys(("tables", "mp_policy", "reshard_after_forward", "memory_budget"))
+    without = ("tables", "mp_policy", "reshard_after_forward", "memory_budget", "placements")
+    known: dict[str, Any] = dict.fromkeys(without)
     known |= {"hardware": "h100-sxm", "units": (), "optimizer": "adamw", "micro_batches": 1, "checkpoint": ()}
     if unknown := sorted(set(options) - set(known)):
         raise OptionError(f"formulas has no option {', '.join(unknown)}; known: {', '.join(known)}")
@@ -102,7 +111,14 @@ def formulas(
             "parameters with gather extensions (fsdp_pre_all_gather) compute with shards, whose sizes are no "
             "polynomials: inspect or sweep the sizes you need instead"
         )
-    sizes = _reference_sizes((*args, *kwargs.values()), dynamic)
+    sizes = _reference_sizes((*args, *kwargs.values()), dynamic, settings.rules.mesh)
+    notes: tuple[str, ...] = ()
+    if settings.rules.placements == AUTO_PLACEMENTS:
+        if progress is not None:
+            progress("choose placements")
+        choice = PlacementChooser(module=module, args=args, kwargs=kwargs, loss=loss).choose(settings)
+        settings = replace(settings, rules=replace(settings.rules, placements=choice.placements))
+        notes = (f"Placements chosen at the reference: {choice.name}. {choice.note}",)
     sampler = Sampler(
         module=module, args=args, kwargs=kwargs, dynamic=dynamic, sizes=sizes, loss=loss,
         settings=settings, progress=progress or (lambda stage: None), known={},
@@ -110,13 +126,17 @@ def formulas(
     with no_garbage_collection():
         found = _Fitted.through(sampler, random.Random(seed)).formulas()
     warn_of(settings.told, stacklevel=2)
-    return found
+    return replace(found, notes=(*found.notes, *notes))
 
 
-def _reference_sizes(inputs: Sequence[Any], dynamic: Mapping[str, int]) -> dict[str, int]:
-    if not dynamic or {"shard", "replicate"} & set(dynamic):
+def _reference_sizes(
+    inputs: Sequence[Any], dynamic: Mapping[str, int], mesh: Mapping[str, int]
+) -> dict[str, int]:
+    axes = dict.fromkeys(("shard", "replicate", *mesh))
+    if not dynamic or axes.keys() & set(dynamic):
+        listed = " or ".join(map(json.dumps, axes))
         raise OptionError(
-            'dynamic: name dims of the inputs, {"batch": 0}, and not "shard" or "replicate", which are mesh axes'
+            f'dynamic: name dims of the inputs, {{"batch": 0}}, and not {listed}, which are mesh axes'
         )
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     found = {}
@@ -210,14 +230,16 @@ class _Fitted:
         settings, sampler = self.sampler.settings, self.sampler
         card, mesh = settings.card, settings.rules.mesh
         names = list(sampler.dynamic)
+        further = _further_ranks(mesh)
         symbols = {name: sympy.Symbol(name, integer=True, positive=True)
-                   for name in (*names, *mesh)}  # fmt: skip
+                   for name in (*names, *_axes_of_data(mesh))}  # fmt: skip
         dims = [symbols[name] for name in names]
         num_shards, num_replicas = symbols["shard"], symbols.get("replicate")
         found = iter(self.coefficients)
         fitted = {
             name: expression(self.basis, next(found), dims) for name in ("activations", "inputs", "gathered")
         }
+        moved = {key: expression(self.basis, next(found), dims) for key in self.sample.moved}
         compute = [
             self._compute(kernels, groups, found, dims, card) + sympy.Float(copies)
             for kernels, groups, copies in zip(
@@ -236,6 +258,7 @@ class _Fitted:
             "largest unit": sympy.Integer(largest_unit(captured)),
         }
         traffic = traffic_expressions(captured, self.sample, num_shards, num_replicas)
+        moves = moves_expressions(moved, self.sample, further)
         optimizer = settings.optimizer
         rate = card.memory_bandwidth * card.efficiency["memory"].at(
             (optimizer.num_reads + optimizer.num_writes) * self.sample.persistent["trained"]
@@ -244,7 +267,7 @@ class _Fitted:
         seconds = halves_seconds(
             dict(zip(("forward", "backward"), compute, strict=True)), traffic, symbols, card,
             optimizer=card.kernel_overhead_seconds + moved if optimizer.num_reads else sympy.Integer(0),
-            micro_batches=settings.micro_batches,
+            micro_batches=settings.micro_batches, moves=moves, further=further,
         )  # fmt: skip
         limit = settings.limit_bytes
         sizes = dict(zip(names, self.reference, strict=True))
@@ -254,12 +277,20 @@ class _Fitted:
             reference=reference,
             memory=memory,
             peak=peak,
-            traffic={kind: settings.micro_batches * one for kind, one in by_kind(traffic).items()},
+            traffic={
+                **{kind: settings.micro_batches * one for kind, one in by_kind(traffic).items()},
+                **{
+                    f"{kind} of reshards": settings.micro_batches * one
+                    for kind, one in by_kind(moves).items()
+                },
+            },
             seconds=seconds,
-            communication=communication_lines(traffic, ranks_in_node(symbols, card), card),
+            communication=communication_lines(traffic, ranks_in_node(symbols, card, further), card, moves),
             checked=self.checked,
             solutions={},
-            notes=_NOTES,
+            notes=(*_NOTES, _PLACED_NOTE.format(axis=list(mesh)[-1], size=further))
+            if further > 1
+            else _NOTES,
         )
         sampler.progress("check other meshes, then the largest sizes and the smallest mesh")
         self._check_meshes(result)
@@ -271,7 +302,9 @@ class _Fitted:
         solutions["smallest shard that fits"] = self._smallest_mesh(
             memory["parameters"] + memory["gradients"] + memory["optimizer"], limit
         )
-        solutions["shard at which communication stops hiding"] = stops_hiding(result, card, _MOST_RANKS)
+        solutions["shard at which communication stops hiding"] = stops_hiding(
+            result, card, _MOST_RANKS, further
+        )
         return replace(result, solutions=solutions)
 
     def _compute(
@@ -297,7 +330,8 @@ class _Fitted:
         """Checks bytes in the mesh axes against the passes, on a mesh whose sizes divide few dims."""
         copies = {"replicate": 3} if "replicate" in result.symbols else {}
         for num_shards in (7, 24):
-            mesh = copies | {"shard": num_shards}
+            sizes = copies | {"shard": num_shards}
+            mesh = {**self.sampler.settings.rules.mesh, **sizes}
             sample = self.sampler.sample(self.reference, mesh)
             expected = {name: sample.persistent[name] for name in ("parameters", "gradients", "optimizer")}
             repeats = self.sampler.settings.micro_batches
@@ -305,7 +339,7 @@ class _Fitted:
                 expected[kind] = expected.get(kind, 0) + repeats * num_bytes
             for name, num_bytes in expected.items():
                 one = result.memory.get(name, result.traffic.get(name))
-                have = result.value(one, **mesh)
+                have = result.value(one, **sizes)
                 if have != num_bytes:
                     raise FormulaError(
                         f"{name} on {mesh}: the expression gives {have} bytes, the passes {num_bytes}; inspect the "
@@ -351,14 +385,14 @@ class _Fitted:
         first meshes are tried one by one. Beyond them memory is assumed to fall with the number of ranks.
         """
         settings = self.sampler.settings
-        copies = {name: size for name, size in settings.rules.mesh.items() if name == "replicate"}
+        mesh, per_node = settings.rules.mesh, int(settings.card.ranks_per_node)
         (shard,) = persistent.free_symbols
         at_least = sympy.lambdify(shard, persistent, "math")
-        valid = [size for size in _valid_sizes(int(settings.card.ranks_per_node), _MOST_RANKS)
+        valid = [size for size in sizes_that_fill_nodes(per_node, _MOST_RANKS, _further_ranks(mesh))
                  if at_least(size) <= limit]  # fmt: skip
 
         def is_too_small(index: int) -> bool:
-            sample = self.sampler.sample(self.reference, copies | {"shard": valid[index]})
+            sample = self.sampler.sample(self.reference, {**mesh, "shard": valid[index]})
             return max(sample.live) > limit
 
         for index in range(min(_NUM_TRIED, len(valid))):
@@ -371,9 +405,13 @@ class _Fitted:
         return valid[last + 1]
 
 
-def _valid_sizes(per_node: int, most: int) -> list[int]:
-    """Axis sizes from 2 on: any size within a node, whole nodes beyond."""
-    return [*range(2, per_node + 1), *range(2 * per_node, most + 1, per_node)]
+def _axes_of_data(mesh: Mapping[str, int]) -> list[str]:
+    return [name for name in mesh if name in ("replicate", "shard")]
+
+
+def _further_ranks(mesh: Mapping[str, int]) -> int:
+    """The size of the axis of placements; 1 without."""
+    return math.prod(size for name, size in mesh.items() if name not in ("replicate", "shard"))
 
 
 def _last_true(holds: Callable[[int], bool], first: int, most: int) -> int | None:

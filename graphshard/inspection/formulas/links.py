@@ -23,13 +23,13 @@ class Traffic:
         kind: as in :mod:`graphshard.cost.links`.
         num_bytes: bytes of all of them, each with the larger of input and output.
         count: their number.
-        ranks: the mesh axis over which they run.
+        ranks: the mesh axis over which they run, or the size of a further axis.
     """
 
     kind: str
     num_bytes: sympy.Expr
     count: int
-    ranks: sympy.Symbol
+    ranks: sympy.Expr
 
 
 def traffic_seconds(traffic: Traffic, ranks_in_node: sympy.Expr, card: HardwareCard) -> sympy.Expr:
@@ -80,6 +80,10 @@ def ways_of(
         (num_nodes - 1) * between.latency_seconds, log_hops, evaluate=False
     )
     in_two = across + (near - 1) * inside.latency_seconds + _moved(num_bytes, near) / _rate(inside)
+    if kind == "all_to_all":
+        near_by = (near - 1) * (inside.latency_seconds + num_bytes / ranks / _rate(inside))
+        far = (ranks - near) * (between.latency_seconds + num_bytes / ranks / _rate(between))
+        return in_one, {"pairs": sympy.Max(near_by, far, evaluate=False)}
     rounds = 2 if kind == "all_reduce" else 1
     ways = {"ring": rounds * around, "two stages": rounds * in_two}
     if kind == "all_reduce":
@@ -89,7 +93,10 @@ def ways_of(
 
 
 def communication_lines(
-    traffic: Mapping[tuple[str, str], Traffic], in_node: Mapping[sympy.Symbol, sympy.Expr], card: HardwareCard
+    traffic: Mapping[tuple[str, str], Traffic],
+    in_node: Mapping[sympy.Expr, sympy.Expr],
+    card: HardwareCard,
+    moves: Mapping[tuple[str, str], Traffic] | None = None,
 ) -> tuple[str, ...]:
     """The seconds of communication for people: one formula for each kind of collective, and the sums of them by half.
 
@@ -97,25 +104,29 @@ def communication_lines(
         traffic: collectives of one run of each half, by half and kind.
         in_node: ranks of a group on one node, by its mesh axis.
         card: the links.
+        moves: the same of the reshards over the further axis of the mesh.
     """
+    moves = moves or {}
     size, ranks, near, nodes = (sympy.Symbol(name, positive=True) for name in "bnmk")
     lines = [
         "one collective: b bytes on n ranks, m of them in one node, k = ceiling(n/m) nodes; none for n = 1"
     ]
     start = f"{card.collective_start_seconds:.4g} + "
-    for kind in dict.fromkeys(one.kind for one in traffic.values()):
+    for kind in dict.fromkeys(one.kind for one in (*traffic.values(), *moves.values())):
         in_one, ways = ways_of(kind, size, ranks, near, nodes, card)
         lines.append(f"{kind}(b, n, m) = {start}{_shown(in_one)} in one node, else the least of")
         lines += [f"  {start}{_shown(way)} ({name})" for name, way in ways.items()]
-    for half in dict.fromkeys(half for half, _ in traffic):
-        by_axis: dict[sympy.Symbol, list[str]] = {}
-        for (of_half, _), one in traffic.items():
-            if of_half == half and one.count:
-                call = f"{one.kind}({_shown(one.num_bytes)}/{one.count}, {one.ranks}, {_shown(in_node[one.ranks])})"
-                by_axis.setdefault(one.ranks, []).append(f"{one.count} * {call}")
-        queues = [" + ".join(parts) for parts in by_axis.values()]
-        text = queues[0] if len(queues) == 1 else "the longest of: " + "; ".join(queues)
-        lines.append(f"{half} communication = {text if queues else '0'}")
+    for what, of_what in (("communication", traffic), ("reshards", moves)):
+        for half in dict.fromkeys(half for half, _ in of_what):
+            by_axis: dict[sympy.Expr, list[str]] = {}
+            for (of_half, _), one in of_what.items():
+                if of_half == half and one.count:
+                    near = _shown(in_node[one.ranks])
+                    call = f"{one.kind}({_shown(one.num_bytes)}/{one.count}, {one.ranks}, {near})"
+                    by_axis.setdefault(one.ranks, []).append(f"{one.count} * {call}")
+            queues = [" + ".join(parts) for parts in by_axis.values()]
+            text = queues[0] if len(queues) == 1 else "the longest of: " + "; ".join(queues)
+            lines.append(f"{half} {what} = {text if queues else '0'}")
     return tuple(lines)
 
 
@@ -142,6 +153,8 @@ def halves_seconds(
     *,
     optimizer: sympy.Expr,
     micro_batches: int,
+    moves: Mapping[tuple[str, str], Traffic],
+    further: int,
 ) -> dict[str, sympy.Expr]:
     """Seconds of each half's compute and communication, and of the step.
 
@@ -152,8 +165,10 @@ def halves_seconds(
         card: the links.
         optimizer: seconds of the optimizer's step.
         micro_batches: number of runs of the halves.
+        moves: reshards of one run of each half, by kind. Compute waits for them: they move values between kernels.
+        further: the ranks of their axis.
     """
-    in_node = ranks_in_node(symbols, card)
+    in_node = ranks_in_node(symbols, card, further)
     found: dict[str, sympy.Expr] = {}
     step = optimizer
     for half, seconds in compute.items():
@@ -164,31 +179,55 @@ def halves_seconds(
             queues[one.ranks] = queues.get(one.ranks, sympy.Integer(0)) + seconds_of_one
         communication = sympy.Max(*queues.values(), evaluate=False) if queues else sympy.Integer(0)
         found[f"{half} compute"], found[f"{half} communication"] = seconds, communication
+        if further > 1:
+            ours = (one for (name, _), one in moves.items() if name == half)
+            moving = sympy.Add(*(traffic_seconds(one, in_node[one.ranks], card) for one in ours))
+            found[f"{half} reshards"], seconds = moving, seconds + moving
         step = step + micro_batches * sympy.Max(seconds, communication, evaluate=False)
     return found | {"optimizer": optimizer, "step": step}
 
 
-def ranks_in_node(symbols: Mapping[str, sympy.Symbol], card: HardwareCard) -> dict[sympy.Symbol, sympy.Expr]:
-    """The ranks of a group that are on one node, by mesh axis."""
-    per_node = sympy.Integer(int(card.ranks_per_node))
+def ranks_in_node(
+    symbols: Mapping[str, sympy.Symbol], card: HardwareCard, further: int = 1
+) -> dict[sympy.Expr, sympy.Expr]:
+    """The ranks of a group that are on one node, by mesh axis; the further axis, which is innermost, by its size."""
+    per_node, inner = sympy.Integer(int(card.ranks_per_node)), sympy.Integer(further)
     shard = symbols["shard"]
-    found = {shard: sympy.Min(shard, per_node)}
-    if "replicate" in symbols:  # the outer axis: the distance of neighbours along it is the number of shards
-        neighbours = sympy.Max(1, sympy.floor(per_node / shard))
-        found[symbols["replicate"]] = sympy.Min(symbols["replicate"], neighbours)
+
+    def on_node(size: sympy.Expr, distance: sympy.Expr) -> sympy.Expr:
+        return sympy.Min(size, sympy.Max(1, sympy.floor(per_node / distance)))
+
+    found: dict[sympy.Expr, sympy.Expr] = {shard: on_node(shard, inner)}
+    if (
+        "replicate" in symbols
+    ):  # the outer axis: the distance of neighbours along it is the number of ranks inside
+        found[symbols["replicate"]] = on_node(symbols["replicate"], inner * shard)
+    if further > 1:
+        found[inner] = sympy.Min(inner, per_node)
     return found
 
 
-def stops_hiding(formulas: Formulas, card: HardwareCard, most: int) -> int | None:
-    """The smallest shard axis (whole nodes beyond one) on which a half communicates longer than it computes."""
+def sizes_that_fill_nodes(per_node: int, most: int, inner: int = 1) -> list[int]:
+    """Sizes from 2 to ``most`` of an axis around ``inner`` ranks: any within a node, whole nodes beyond."""
+    return [size for size in range(2, most + 1) if size * inner <= per_node or not size * inner % per_node]
+
+
+def stops_hiding(formulas: Formulas, card: HardwareCard, most: int, further: int) -> int | None:
+    """The smallest shard axis (whole nodes beyond one) on which a half communicates longer than it computes.
+
+    Reshards over a further axis of that many ranks count as compute.
+    """
     symbols = formulas.symbols
     shard = symbols["shard"]
-    others = {symbols[name]: size for name, size in formulas.reference.items() if name != "shard"}
+    others = {
+        symbols[name]: size
+        for name, size in formulas.reference.items()
+        if name in symbols and name != "shard"
+    }
     pairs = []
     for half in ("forward", "backward"):
-        compute = float(formulas.seconds[f"{half} compute"].subs(others))
+        compute = formulas.seconds[f"{half} compute"] + formulas.seconds.get(f"{half} reshards", 0)
         communication = sympy.lambdify(shard, formulas.seconds[f"{half} communication"].subs(others), "math")
-        pairs.append((compute, communication))
-    per_node = int(card.ranks_per_node)
-    sizes = [*range(2, per_node + 1), *range(2 * per_node, most + 1, per_node)]
+        pairs.append((float(compute.subs(others)), communication))
+    sizes = sizes_that_fill_nodes(int(card.ranks_per_node), most, further)
     return next((size for size in sizes if any(talk(size) > compute for compute, talk in pairs)), None)

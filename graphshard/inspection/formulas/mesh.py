@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import sympy
@@ -21,14 +22,15 @@ def _pieces(rows: Mapping[int, int], num_shards: sympy.Symbol) -> sympy.Expr:
 
 
 def shard_bytes(module: nn.Module, captured: CapturedStep, num_shards: sympy.Symbol) -> dict[str, sympy.Expr]:
-    """Bytes of the shards of all parameters, of trained parameters, and of their gradients."""
+    """Bytes of the shards of all parameters, of trained parameters, and of their gradients; placements cut first."""
     calls = [ReduceGradCall(*node.args)
              for node in captured.backward.graph.find_nodes(op="call_function", target=REDUCE_GRAD)]  # fmt: skip
     trained = {call.name: call.dtype.itemsize for call in calls}
     rows: dict[str, dict[int, int]] = {"parameters": {}, "trained": {}, "gradients": {}}
     for name, param in module.named_parameters():
-        num_rows = param.shape[0] if param.dim() else 1
-        row_elements = param.numel() // max(num_rows, 1)
+        shape = captured.pieces.get(name, param.shape)
+        num_rows = shape[0] if param.dim() else 1
+        row_elements = math.prod(shape) // max(num_rows, 1)
         itemsizes = {"parameters": param.element_size()}
         if name in trained:
             itemsizes |= {"trained": param.element_size(), "gradients": trained[name]}
@@ -83,6 +85,23 @@ def _add_rows(rows: dict[int, int], full: torch.Tensor, dtype: torch.dtype | Non
     num_rows = full.shape[0]
     row_bytes = full.numel() // max(num_rows, 1) * (dtype or full.dtype).itemsize
     rows[num_rows] = rows.get(num_rows, 0) + row_bytes
+
+
+def moves_expressions(
+    moved: Mapping[tuple[str, str], sympy.Expr], sample: Sample, size: int
+) -> dict[tuple[str, str], Traffic]:
+    """The reshards over the further axis of the mesh in one micro-batch, by half and kind.
+
+    Args:
+        moved: their bytes.
+        sample: has their numbers.
+        size: ranks of the axis.
+    """
+    ranks = sympy.Integer(size)
+    return {
+        (half, kind): Traffic(kind=kind, num_bytes=num_bytes, count=sample.moved[half, kind][1], ranks=ranks)
+        for (half, kind), num_bytes in moved.items()
+    }
 
 
 def by_kind(traffic: Mapping[tuple[str, str], Traffic]) -> dict[str, sympy.Expr]:

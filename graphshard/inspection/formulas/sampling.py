@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,11 +31,11 @@ from ...cost import (
     kernels_of,
     memory_seconds,
 )
-from ...ir import copy_graph, is_collective, remembered_results
+from ...ir import copy_graph, group_name, is_collective, remembered_results
 from ...pipeline import PassContext
 from ...progress import Stages
 from ...report import CATEGORIES
-from .. import Inspection, Settings, always_bytes, persistent_bytes
+from .. import CategorizedMemory, Inspection, ScheduledHalf, Settings, always_bytes, persistent_bytes
 from .interpolation import GraphNumbers, Point
 
 
@@ -53,6 +53,7 @@ class Sample:
         is_merged_so: whether they would be merged like that at this point by themselves.
         copy_seconds: seconds of the kernels around the collectives of each half.
         traffic: (bytes, number) of the collectives of one micro-batch, by half and kind.
+        moved: the same of the reshards over the further axis of the mesh.
     """
 
     persistent: Mapping[str, int]
@@ -64,11 +65,13 @@ class Sample:
     copy_seconds: tuple[float, ...]
     orders: Mapping[str, tuple[str, ...]]
     traffic: Mapping[tuple[str, str], tuple[int, int]]
+    moved: Mapping[tuple[str, str], tuple[int, int]]
 
     def whole_numbers(self, groups: Sequence[Sequence[Group]]) -> list[int]:
         """All numbers that are fitted, in one order."""
         works = [works_of(kernels, of_half) for kernels, of_half in zip(self.kernels, groups, strict=True)]
-        values = [self.activations, self.persistent["inputs"], self.gathered]
+        moved = [num_bytes for num_bytes, _ in self.moved.values()]
+        values = [self.activations, self.persistent["inputs"], self.gathered, *moved]
         return [*values, *(work for half in works for work in half.values()), *self.live]
 
 
@@ -182,6 +185,7 @@ class Sampler:
         rules = replace(self.settings.rules, mesh=mesh)
         settings = replace(self.settings, rules=rules, budget_bytes=None)
         step = reshard_step(found, mesh)
+        further = "" if found.placed is None else found.placed.axis.group_name
         inspection = Inspection(
             settings=settings, captured=step, stages=Stages(None), is_brief=True, orders=orders
         )
@@ -211,9 +215,8 @@ class Sampler:
                 - _seconds(before, settings.card)
                 for (half, _, _), before in zip(halves, own, strict=True)
             ),
-            traffic={
-                (half.name, kind): found for half, _, _ in halves for kind, found in traffic_of(half.gm)
-            },
+            traffic=_traffic_of(halves, lambda group: group != further),
+            moved=_traffic_of(halves, lambda group: group == further),
         )
 
     def _resized(self, sizes: Mapping[str, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -246,13 +249,18 @@ def names_in(kernels: Sequence[Sequence[Kernel]]) -> list[list[tuple[str, ...]]]
     return [[tuple(node.name for node in kernel.nodes) for kernel in of_half] for of_half in kernels]
 
 
-def traffic_of(gm: fx.GraphModule) -> Iterator[tuple[str, tuple[int, int]]]:
-    """(bytes, number) of the collectives, by kind."""
-    found: dict[str, tuple[int, int]] = {}
-    for node in filter(is_collective, gm.graph.nodes):
-        num_bytes, count = found.get(collective_kind(node), (0, 0))
-        found[collective_kind(node)] = (num_bytes + collective_bytes(node), count + 1)
-    yield from found.items()
+def _traffic_of(
+    halves: Sequence[tuple[ScheduledHalf, CategorizedMemory, list[int]]], counts: Callable[[str], bool]
+) -> dict[tuple[str, str], tuple[int, int]]:
+    """(bytes, number) of the collectives by half and kind, of the groups that count."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for half, _, _ in halves:
+        for node in filter(is_collective, half.gm.graph.nodes):
+            if counts(group_name(node)):
+                key = (half.name, collective_kind(node))
+                num_bytes, count = found.get(key, (0, 0))
+                found[key] = (num_bytes + collective_bytes(node), count + 1)
+    return found
 
 
 def groups_of(kernels: Sequence[Kernel], card: HardwareCard) -> list[Group]:
