@@ -13,6 +13,7 @@ DOCS = ROOT / "docs"
 PAGES = {
     "reference/fsdp2.md": ("## Sharding", 100),
     "reference/fsdp1.md": ("## Constructor", 70),
+    "start/migrate.md": ("## Names", 15),
     "start/migrate-from-others.md": ("## From FSDP1", 35),
 }
 FILES = sorted((ROOT / "tests").rglob("test_*.py"))

@@ -181,7 +181,7 @@ def watch_backward(unit: Unit, outputs: Any) -> None:
     enter = _EnterBackward(unit, around, tree.last_forward, reads.gathers, reads.span)
     watched = [each for each in tensors_in(outputs) if each.requires_grad and each.grad_fn is not None]
     for output in watched:
-        output.register_hook(enter)
+        _hook_first(output, enter)
     reads.span.num_to_enter += bool(watched)
     tree.last_forward = unit
 
@@ -214,6 +214,20 @@ class _EnterBackward:
             unit.tree.behind[unit.label] = previous[0]
         for other in unit.backward_prefetch or (() if order in ("post", "none") else previous):
             other.prefetch_for_backward()
+
+
+def _hook_first(output: Tensor, enter: _EnterBackward) -> None:
+    """Sets the hook before those of units inside of this one that return the same tensor.
+
+    Hooks run in the order in which they were set. A backward must enter the outer unit first: it leaves an inner unit
+    where it enters one that is not inside of it.
+    """
+    hooks = output._backward_hooks or {}
+    inner = {key: hook for key, hook in hooks.items() if type(hook) is _EnterBackward}
+    for key in inner:
+        del hooks[key]
+    output.register_hook(enter)
+    hooks.update(inner)
 
 
 def drop_prefetched(tree: Tree) -> None:

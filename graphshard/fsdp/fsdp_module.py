@@ -30,7 +30,6 @@ from ..errors import (
 from ..ir import UNIT
 from .deepcopy import copy_sharded
 from .eager_autograd import show_gathered
-from .eager_collectives import PendingGather
 from .parameter_slot import slots_of, zero_gradients
 from .shard_parameter import lay_out
 from .unit import Unit
@@ -45,13 +44,13 @@ _untraced = torch.compiler.disable(
 class UnshardHandle:
     """The result of ``unshard(async_op=True)``: call :meth:`wait` before the parameters are used."""
 
-    def __init__(self, unit: Unit, pending: PendingGather) -> None:
-        self._unit, self._pending = unit, pending
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
 
     @_untraced
     def wait(self) -> None:
-        """Waits for the gather; after it the module's parameters are the full ones."""
-        self._unit.finish_unshard(self._pending)
+        """Waits for the gather; after it the module's parameters are the full ones, unless a forward has freed them."""
+        self._unit.finish_unshard()
         show_gathered(self._unit)
 
 
@@ -118,10 +117,12 @@ class FSDPModule(TorchFSDPModule):
         outside of a forward, are reduced and added to those of the shards. Writes to them are lost.
 
         Args:
-            async_op: return a handle at once, and gather in the background.
+            async_op: return a handle at once, and gather in the background. A forward or backward of the unit waits
+                itself, so the handle may be dropped.
         """
         unit = _unit(self)
-        handle = UnshardHandle(unit, unit.start_unshard())
+        unit.begin_unshard()
+        handle = UnshardHandle(unit)
         if async_op:
             return handle
         handle.wait()

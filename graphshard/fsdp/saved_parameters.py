@@ -166,6 +166,49 @@ class Gathered:
     version: Version
 
 
+class PendingFulls(Protocol):
+    """The part of a ``PendingGather`` that a unit keeps."""
+
+    def take(self) -> dict[str, Tensor]:
+        """Waits. Returns the full parameters by name; none if they were taken before."""
+
+
+class KeptGathered(dict[str, Gathered]):
+    """The full parameters that a unit keeps, by name.
+
+    Attributes:
+        begun: a gather by ``unshard(async_op=True)`` that nobody has waited for; whoever asks for a value first does.
+    """
+
+    begun: PendingFulls | None = None
+
+    def keep(self, name: str, full: Tensor, slot: HoldsShard, version: Version | None = None) -> None:
+        """Keeps a full parameter as long as its shard has the version; None: as long as it does not change."""
+        if full.is_inference():  # not kept: a later forward could not save it for its backward
+            return
+        full = full.detach() if full.requires_grad else full
+        self[name] = Gathered(full, slot, version_of(slot.param) if version is None else version)
+
+    def begin(self, pending: PendingFulls, slots: Iterable[tuple[str, HoldsShard]]) -> None:
+        """Has :meth:`value` wait for the gather of these parameters."""
+        self.begun = pending
+        self._shards = {name: (slot, version_of(slot.param)) for name, slot in slots}
+
+    def finish(self) -> None:
+        """Waits for the gather that was begun."""
+        begun, self.begun = self.begun, None
+        if begun is not None:
+            for name, full in begun.take().items():
+                self.keep(name, full, *self._shards[name])
+
+    def value(self, name: str) -> Tensor | None:
+        """The full parameter if it is gathered and its shard has not changed since; else None."""
+        if self.begun is not None:
+            self.finish()
+        kept = self.get(name)
+        return kept.full if kept is not None and kept.version == version_of(kept.slot.param) else None
+
+
 @dataclass(frozen=True, slots=True)
 class _Token:
     """A view of a full parameter.

@@ -20,7 +20,7 @@ from .._compat import in_backward
 from ..ir import COMMS, UNIT, UnshardCall, unit_state_of
 from .eager_collectives import PendingGather, write_back, write_back_reads
 from .parameter_slot import ParameterSlot, refuse_kept, shard_data
-from .saved_parameters import ForwardReads, Gathered, GatheredOnce, KeptForBackward, refuse_transform
+from .saved_parameters import ForwardReads, GatheredOnce, KeptForBackward, KeptGathered, refuse_transform
 from .shard_versions import FullRead, version_of
 from .tree import GATHER, Tree, TreeUnit, UnitSettings
 from .waiting_gradients import UnitGradients
@@ -69,18 +69,15 @@ class Unit(UnitGradients):
         tree: the state that it shares with the other units of its model.
         modules: the modules given to ``fully_shard``.
         settings: what graphs are traced with; call :meth:`refresh` after a change.
-        label: path of the unit's module, "root" for the outermost.
-        slots: its parameters.
+        label, slots: path of the unit's module, "root" for the outermost; its parameters.
         forward_prefetch, backward_prefetch: units whose gathers start after this one's.
-        reduce_grads: whether backwards reduce gradients; False adds them up unreduced.
-        all_reduce_grads: whether they also sum over the replicate axis; False keeps the partial sums.
+        reduce_grads, all_reduce_grads: backwards reduce gradients, and over the replicate axis, too; else they add up.
         reshard_after_backward: whether the backward frees parameters that the forward kept.
         reduces_unused: whether parameters without a gradient take part in the reductions, with zeros.
         marker: leads to the unit as the handle does, for calls that Dynamo runs as it traces; no graph takes it.
         unshards_in_backward: whether an uncompiled backward gathers again; if not, autograd keeps full parameters.
         successors: the units that uncompiled forwards have gathered right after this one.
-        in_backward: a backward has gathered the unit, and has not left it.
-        is_entered: that backward computes gradients of the unit.
+        in_backward, is_entered: a backward has gathered the unit, and not left it; it computes gradients of the unit.
         keeps_between: a planner keeps its parameters gathered for the next micro-batch while gradients wait.
         gradients: the gradients that wait for a reduction.
         for_backward: the gathers of forwards whose backwards may come.
@@ -114,7 +111,7 @@ class Unit(UnitGradients):
     may_show_kept: bool = False
     shows_kept: bool = False
     for_backward: KeptForBackward = field(default_factory=KeptForBackward)
-    _gathered: dict[str, Gathered] = field(default_factory=dict)
+    _gathered: KeptGathered = field(default_factory=KeptGathered)
     _prefetched: PendingGather | None = None
 
     def __post_init__(self) -> None:
@@ -173,15 +170,11 @@ class Unit(UnitGradients):
 
     def gathered_value(self, name: str) -> Tensor | None:
         """The full parameter if it is gathered and its shard has not changed since; else None."""
-        kept = self._gathered.get(name)
-        return kept.full if kept is not None and kept.version == version_of(kept.slot.param) else None
+        return self._gathered.value(name)
 
     def keep(self, name: str, full: Tensor) -> None:
         """Keeps a gathered parameter until the unit is resharded or its shard changes."""
-        if full.is_inference():  # not kept: a later forward could not save it for its backward
-            return
-        slot = self.slot_of(name)
-        self._gathered[name] = Gathered(full.detach(), slot, version_of(slot.param))
+        self._gathered.keep(name, full, self.slot_of(name))
 
     def held(self) -> Iterator[Tensor]:
         """The tensors that the unit holds besides shards: gathered parameters, and gradients that wait."""
@@ -190,17 +183,15 @@ class Unit(UnitGradients):
 
     @property
     def is_gathered(self) -> bool:
-        """Whether any parameter of the unit is gathered."""
-        return bool(self._gathered)
+        """Whether any parameter of the unit is gathered, or ``unshard(async_op=True)`` gathers it."""
+        return bool(self._gathered) or self._gathered.begun is not None
 
     def start_unshard(self, slots: Sequence[ParameterSlot] | None = None) -> PendingGather:
         """Starts to gather those of ``slots`` (None: of all) that are not gathered, with one collective."""
         wanted = self.slots if slots is None else slots
         wanted = [slot for slot in wanted if slot.hidden is not None or not slot.is_substituted]
-        missing = [
-            (slot, slot.as_sent(shard_data(slot))) for slot in wanted if self.held_value(slot.name) is None
-        ]
-        return PendingGather(self, missing)
+        missing = [slot for slot in wanted if self.held_value(slot.name) is None]
+        return PendingGather(self, [(slot, slot.as_sent(shard_data(slot))) for slot in missing])
 
     def held_value(self, name: str) -> Tensor | None:
         """The full parameter, if it is gathered or kept for the backward of a forward."""
@@ -209,7 +200,7 @@ class Unit(UnitGradients):
 
     def prefetch(self) -> None:
         """Starts to gather for the next forward, unless that has started."""
-        if self._prefetched is None:
+        if self._prefetched is None and self._gathered.begun is None:
             self._prefetched = self.start_unshard()
             self.tree.prefetched.append(self)
 
@@ -249,10 +240,9 @@ class Unit(UnitGradients):
         with torch.no_grad():
             fresh = self._take_missing(None)
             for slot in self.slots:
-                full = fresh.get(slot.name)
-                full = self.held_value(slot.name) if full is None else full
+                full = fresh[slot.name] if slot.name in fresh else self.held_value(slot.name)
                 if full is not None:
-                    self._gathered[slot.name] = Gathered(full, slot, version_of(slot.param))
+                    self._gathered.keep(slot.name, full, slot)
         if not self.in_backward:
             self.in_backward = True
             self.tree.gathered_again.append(self)
@@ -377,10 +367,18 @@ class Unit(UnitGradients):
         read = FullRead.of(full, shown, version_of(self.slot_of(name).param), in_graph=True)
         self.tree.handed_on.append((self, {name: read}))
 
-    def finish_unshard(self, pending: PendingGather) -> None:
-        """Waits for a gather of this unit, and keeps the full parameters."""
-        for name, full in pending.take().items():
-            self.keep(name, full)
+    def begin_unshard(self) -> None:
+        """Starts to gather for ``UnshardHandle.wait`` or the next forward or backward, unless that has started."""
+        if self._gathered.begun is None and any(self.held_value(slot.name) is None for slot in self.slots):
+            pending, self._prefetched = self._prefetched or self.start_unshard(), None
+            self._gathered.begin(pending, [(slot.name, slot) for slot in self.slots])
+
+    def finish_unshard(self) -> None:
+        """Waits for the gather, unless a forward or backward has, and gathers again what has changed since."""
+        if self._gathered.begun is not None:
+            self._gathered.finish()
+            for name, full in self.start_unshard().take().items():
+                self.keep(name, full)
 
     def drop_prefetched(self) -> None:
         """Waits for a prefetched gather that no forward has used, and frees its result."""
@@ -391,6 +389,7 @@ class Unit(UnitGradients):
     def drop_iteration(self) -> None:
         """Forgets gathered parameters and gradients that are not reduced."""
         self.drop_prefetched()
+        self._gathered.finish()
         self.reshard()
         self.drop_gradients()
         self.in_use = self.between = None
@@ -428,6 +427,7 @@ class Unit(UnitGradients):
         if policy == self.settings.mp_policy:
             return
         self.drop_prefetched()
+        self._gathered.finish()
         self.reshard()
         self.settings.mp_policy = policy
         self.refresh()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.tensor import DTensor
 
 from ..errors import ShardingError
 from .options import Options
@@ -25,10 +26,12 @@ class Meshes:
     Attributes:
         shard: 1-D, the ranks over which parameters are sharded.
         hybrid: 2-D with names, (replicate, shard); None without a hybrid strategy.
+        unnamed: the mesh that the user gave, if it has no names; ``hybrid`` is the same with names.
     """
 
     shard: DeviceMesh
     hybrid: DeviceMesh | None = None
+    unnamed: DeviceMesh | None = None
 
     @staticmethod
     def of(options: Options) -> Meshes:
@@ -47,7 +50,8 @@ class Meshes:
         if options.is_hybrid:
             hybrid = _hybrid_mesh(options)
             assert hybrid.mesh_dim_names is not None
-            return Meshes(shard=hybrid[hybrid.mesh_dim_names[1]], hybrid=hybrid)
+            unnamed = options.device_mesh if hybrid is not options.device_mesh else None
+            return Meshes(shard=hybrid[hybrid.mesh_dim_names[1]], hybrid=hybrid, unnamed=unnamed)
         mesh, group = options.device_mesh, options.process_group
         if mesh is not None:
             if mesh.ndim != 1:
@@ -69,6 +73,12 @@ class Meshes:
     def world_size(self) -> int:
         """The ranks that train the model, copies included."""
         return self.shard.size() if self.hybrid is None else self.hybrid.size()
+
+    def as_given(self, value: DTensor) -> DTensor:
+        """A value for a state dict: on the mesh that the user gave."""
+        if self.unnamed is None or value.device_mesh != self.hybrid:
+            return value
+        return on_mesh(value, self.unnamed)
 
     @cached_property
     def copies(self) -> DeviceMesh:
@@ -101,6 +111,18 @@ class Meshes:
     def __deepcopy__(self, memo: dict[int, Any]) -> Meshes:
         """The same meshes: a copied model runs on the same ranks."""
         return self
+
+
+def on_mesh(value: DTensor, mesh: DeviceMesh) -> DTensor:
+    """A detached DTensor with the same local tensor and placements on another mesh of the same ranks."""
+    return DTensor.from_local(
+        value.detach().to_local(),
+        mesh,
+        value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
 
 
 def _device_type(options: Options, group: dist.ProcessGroup | None = None) -> str:

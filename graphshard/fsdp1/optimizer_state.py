@@ -7,6 +7,7 @@ another model. Values are DTensors where the parameter is one.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -16,9 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from .._compat_fsdp1 import is_sharded_tensor
 from ..errors import OptionError, ParameterStateError
+from .meshes import Meshes
 from .state_dicts import as_shard
 from .summon import whole_tensor
-from .wrapper_state import clean_name
+from .wrapper_state import clean_name, wrappers_in
 
 State = dict[str, Any]
 
@@ -80,8 +82,11 @@ def by_names(
     if kind is StateDictType.FULL_STATE_DICT:
         _check_agreement(given, group)
     values: dict[str, Any] = {}
+    meshes = list(dict.fromkeys(each.meshes for _, each in wrappers_in(model)))
     for key, entries in given.items():
-        values[key] = {each: _sent(entries[each], kind, to_cpu=to_cpu) for each in sorted(entries, key=str)}
+        values[key] = {
+            each: _sent(entries[each], kind, meshes, to_cpu=to_cpu) for each in sorted(entries, key=str)
+        }
     result: State = {"state": values}
     if "param_groups" in state:
         groups = [{**each, "params": [name(key) for key in each["params"]]} for each in state["param_groups"]]
@@ -217,7 +222,7 @@ def _plain(name: Any) -> str:
     return clean_name(str(name)).replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
-def _sent(value: Any, kind: StateDictType, *, to_cpu: bool) -> Any:
+def _sent(value: Any, kind: StateDictType, meshes: Iterable[Meshes], *, to_cpu: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, DTensor):
@@ -225,6 +230,9 @@ def _sent(value: Any, kind: StateDictType, *, to_cpu: bool) -> Any:
             value = whole_tensor(value)
         elif kind is StateDictType.LOCAL_STATE_DICT:
             value = value.to_local()
+        else:
+            for each in meshes:
+                value = each.as_given(value)
     return value.cpu() if to_cpu else value
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -21,6 +22,7 @@ from .._compat_fsdp1 import (
 )
 from ..errors import ParameterStateError
 from ..fsdp import mesh_device, refuse_lost_data, slots_of
+from .meshes import on_mesh
 from .summon import whole_tensor
 from .training_state import own_state
 from .wrapper_state import WrapperState, clean_name, own_modules
@@ -62,6 +64,7 @@ def _after_state_dict(
             refuse_lost_data(param, clean_name(key))
         if key in state_dict and isinstance(state_dict[key], DTensor):
             value = _converted(state_dict.pop(key) if not is_kept else state_dict[key], kind)
+            value = state.meshes.as_given(value) if isinstance(value, DTensor) else value
             if is_kept:
                 state_dict[key] = value.cpu() if to_cpu else value
         elif not is_kept:
@@ -130,6 +133,10 @@ def as_shard(value: Tensor, like: Tensor, name: str) -> Tensor:
     assert isinstance(like, DTensor)
     value = value.detach()
     if isinstance(value, DTensor):
+        if value.device_mesh != like.device_mesh and torch.equal(
+            value.device_mesh.mesh, like.device_mesh.mesh
+        ):
+            value = on_mesh(value, like.device_mesh)  # the other one has other names, or none
         if value.device_mesh == like.device_mesh:
             return (
                 value

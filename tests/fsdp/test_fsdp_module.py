@@ -246,6 +246,17 @@ def test_private_helpers_of_torch_are_left_out(name: str) -> None:
     assert not hasattr(graphshard, name) and name not in torch.distributed.fsdp.__all__
 
 
+@pytest.mark.parametrize("is_between", [True, False])
+def test_a_shard_that_is_replaced_is_told(fake_group: Mesh, is_between: bool) -> None:
+    """By a tensor, in the dict of parameters: between forward and backward, and before a forward."""
+    model = _sharded(fake_group(2))
+    loss = model(torch.ones(2, 4)).sum()
+    model[0]._parameters["weight"] = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(RuntimeError, match=r"0\.weight was replaced by a Parameter.*use distribute_tensor") as caught:
+        loss.backward() if is_between else model(torch.ones(2, 4))
+    assert isinstance(caught.value, GraphShardError)
+
+
 def test_a_forward_shows_the_shards_again_though_they_changed_while_gathered(fake_group):
     model = graphshard.fully_shard(nn.Linear(8, 8), mesh=fake_group(2), reshard_after_forward=True)
     model.unshard()

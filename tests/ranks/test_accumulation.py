@@ -99,12 +99,11 @@ def _accumulate(implementation: str, is_hybrid: bool, reshard: bool | int, patte
                 _check_replicas_are_bit_equal(model, mesh)
             model.zero_grad()
             reference.zero_grad()
-        if implementation != "sharded":  # which gathers less: its backward reads what autograd saved
-            expected_counts = _expected(pattern, reshard, is_hybrid)
-            if implementation == "compiled" and reshard is not False:
-                # The root's layer is the first one: nothing in the backward needs its weight.
-                expected_counts["gathers"] -= NUM_MICRO_BATCHES
-            assert dict(counts) == expected_counts, f"{pattern}: {dict(counts)}, expected {expected_counts}"
+        expected_counts = _expected(pattern, reshard, is_hybrid)
+        if implementation == "compiled" and reshard is not False:
+            # The root's layer is the first one: nothing in the backward needs its weight.
+            expected_counts["gathers"] -= NUM_MICRO_BATCHES
+        assert dict(counts) == expected_counts, f"{pattern}: {dict(counts)}, expected {expected_counts}"
 
 
 def _check_replicas_are_bit_equal(model: nn.Module, mesh: DeviceMesh) -> None:

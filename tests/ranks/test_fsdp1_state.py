@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.comm_counts import count_collectives
 from support.fsdp1 import full_parameters, whole, wrap
 from support.implementations import compile_if_asked, shard_units
 from support.toy_models import build_mlp
@@ -272,6 +273,41 @@ def load_by_names() -> None:
 @pytest.mark.parametrize("check", [gather_states_of_unlike_optimizers, load_by_names])
 def test_names_and_orders(run_on_gloo_ranks, check):
     run_on_gloo_ranks(2, check)
+
+
+def keep_the_mesh() -> None:
+    """States name the mesh that the user gave, with names or without; FSDP1 and ours load each other's."""
+    unnamed, named = (init_device_mesh("cpu", (2, 2), mesh_dim_names=names) for names in (None, ("outer", "inner")))
+    hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "is_adam": False}
+    states = {}
+    for kind, mesh in (("fsdp1", unnamed), ("sharded", unnamed), ("sharded", named)):
+        model, optimizer = make(kind, device_mesh=mesh, **hybrid)
+        settings(type(model), model, SHARDED)
+        state, of_optimizer = dict(model.state_dict()), type(model).optim_state_dict(model, optimizer)
+        found = [*state.values(), *(each["momentum_buffer"] for each in of_optimizer["state"].values())]
+        assert {each.device_mesh for each in found if isinstance(each, DTensor)} == {mesh}
+        states[kind, mesh] = state, of_optimizer
+    ours, of_torch = states["sharded", unnamed], states["fsdp1", unnamed]
+    for name, value in ours[0].items():
+        assert_close(value, of_torch[0][name])  # an op on both
+    for kind, mesh, (state, of_optimizer) in (
+        ("sharded", unnamed, of_torch), ("sharded", named, ours), ("fsdp1", unnamed, ours), ("sharded", unnamed, ours)
+    ):
+        model, optimizer = make(kind, seed=1, device_mesh=mesh, **hybrid)
+        settings(type(model), model, SHARDED)
+        with count_collectives() as counts:
+            model.load_state_dict(state)
+            optimizer.load_state_dict(type(model).optim_state_dict_to_load(model, optimizer, of_optimizer))
+        assert kind == "fsdp1" or counts["gathers"] == 0  # the rows are where they are needed
+        forward_of(model).sum().backward()
+        optimizer.step()
+        states[kind, mesh] = full_parameters(model)
+    assert_close(states["sharded", named], states["fsdp1", unnamed])
+    assert_close(states["sharded", unnamed], states["fsdp1", unnamed])
+
+
+def test_states_name_the_mesh_that_was_given(run_on_gloo_ranks):
+    run_on_gloo_ranks(4, keep_the_mesh)
 
 
 def use_legacy_names() -> None:

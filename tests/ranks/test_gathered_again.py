@@ -57,9 +57,12 @@ class Uses(nn.Module):
 class Model(nn.Module):
     """Blocks around a parameter of the root that is read between them; the last block is called twice."""
 
-    def __init__(self, count: int = 3, written: bool = False, twice: bool = True) -> None:
+    def __init__(self, count: int = 3, written: bool = False, twice: bool = True, tied: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Uses(written and index == 1) for index in range(count))
+        if tied:
+            self.blocks[2].second = self.blocks[0].second
+            self.blocks[1].norm.bias = self.blocks[1].norm.weight
         self.twice = twice
         self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
 
@@ -165,11 +168,13 @@ def shard(model: nn.Module, reshard: bool | int | None, policy: MixedPrecisionPo
     return fully_shard(model, mp_policy=policy)
 
 
-def compare(steps: list[str], written: bool, dtype: torch.dtype | None, ranks: int | bool) -> None:
+def compare(
+    steps: list[str], written: bool, tied: bool, dtype: torch.dtype | None, ranks: int | bool
+) -> None:
     """Against the same units where autograd keeps what it saves."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, output_dtype=torch.float32 if dtype else None)
     torch.manual_seed(0)
-    plain = Model(written=written)
+    plain = Model(written=written, tied=tied)
     kept, freed = shard(copy.deepcopy(plain), False, policy), shard(plain, ranks, policy)
     for module in kept.modules():
         if isinstance(module, graphshard.FSDPModule):
@@ -237,6 +242,57 @@ def test_recomputation_and_gradient_share_a_gather(run_on_gloo_ranks, call):
     """FSDP2's numbers."""
     found = [run_on_gloo_ranks(2, count_of_checkpointed, each, call)[0] for each in ("fsdp2", "sharded")]
     assert found[0] == found[1] == (8, 4)
+
+
+class Around(nn.Module):
+    """Returns what another module returns, the same tensor."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.own = inner, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.own(x))
+
+
+class Shift(nn.Module):
+    """Its backward needs no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.offset
+
+
+def count_around(implementation: str) -> list[tuple[int, int, int]]:
+    """The gathers of forward and backward and the reductions, for several ways to keep units."""
+    counts = []
+    for reshard, in_backward in ((True, True), (True, False), (None, True), (False, True)):
+        torch.manual_seed(0)
+        reference = Around(Around(nn.Sequential(Shift(), nn.Linear(WIDTH, WIDTH))))
+        model = copy.deepcopy(reference)
+        last = model.inner.inner
+        options = {} if reshard is None else {"reshard_after_forward": reshard}
+        shard_units(implementation, model, [last[0], last, model.inner], **options)
+        last[0].set_unshard_in_backward(in_backward)
+        with count_collectives() as in_forward:
+            loss = model(batch(0)).square().sum()
+        with count_collectives() as in_backward:
+            loss.backward()
+        counts.append((in_forward["gathers"], in_backward.get("gathers", 0), in_backward["reductions"]))
+        reference(batch(0)).square().sum().backward()
+        for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            dist.all_reduce(expected.grad, dist.ReduceOp.AVG)
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+    return counts
+
+
+@pytest.mark.parametrize("implementation", ["fsdp2", "sharded"])
+def test_units_that_return_the_same_tensor(run_on_gloo_ranks, implementation):
+    expected = [(4, 4, 4), (4, 3, 4), (4, 3, 4), (4, 0, 4)]
+    assert run_on_gloo_ranks(2, count_around, implementation) == [expected] * 2
 
 
 class Energy(nn.Module):
@@ -321,12 +377,19 @@ WITH_WRITES = ["plain", "retained", "resharded", "hooked", "hidden_output"]
 
 
 @pytest.mark.parametrize(
-    ("written", "dtype", "ranks"),
-    [(False, None, True), (False, torch.bfloat16, True), (True, None, True), (False, None, 2)],
+    ("written", "dtype", "ranks", "tied"),
+    [
+        (False, None, True, False),
+        (False, torch.bfloat16, True, False),
+        (True, None, True, False),
+        (False, None, 2, True),
+    ],
 )
-def test_gradients_are_those_of_units_that_keep(run_on_gloo_ranks, written, dtype, ranks):
+def test_gradients_are_those_of_units_that_keep(run_on_gloo_ranks, written, dtype, ranks, tied):
     steps = WITH_WRITES if written else list(STEPS)
-    run_on_gloo_ranks(4 if ranks == 2 else 2, compare, steps, written, dtype, ranks)
+    if tied:
+        steps.remove("unsharded")  # a unit that is freed and one that is not reduce the parts of a sum or the sum
+    run_on_gloo_ranks(4 if ranks == 2 else 2, compare, steps, written, tied, dtype, ranks)
 
 
 def count_with_comm_debug_mode() -> None:

@@ -245,7 +245,7 @@ def reshard_before_backward(implementation: str) -> int:
         with count_collectives() as counts:
             loss.backward()
         check_gradients(reference, model, step)
-    assert counts["reductions"] == 3 or implementation == "sharded"
+    assert counts["reductions"] == 3
     return counts.get("gathers", 0)
 
 

@@ -53,6 +53,14 @@ def _unshard(implementation: str, is_async: bool) -> None:
     model.reshard()
     for name, parameter in model.named_parameters():
         assert parameter is sharded[name], name
+    if implementation == "sharded":  # FSDP2 shows the old values
+        handle = model.unshard(async_op=True)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        handle.wait()
+        for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert_close(parameter.detach(), expected.detach() + 1.0)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -66,19 +74,20 @@ def _forward_after_unshard(implementation: str, reshard: bool) -> None:
     model = copy.deepcopy(reference)
     shard_units(implementation, model, list(model), reshard_after_forward=reshard)
     forward = compile_if_asked(implementation, model)
-    for step in range(3):
+    for step in range(4):
         expected = _mean_backward(reference, step)
-        handles = [unit.unshard(async_op=True) for unit in [model, *model]]
-        for handle in handles:
+        with count_collectives() as in_unshard:
+            handles = [unit.unshard(async_op=True) for unit in [model, *model] * (1 + step)]
+        assert in_unshard["gathers"] == 3
+        for handle in handles if step < 2 else ():  # else the forward waits
             handle.wait()
         with count_collectives() as in_forward:
             loss = forward(_batch(step, dist.get_rank())).square().sum()
         with count_collectives() as in_backward:
             loss.backward()
-        if step:  # the first step compiles
+        if step % 2 or implementation != "compiled":  # a step of each kind compiles
             assert in_forward == {}
-            if implementation != "sharded":
-                assert in_backward.get("gathers", 0) == (2 + (implementation == "fsdp2") if reshard else 0)
+            assert in_backward.get("gathers", 0) == (2 + (implementation != "compiled") if reshard else 0)
         assert_close(loss, expected[dist.get_rank()])
         _check_gradients(reference, model)
         for parameter in [*model.parameters()]:
@@ -181,6 +190,6 @@ def _set_at_run_time(implementation: str) -> None:
     assert found == {None: 3, False: 0, True: 3}
 
 
-@pytest.mark.parametrize("implementation", ["fsdp2", "compiled"])
+@pytest.mark.parametrize("implementation", EVERY)
 def test_reshard_after_forward_set_at_run_time(run_on_gloo_ranks, implementation):
     run_on_gloo_ranks(2, _set_at_run_time, implementation)
