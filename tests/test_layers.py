@@ -25,7 +25,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
         "graphshard._compat_gloo", "graphshard._compat_groups", "graphshard.machine",
         "graphshard.processes", "graphshard.progress", "graphshard.shown_progress",
     ),
-    ("graphshard.budget_text", "graphshard.user_cache"),
+    ("graphshard.budget_text", "graphshard.setting_checks", "graphshard.user_cache"),
     ("graphshard.ir",),
     (
         "graphshard.coordination", "graphshard.memory", "graphshard.cost", "graphshard.parallel",

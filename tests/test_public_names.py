@@ -71,7 +71,7 @@ ARGUMENTS = {
     """,
     "inspect": """
         model args kwargs * mesh hardware tables units loss mp_policy reshard_after_forward optimizer micro_batches
-        memory_budget plan checkpoint placements progress
+        memory_budget plan checkpoint placements passes progress
     """,
     "inspect_graph": "gm * hardware tables memory_budget groups",
     "parallelize": "module mesh placements * inputs outputs src_data_rank inspect",

@@ -24,7 +24,7 @@ from .inductor import (
     partition_as_inductor,
 )
 from .options import BackendOptions, default_hardware
-from .pipelines import JOINT_PIPELINE, LOWERING, RESHARDING, half_pipeline
+from .pipelines import JOINT_PIPELINE, LOWERING, RESHARDING, half_pipelines, joint_pipeline
 from .step_choice import StepChoice
 from .step_trials import JointTrials
 
@@ -43,7 +43,8 @@ __all__ = [
     "enter_boundary",
     "functorch_patch",
     "graphshard",
-    "half_pipeline",
+    "half_pipelines",
     "inductor_decompositions",
+    "joint_pipeline",
     "partition_as_inductor",
 ]

@@ -99,6 +99,7 @@ def capture_step(
     device_type: str | None = None,
     is_brief: bool = False,
     choose: Choose | None = None,
+    pipeline: Pipeline = PLAIN_PIPELINE,
 ) -> CapturedStep:
     """Captures forward and backward of ``model`` as they would run on each rank of the mesh of ``rules``.
 
@@ -114,6 +115,7 @@ def capture_step(
         device_type: device type that the step is to run on; None for that of the capture, the CPU.
         is_brief: leave out texts, records and checks of the joint passes.
         choose: decides which units keep their gathered parameters for the backward; None follows ``rules``.
+        pipeline: the joint passes; the last one tags the graph for the partitioner.
 
     Raises:
         CaptureError: the inputs do not fit; the model has a graph break, or a shape or branch that depends on data
@@ -146,7 +148,7 @@ def capture_step(
                 else:
                     records.extend(pipeline.run(gm, ctx, before=records[-1].text if records else text))
 
-            first, tag = PLAIN_PIPELINE.split(-1)
+            first, tag = pipeline.split(-1)
             reshards = run_reshard_passes(gm, cut, context, run) if placed is not None else {}
             run(first, context)
             known = replace(_context_of(gm, placed, extended), device_type=device_type)

@@ -13,7 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..errors import OptionTypeError, ShardingError
 from ..ir import MeshAxis, UnshardCall
-from ..parallel import READY_PLANS, Stated
+from ..parallel import Stated
+from ..setting_checks import check_axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,39 +58,11 @@ class ShardingRules:
             raise OptionTypeError(
                 f"placements={self.placements!r} must be the name of a ready plan, or placements by name"
             )
-        self._check_axes()
-        sizes = self.mesh.items()
-        wrong = [f"{name}={size!r}" for name, size in sizes if type(size) is not int or size < 1]
-        if wrong:
-            raise ShardingError(f"mesh: {', '.join(wrong)} must be a whole number of ranks, at least 1")
+        check_axes(self.mesh, is_placed=self.placements is not None)
         if self.reshard_after_forward is not None and type(self.reshard_after_forward) is not bool:
             raise ShardingError(
                 f"reshard_after_forward={self.reshard_after_forward!r} must be True, False or None here: "
                 "parameters spread over a number of ranks are not captured"
-            )
-
-    def _check_axes(self) -> None:
-        names = tuple(self.mesh)
-        end = names.index("shard") + 1 if "shard" in names else 0
-        further = names[end:]
-        if (
-            names[:end] not in (("shard",), ("replicate", "shard"))
-            or len(further) > 1
-            or "replicate" in further
-        ):
-            raise ShardingError(
-                f"mesh axes {', '.join(map(str, names)) or '(none)'}: write shard=N, or replicate=M and then shard=N; "
-                "with placements, one further axis behind them: tp=K (one axis of all ranks that share a batch)"
-            )
-        if further and self.placements is None:
-            raise ShardingError(
-                f"mesh axis {further[0]} has no placements: say how the model lies on it (placements=..., or "
-                f"--placements), such as the ready plan 'llama'; ready plans are {', '.join(READY_PLANS)}"
-            )
-        if self.placements is not None and not further:
-            sizes = ", ".join(f"{name}={size}" for name, size in self.mesh.items())
-            raise ShardingError(
-                f"placements: the mesh {sizes} has no axis for them; add one behind shard, such as {sizes}, tp=8"
             )
 
     @property

@@ -8,9 +8,10 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from ..cost import HardwareCard
+from ..cost import HardwareCard, load_card
 from ..errors import UsageError
 from ..progress import StageLines
+from ..setting_checks import LAUNCH_VARIABLES, check_card_file, check_spawned_ranks
 from ..user_cache import CACHE_VARIABLE, cache_folder
 
 
@@ -35,19 +36,25 @@ def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_calibrate(options: argparse.Namespace) -> int:
     """Measures this machine and writes a card, or keeps it where the backend looks for one."""
-    import torch
-
-    from ..cost import CalibrationJob, ProbeSizes, calibrate, is_launched, load_card
-
-    device = options.device or ("cuda" if is_launched() and torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch sees no CUDA device here; use --device cpu")
-    num_ranks = int(os.environ["WORLD_SIZE"]) if is_launched() else options.nproc
-    ranks_here = int(os.environ["LOCAL_WORLD_SIZE"]) if is_launched() else max(num_ranks, 1)
-    if options.out is None:
-        _check_that_it_is_found(device, num_ranks, ranks_here)
+    is_launched = all(name in os.environ for name in LAUNCH_VARIABLES)
     if options.like:
         load_card(options.like)  # an unknown card is an error before measuring
+    if options.out is not None:
+        check_card_file(options.out)
+    if not is_launched:
+        check_spawned_ranks(options.nproc, options.like, None)
+    # Torch takes seconds to import. Mistakes above are reported before that.
+    import torch
+
+    from ..cost import CalibrationJob, ProbeSizes, calibrate
+
+    device = options.device or ("cuda" if is_launched and torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    num_ranks = int(os.environ["WORLD_SIZE"]) if is_launched else options.nproc
+    ranks_here = int(os.environ["LOCAL_WORLD_SIZE"]) if is_launched else max(num_ranks, 1)
+    if options.out is None:
+        _check_that_it_is_found(device, num_ranks, ranks_here)
     num_threads = 0 if "OMP_NUM_THREADS" in os.environ else max((os.cpu_count() or 1) // ranks_here, 1)
     with tempfile.TemporaryDirectory() as folder:
         job = CalibrationJob(

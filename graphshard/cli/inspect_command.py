@@ -8,23 +8,22 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..budget_text import parse_bytes
-from ..cost import load_card
 from ..errors import UsageError
 from ..progress import StageLines
+from .early_checks import refuse_wrong_model, split_name
 from .hf_model import add_hf_arguments, hf_factory
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 #: Values of ``--reshard-after-forward``.
 RESHARD = {"default": None, "true": True, "false": False}
 _OUTPUTS = ("html", "text", "trace", "json")
+_DEFAULT_MESH = {"shard": 64}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,9 +94,11 @@ def run_inspect(options: argparse.Namespace) -> int:
     """Inspects a model, prints the summary and writes the files asked for."""
     of_batch = hf_factory(options)
     refuse_missing_folders(options, _OUTPUTS)
-    mesh = parse_mesh(options.mesh or ["shard=64"])
-    given = inspect_options(options)
+    mesh = None if options.mesh is None else parse_mesh(options.mesh)
     dynamic = None if options.formulas is None else parse_mesh([options.formulas], "--formulas")
+    if dynamic is not None:
+        _refuse_with_formulas(options)
+    given = inspect_options(options, [mesh or _DEFAULT_MESH])
     # The imports below load Inductor, which takes seconds. Mistakes above are reported before that.
     from rich.console import Console
 
@@ -117,11 +118,11 @@ def run_inspect(options: argparse.Namespace) -> int:
     loss = None if options.loss is None else load_attribute("--loss", options.loss)
     model, args, kwargs = make_inputs(options.factory) if of_batch is None else of_batch(options.batch or 1)
     if dynamic is not None:
-        if given.pop("plan") != "unit":
-            raise UsageError(f"--plan {options.plan}: --formulas are those of --plan unit; leave --plan out")
+        del given["plan"]
         return _print_formulas(
-            options, (model, args, kwargs), dynamic=dynamic, mesh=mesh, loss=loss, progress=progress, **given
-        )
+            options, (model, args, kwargs), dynamic=dynamic, mesh=mesh or _DEFAULT_MESH, loss=loss,
+            progress=progress, **given,
+        )  # fmt: skip
     with no_garbage_collection():
         report = inspect(model, args, kwargs, mesh=mesh, loss=loss, progress=progress, **given)
         progress("write")
@@ -143,13 +144,18 @@ def run_inspect(options: argparse.Namespace) -> int:
     return 0
 
 
+def _refuse_with_formulas(options: argparse.Namespace) -> None:
+    if options.plan != "unit":
+        raise UsageError(f"--plan {options.plan}: --formulas are those of --plan unit; leave --plan out")
+    unused = [f"--{name}" for name in ("html", "text", "trace") if getattr(options, name) is not None]
+    if unused:
+        raise UsageError(f"{', '.join(unused)}: --formulas writes none; leave it out")
+
+
 def _print_formulas(options: argparse.Namespace, inputs: tuple[Any, ...], **given: Any) -> int:
     from ..inspection.formulas import formulas
     from ..report import formulas_text
 
-    unused = [f"--{name}" for name in ("html", "text", "trace") if getattr(options, name) is not None]
-    if unused:
-        raise UsageError(f"{', '.join(unused)}: --formulas writes none; leave it out")
     found = formulas(*inputs, **given)
     print(formulas_text(found), end="")
     if options.json is not None:
@@ -172,22 +178,18 @@ def refuse_missing_folders(options: argparse.Namespace, names: Sequence[str]) ->
             )
 
 
-def inspect_options(options: argparse.Namespace) -> dict[str, Any]:
+def inspect_options(options: argparse.Namespace, meshes: Iterable[Mapping[str, int]]) -> dict[str, Any]:
     """Keyword arguments of :func:`graphshard.inspect` from :func:`add_model_arguments`, without loss and mesh.
 
     Raises:
-        UsageError: a dtype that torch does not have.
-        OptionError: a memory budget cannot be read.
-        CardError: there is no such card.
+        GraphShardError: an option is wrong, alone or for one of the meshes; most are refused without torch.
     """
-    load_card(options.hardware)  # both before torch is imported, which takes seconds
-    if options.memory_budget is not None:
-        parse_bytes(options.memory_budget)
+    refuse_wrong_model(options, meshes)
     return {
         "hardware": options.hardware,
         "tables": options.tables,
         "units": options.unit,
-        "mp_policy": mp_policy_of(options),
+        "mp_policy": mp_policy_of(options) if options.param_dtype or options.reduce_dtype else None,
         "reshard_after_forward": RESHARD[options.reshard_after_forward],
         "optimizer": options.optimizer,
         "micro_batches": options.micro_batches,
@@ -199,16 +201,16 @@ def inspect_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def mp_policy_of(options: argparse.Namespace) -> MixedPrecisionPolicy:
-    """The dtypes of ``--param-dtype`` and ``--reduce-dtype``.
-
-    Raises:
-        UsageError: a dtype that torch does not have.
-    """
+    """The dtypes of ``--param-dtype`` and ``--reduce-dtype``, whose names are checked."""
+    import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
+    def dtype(name: str | None) -> torch.dtype | None:
+        found: torch.dtype | None = None if name is None else getattr(torch, name)
+        return found
+
     return MixedPrecisionPolicy(
-        param_dtype=_dtype("--param-dtype", options.param_dtype),
-        reduce_dtype=_dtype("--reduce-dtype", options.reduce_dtype),
+        param_dtype=dtype(options.param_dtype), reduce_dtype=dtype(options.reduce_dtype)
     )
 
 
@@ -248,19 +250,6 @@ def parse_mesh(words: list[str], option: str = "--mesh") -> dict[str, int]:
             raise UsageError(f"{option} names the axis {name.strip()!r} twice; give each axis once")
         mesh[name.strip()] = int(size)
     return mesh
-
-
-def _dtype(option: str, name: str | None) -> torch.dtype | None:
-    import torch
-
-    if name is None:
-        return None
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise UsageError(
-            f"{option} {name}: no floating-point dtype of torch; bfloat16, float16 or float32, say"
-        )
-    return dtype
 
 
 def make_inputs(factory: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -321,9 +310,7 @@ def find_attribute(what: str, name: str) -> Any:
     Raises:
         UsageError: there is no such module or attribute.
     """
-    module_name, colon, attribute = name.partition(":")
-    if not colon or not module_name or not attribute:
-        raise UsageError(f"{what} {name!r}: write PKG.MODULE:NAME, as in examples.llama_model:llama_3_8b")
+    module_name, attribute = split_name(what, name)
     here = os.getcwd()
     sys.path.insert(0, here)
     try:

@@ -15,13 +15,14 @@ from ..cost import HardwareCard, load_card
 from ..errors import UsageError
 from ..progress import StageLines
 from ..user_cache import CACHE_VARIABLE
+from .early_checks import refuse_wrong_training
 from .hf_model import hf_factory
 from .inspect_command import RESHARD, add_training_arguments, make_inputs, mp_policy_of, parse_mesh
 
 if TYPE_CHECKING:
     from ..precompile import Precompiled
 
-_AUTO = "auto"
+_AUTO, _NO_CARD = "auto", "none"
 
 
 def add_precompile_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,6 +81,11 @@ def run_precompile(options: argparse.Namespace) -> int:
     if wrong := [rank for rank in options.rank if not 0 <= rank < num_ranks]:
         raise UsageError(f"--rank {wrong[0]}: the mesh has ranks 0 to {num_ranks - 1}")
     make = _factory(options)
+    refuse_wrong_training(options)
+    if options.hardware not in (None, _AUTO, _NO_CARD):
+        load_card(options.hardware)
+    if options.out.exists() and not options.out.is_dir():
+        raise UsageError(f"--out {options.out}: it is a file; name a folder")
     progress = StageLines()
     progress("import graphshard")
     # The imports below load Inductor, which takes seconds. Mistakes above are reported before that.

@@ -77,7 +77,7 @@ def run_sweep(options: argparse.Namespace) -> int:
     num_processes = options.processes
     if num_processes is None:
         num_processes = min(os.cpu_count() or 1, len(batches))
-    given = inspect_options(options)
+    given = inspect_options(options, meshes)
     find_loss = None if options.loss is None else partial(load_attribute, "--loss", options.loss)
     if find_loss is not None:
         find_loss()

@@ -20,14 +20,11 @@ import torch.multiprocessing as mp
 
 from ..errors import CalibrationError
 from ..machine import Machine
+from ..setting_checks import LAUNCH_VARIABLES, check_card_file, check_spawned_ranks
 from .card_files import load_card
 from .cards import HardwareCard, LinkClass
 from .collective_probes import CommProbe, probe_collectives, slowest
 from .probes import ComputeProbe, ProbeSizes, Report, probe_compute, say_nothing
-
-#: Environment that torchrun gives its ranks.
-_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
 
 #: Entries of a card that describe collectives, beside the links.
 _COMM_NUMBERS = tuple(each.name for each in fields(CommProbe) if each.name != "link")
@@ -71,24 +68,12 @@ def calibrate(
         CalibrationError: the folder does not exist, the card would be a folder, one rank without ``job.like``, several
             nodes with several ranks each, several GPUs without torchrun, or a rank failed.
     """
-    if not job.out.parent.is_dir():
-        raise CalibrationError(f"no folder {job.out.parent} to write {job.out.name} to; make it first")
-    if job.out.is_dir():
-        raise CalibrationError(f"{job.out} is a folder: name the file of the card, {job.out / 'here.json'}")
+    check_card_file(job.out)
     if is_launched():
         return _calibrate_launched(job, report)
-    if num_ranks == 1 and job.like:
+    check_spawned_ranks(num_ranks, job.like, job.device_type)
+    if num_ranks == 1:
         return _calibrate_alone(job, report)
-    if num_ranks < 2:
-        raise CalibrationError(
-            f"collectives need at least 2 ranks, not {num_ranks}; give more (--nproc), or name the card whose links "
-            "one rank takes (--like)"
-        )
-    if job.device_type != "cpu":
-        raise CalibrationError(
-            "without torchrun only the CPU can be measured; start one rank per device, or measure one device "
-            "(--nproc 1) with the links of another card (--like)"
-        )
     with tempfile.TemporaryDirectory() as folder:
         try:
             mp.spawn(_spawned_rank, (num_ranks, str(Path(folder, "store")), job, report), num_ranks)
@@ -102,6 +87,7 @@ def _calibrate_alone(job: CalibrationJob, report: Report) -> HardwareCard:
     if job.num_threads:
         torch.set_num_threads(job.num_threads)
     device = torch.device(job.device_type, torch.cuda.current_device() if job.device_type == "cuda" else None)
+    report("measure compute, then write the card")
     compute = probe_compute(device, job.sizes, report=report)
     like = load_card(job.like)
     taken = {
@@ -120,7 +106,7 @@ def _calibrate_alone(job: CalibrationJob, report: Report) -> HardwareCard:
 
 def is_launched() -> bool:
     """True in a process that torchrun started."""
-    return all(name in os.environ for name in _LAUNCHED)
+    return all(name in os.environ for name in LAUNCH_VARIABLES)
 
 
 def _calibrate_launched(job: CalibrationJob, report: Report) -> HardwareCard | None:
@@ -172,9 +158,11 @@ def measure_group(job: CalibrationJob, local_ranks: int, report: Report = say_no
         torch.set_num_threads(job.num_threads)
     device = torch.device(job.device_type, torch.cuda.current_device() if job.device_type == "cuda" else None)
     tell = report if dist.get_rank() == 0 else say_nothing
+    tell("measure compute, then collectives")
     compute = probe_compute(
         device, job.sizes, report=tell, together=dist.barrier, slowest=partial(slowest, device)
     )
+    tell("measure collectives, then write the card")
     comm = probe_collectives(device, job.sizes, report=tell)
     if dist.get_rank() == 0:
         _card(job, compute, comm, local_ranks).save(job.out)

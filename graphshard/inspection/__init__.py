@@ -14,7 +14,6 @@ from .memory_categories import CategorizedMemory
 from .persistent_bytes import always_bytes, persistent_bytes
 from .placement_choice import PlacementChooser
 from .settings import (
-    AUTO_PLACEMENTS,
     Later,
     Settings,
     plain_inputs,
@@ -27,7 +26,6 @@ from .step_inspection import Inspection
 from .sweep import sweep
 
 __all__ = [
-    "AUTO_PLACEMENTS",
     "CategorizedMemory",
     "Inspection",
     "Later",

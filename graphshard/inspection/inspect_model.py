@@ -21,11 +21,12 @@ from ..capture import capture_step, no_garbage_collection
 from ..cost import CollectiveTables, HardwareCard, warn_of
 from ..errors import BudgetError
 from ..ir import remembered_results
+from ..pipeline import Pass
 from ..progress import Stages
 from ..report import Report
+from ..setting_checks import AUTO_PLACEMENTS
 from .placement_choice import PlacementChoice, PlacementChooser
 from .settings import (
-    AUTO_PLACEMENTS,
     count_tokens,
     plain_inputs,
     read_settings,
@@ -55,6 +56,7 @@ def inspect(
     plan: str = "unit",
     checkpoint: str | Sequence[str] = (),
     placements: Mapping[str, Any] | str | None = None,
+    passes: Sequence[Pass] | Mapping[str, Sequence[Pass]] = (),
     progress: Callable[[str], None] | None = None,
 ) -> Report:
     """Predicts one training step of a model on the ranks of a mesh.
@@ -83,6 +85,7 @@ def inspect(
             itself checkpoints; "units" for every unit.
         placements: how the model lies on the further axis of the mesh, as in ``parallelize``: placements or styles by
             name, or a ready plan ("llama"), or "auto" for the cheapest. The ranks of that axis share the inputs.
+        passes: your own passes, as in the backend's option of this name. Placements are chosen without them.
         progress: takes the name of each stage as it begins.
 
     Raises:
@@ -115,6 +118,7 @@ def inspect(
         plan=plan,
         checkpoint=checkpoint,
         placements=placements,
+        passes=passes,
     )
     settings = replace(settings, runs_kernels=True)
     stages = Stages(progress)
@@ -122,13 +126,14 @@ def inspect(
     if settings.rules.placements == AUTO_PLACEMENTS:
         stages.begin("placements")
         chooser = PlacementChooser(module=module, args=args, kwargs=kwargs, loss=loss)
-        choice = chooser.choose(settings)
+        choice = chooser.choose(replace(settings, passes={}))
         settings = replace(settings, rules=replace(settings.rules, placements=choice.placements))
     stages.begin("capture")
     with lazy_graph_modules(), no_garbage_collection(), remembered_results():
         captured = capture_step(
             module, args, kwargs, rules=settings.rules, loss=loss, checkpoint=settings.checkpoint, needs_loss=True,
             device_type=settings.card.device_type, choose=partial(choose_inspected, settings, module),
+            pipeline=settings.pipelines().joint,
         )  # fmt: skip
         inspection = Inspection(settings=settings, captured=captured, stages=stages)
         report = inspection.report(name, module, count_tokens(args, kwargs))

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..cost import HardwareCard, memory_seconds
-from ..errors import OptionError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +36,6 @@ OPTIMIZERS = {
         OptimizerKind(name="none", num_states=0, num_reads=0, num_writes=0, flops_per_element=0),
     )
 }
-
-
-def optimizer_kind(name: str) -> OptimizerKind:
-    """The optimizer of this name.
-
-    Raises:
-        OptionError: the name is none of :data:`OPTIMIZERS`.
-    """
-    if name not in OPTIMIZERS:
-        raise OptionError(f"optimizer={name!r} is unknown; known: {', '.join(OPTIMIZERS)}")
-    return OPTIMIZERS[name]
 
 
 def step_seconds(kind: OptimizerKind, shard_bytes: int, num_elements: int, card: HardwareCard) -> float:

@@ -11,22 +11,21 @@ import torch
 from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from ..backend import BackendOptions, half_pipelines, joint_pipeline
 from ..budget_text import parse_bytes
 from ..capture import ShardingRules, can_reshard, is_sharded, plain_copy, plain_module
 from ..cost import CollectiveTables, CostModel, HardwareCard, card_of, tables_of
-from ..errors import CaptureError, OptionError, ShardingError, UnsupportedShardingError
+from ..errors import CaptureError, OptionError, UnsupportedShardingError
 from ..ir import MeshLayout
 from ..memory import KernelScratch, scratch_of_card
 from ..parallel import Stated
-from .optimizers import OptimizerKind, optimizer_kind
-
-PLANS = ("unit", "auto")
+from ..passes import BucketCollectives, InsertShards
+from ..pipeline import Pass, Pipeline
+from ..setting_checks import check_nodes, check_step
+from .optimizers import OPTIMIZERS, OptimizerKind
 
 #: Model, positional and keyword inputs for a batch size.
 Inputs = tuple[nn.Module | torch.export.ExportedProgram, Sequence[Any], Mapping[str, Any]]
-
-#: Placements that are chosen by cost.
-AUTO_PLACEMENTS = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +33,8 @@ class Settings:
     """The settings of an inspection, checked.
 
     ``runs_kernels``: kernels of the CPU are run to measure what they allocate, if the card is that of this machine.
-    ``told`` collects what the tables lack, for one warning at the end.
+    ``passes`` are the user's, by the name of the pass that they follow. ``told`` collects what the tables lack, for one
+    warning at the end.
     """
 
     card: HardwareCard
@@ -46,7 +46,31 @@ class Settings:
     plan: str
     checkpoint: tuple[str, ...]
     runs_kernels: bool = False
+    passes: Mapping[str, tuple[Pass, ...]] = field(default_factory=dict)
     told: list[str] = field(default_factory=list, compare=False, repr=False)
+
+    def pipelines(self) -> StepPipelines:
+        """The passes on the step.
+
+        Raises:
+            OptionError: a pass of the user names no pass that it could follow.
+            PipelineError: a pass of the user requires what does not hold there, or breaks what a later pass requires.
+        """
+        if self.plan == "unit":
+            options = BackendOptions(hardware=None, bucket="unit", passes=self.passes)
+        else:
+            options = BackendOptions(hardware=self.card, bucket="auto", passes=self.passes)
+        halves = half_pipelines(options)
+        names = [step.name for step in halves.before.passes]
+        is_merged = BucketCollectives.name in names
+        lowering, merging = halves.before.split(
+            names.index(BucketCollectives.name) if is_merged else len(names)
+        )
+        joint = joint_pipeline(options).passes
+        return StepPipelines(
+            joint=Pipeline(InsertShards(), *joint), lowering=lowering, merging=merging, placing=halves.placing,
+            after=halves.after,
+        )  # fmt: skip
 
     @property
     def limit_bytes(self) -> int:
@@ -78,6 +102,31 @@ class Settings:
             "checkpoint": list(self.checkpoint),
             "tables": None if self.tables is None else self.tables.source,
         }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPipelines:
+    """The passes on a step, in parts; the user's are among them.
+
+    Attributes:
+        joint: those on the joint graph.
+        lowering: those on a half before collectives are merged.
+        merging: those that merge collectives, by unit.
+        placing: the one that places collectives.
+        after: those behind it.
+    """
+
+    joint: Pipeline
+    lowering: Pipeline
+    merging: Pipeline
+    placing: Pipeline
+    after: Pipeline
+
+    @property
+    def behind_lowering(self) -> Pipeline:
+        """All passes on a half behind ``lowering``."""
+        steps = (*self.merging.passes, *self.placing.passes, *self.after.passes)
+        return Pipeline(*steps, given=self.lowering.facts_at_end)
 
 
 def refuse_sharded(found: ShardingRules | None) -> None:
@@ -121,6 +170,7 @@ def read_settings(
     plan: str,
     checkpoint: str | Sequence[str],
     placements: Mapping[str, Any] | str | None = None,
+    passes: Sequence[Pass] | Mapping[str, Sequence[Pass]] = (),
 ) -> Settings:
     """Checks the arguments of :func:`graphshard.inspect`; ``rules`` of a sharded model replace its own."""
     card = card_of(hardware)
@@ -132,11 +182,8 @@ def read_settings(
         reshard_after_forward=reshard_after_forward,
         placements=placements,
     )
-    _refuse_half_filled_nodes(mesh, card)
-    if type(micro_batches) is not int or micro_batches < 1:
-        raise OptionError(f"micro_batches={micro_batches!r} must be a whole number, at least 1")
-    if plan not in PLANS:
-        raise OptionError(f"plan={plan!r} is unknown; known: {', '.join(map(repr, PLANS))}")
+    check_nodes(mesh, int(card.ranks_per_node), card.name)
+    check_step(micro_batches=micro_batches, plan=plan, optimizer=optimizer)
     patterns = (checkpoint,) if isinstance(checkpoint, str) else tuple(checkpoint)
     units = tuple(rules.units)
     if "units" in patterns and not units:
@@ -144,16 +191,19 @@ def read_settings(
     patterns = tuple(
         dict.fromkeys(each for one in patterns for each in (units if one == "units" else (one,)))
     )
-    return Settings(
+    settings = Settings(
         card=card,
         tables=tables_of(tables),
         rules=rules,
-        optimizer=optimizer_kind(optimizer),
+        optimizer=OPTIMIZERS[optimizer],
         micro_batches=micro_batches,
         budget_bytes=None if memory_budget is None else parse_bytes(memory_budget),
         plan=plan,
         checkpoint=patterns,
+        passes=BackendOptions.parse({"hardware": None, "passes": passes}).passes,
     )
+    settings.pipelines()  # passes that do not fit are refused before anything runs
+    return settings
 
 
 def settings_of(who: str, options: Mapping[str, Any], mesh: Mapping[str, int]) -> Settings:
@@ -175,20 +225,6 @@ def settings_of(who: str, options: Mapping[str, Any], mesh: Mapping[str, int]) -
     if unknown := sorted(set(options) - set(known)):
         raise OptionError(f"{who} has no option {', '.join(unknown)}; known: {', '.join(known)}")
     return read_settings(rules=None, mesh=mesh, **{**known, **options})
-
-
-def _refuse_half_filled_nodes(mesh: Mapping[str, int], card: HardwareCard) -> None:
-    num_ranks = 1
-    for size in mesh.values():
-        num_ranks *= size
-    per_node = int(card.ranks_per_node)
-    if num_ranks > per_node and num_ranks % per_node:
-        sizes = ", ".join(f"{name}={size}" for name, size in mesh.items())
-        below = num_ranks // per_node * per_node
-        raise ShardingError(
-            f"mesh {sizes}: {num_ranks} ranks do not divide into nodes of {per_node} (card {card.name!r}); use "
-            f"{below} or {below + per_node} ranks, or a card with another ranks_per_node"
-        )
 
 
 def plain_inputs(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx, nn
 
-from ..backend import LOWERING, JointTrials, StepChoice
+from ..backend import JointTrials, StepChoice
 from ..errors import BudgetError, InfeasibleBudgetError
 from ..passes import PlanCollectives
 from ..pipeline import PassContext, Pipeline
@@ -36,7 +36,7 @@ def choose_inspected(
         gm=gm,
         context=replace(context, scratch=settings.scratch(gm)),
         tag=tag,
-        lower=LOWERING,
+        lower=settings.pipelines().lowering,
         place=PlanCollectives(),
         prices=lambda _: settings.prices(context.mesh),
     )

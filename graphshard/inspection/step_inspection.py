@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..backend import LOWERING, BackendOptions, half_pipeline
 from ..capture import CapturedStep
 from ..cost import CostModel
 from ..errors import BudgetError, InfeasibleBudgetError
@@ -176,16 +175,15 @@ class Inspection:
         ctx = replace(ctx, device_type=settings.card.device_type, scratch=settings.scratch(gm))
         self.stages.begin(f"{name}: passes")
         before = "" if self.is_brief else graph_text(gm, mesh=ctx.mesh, parameters=ctx.parameters)
-        steps = half_pipeline(BackendOptions(hardware=None, bucket="unit")).passes[len(LOWERING.passes) :]
-        records = self._run(LOWERING, gm, ctx, before)
+        pipelines = settings.pipelines()
+        records = self._run(pipelines.lowering, gm, ctx, before)
         kept = kept_bytes_by_category(gm, ctx)
         outside = [total - inside for total, inside in zip(_row(always), kept, strict=True)]
         bounds: Bounds | None
         notes: Sequence[str] = ()
         if settings.plan == "unit" and self.is_brief:
             bounds, solver = None, "none"
-            rest = steps[:-1] if name in self.orders else steps
-            self._run(Pipeline(*rest, given=LOWERING.facts_at_end), gm, ctx, "")
+            self._run(pipelines.merging if name in self.orders else pipelines.behind_lowering, gm, ctx, "")
             if name in self.orders:
                 by_name = {node.name: node for node in gm.graph.nodes}
                 apply_order(gm.graph, [by_name[node] for node in self.orders[name]])
@@ -196,12 +194,12 @@ class Inspection:
             bounds, solver = lower_bounds(found.problem), "none"
             notes = found.notes
             self.stages.begin(f"{name}: schedule")
-            rest_of_passes = Pipeline(*steps, given=LOWERING.facts_at_end)
-            records += rest_of_passes.run(gm, ctx, before=records[-1].text)
+            records += pipelines.behind_lowering.run(gm, ctx, before=records[-1].text)
         else:
             self.stages.begin(f"{name}: plan")
-            bounds, solver, record = self._planned(name, gm, ctx, prices, sum(outside), LOWERING.facts_at_end)
-            records.append(record)
+            given = pipelines.placing.given
+            bounds, solver, record = self._planned(name, gm, ctx, prices, sum(outside), given)
+            records += [record, *self._run(pipelines.after, gm, ctx, record.text)]
         self._record(name, records, before, ctx, "partitioned")
         self.notes.extend(f"{name}: {note}" for note in notes)
         self.stages.begin(f"{name}: cost")

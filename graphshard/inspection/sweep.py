@@ -39,9 +39,9 @@ from ..ir import remembered_results
 from ..processes import process_context
 from ..progress import Stages
 from ..report import Sweep, SweepPoint, sweep_point
+from ..setting_checks import AUTO_PLACEMENTS
 from .placement_choice import PlacementChoice, PlacementChooser
 from .settings import (
-    AUTO_PLACEMENTS,
     Inputs,
     Later,
     Settings,

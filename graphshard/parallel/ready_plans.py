@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from ..errors import ShardingError
+from ..setting_checks import check_ready_plan
 from .names import matches
 from .styles import Stated
 
@@ -152,10 +153,7 @@ def ready_plan(name: str, module: nn.Module) -> Stated:
     Raises:
         ShardingError: there is no such plan, or the model has no layer for a part of it; says which names it looks for.
     """
-    if name not in READY_PLANS:
-        raise ShardingError(
-            f"there is no ready plan {name!r}; there are {', '.join(READY_PLANS)}; or give placements by name"
-        )
+    check_ready_plan(name)
     stated, missing = _found(name, module)
     if missing:
         looked = "; ".join(f"no {role.what} ({', '.join(role.names)})" for role in missing)

@@ -1,15 +1,20 @@
 """The command: tables on stdout, progress on stderr, exit status 2 and one line for mistakes."""
 
+import json
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from graphshard import cost, hardware
 from graphshard.cli.cards_command import format_table
 from graphshard.cli.main import SUBCOMMANDS, entry, main
 from graphshard.cost import known_cards, load_card
 from graphshard.errors import CardError
+from graphshard.inspection.optimizers import OPTIMIZERS
+from graphshard.parallel import READY_PLANS
+from graphshard.setting_checks import FLOAT_DTYPES, OPTIMIZER_NAMES, READY_PLAN_NAMES
 
 #: Why a card of one rank is not kept.
 ONE_RANK = "a card of one rank has no collectives, and the backend looks for those of its process groups"
@@ -187,25 +192,94 @@ def test_a_table_is_aligned():
     assert format_table([("a", "bb"), ("ccc", "d")]) == "a    bb\nccc   d"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"], ["inspect", "--help"], ["inspect"], ["sweep"], ["cards"], ["cards", "h100-sxm"], ["diff"],
-        ["inspect", "m:f", "--memory-budget", "60"], ["inspect", "m:f", "--hardware", "h1000"],
-        ["sweep", "m:f", "--memory-budget", "lots"],
-    ],
-    ids=str,
-)
-def test_what_needs_no_torch_does_not_wait_for_it(arguments):
+#: Words of a command, and what it says to them without torch.
+ANSWERED_WITHOUT_TORCH = {
+    "--help": "usage: graphshard",
+    "inspect --help": "usage: graphshard inspect",
+    "cards": "h100-sxm",
+    "cards h100-sxm": "h100-sxm",
+    "diff": "the following arguments are required",
+    "diff a.json b.json": "report 'a.json' cannot be read: No such file",
+    "sweep": "name a model: PKG.MODULE:FACTORY, or --hf CONFIG",
+    "inspect": "name a model: PKG.MODULE:FACTORY, or --hf CONFIG",
+    "inspect no_colon": "the factory 'no_colon': write PKG.MODULE:NAME",
+    "inspect models/mine.py:make": "the factory 'models/mine.py:make': write PKG.MODULE:NAME",
+    "inspect nowhere:make": "nowhere cannot be imported: ModuleNotFoundError: No module named 'nowhere'",
+    "inspect models.nowhere:make": "ModuleNotFoundError: No module named 'models.nowhere'",
+    "inspect models.mine:mak": "models.mine has no function 'mak'",
+    "sweep models.mine:mak": "models.mine has no function 'mak'",
+    "precompile models.mine:mak --mesh shard=2 --out out": "models.mine has no function 'mak'",
+    "inspect {} --loss models.mine:los": "--loss 'models.mine:los': models.mine has no function 'los'",
+    "inspect {} --mesh shard=2,tp=2 --placements models.mine:cuts": "models.mine has no attribute 'cuts'",
+    "inspect {} --mesh shard=2,tp=2 --placements lama": "there is no ready plan 'lama'; there are llama, gpt, vit",
+    "inspect {} --mesh shard=2,tp=2": "mesh axis tp has no placements",
+    "inspect {} --mesh shard=2 --placements auto": "placements: the mesh shard=2 has no axis for them",
+    "inspect {} --mesh shard=four": "--mesh shard=four: write AXIS=N",
+    "inspect {} --mesh shard=0": "mesh: shard=0 must be a whole number of ranks",
+    "inspect {} --mesh data=2": "write shard=N, or replicate=M and then shard=N",
+    "inspect {} --mesh shard=12": "12 ranks do not divide into nodes of 8 (card 'h100-sxm')",
+    "sweep {} --mesh shard=8,12": "12 ranks do not divide into nodes of 8 (card 'h100-sxm')",
+    "inspect {} --param-dtype float7": "--param-dtype float7: no floating-point dtype of torch",
+    "precompile {} --mesh shard=2 --out out --reduce-dtype int8": "--reduce-dtype int8: no floating-point dtype",
+    "precompile {} --mesh shard=2 --out out --hardware h1000": "no hardware card 'h1000'",
+    "precompile {} --mesh shard=2 --out models/mine.py": "--out models/mine.py: it is a file; name a folder",
+    "inspect {} --memory-budget 60": "memory_budget='60' has no unit",
+    "sweep {} --memory-budget lots": "memory_budget='lots' cannot be read",
+    "inspect {} --hardware h1000": "no hardware card 'h1000'",
+    "inspect {} --tables none.csv": "none.csv",
+    "inspect {} --optimizer lamb": "optimizer='lamb' is unknown; known: adamw, ",
+    "inspect {} --plan best": "plan='best' is unknown; known: 'unit', 'auto'",
+    "inspect {} --micro-batches 0": "micro_batches=0 must be a whole number",
+    "inspect {} --formulas batch=0 --html a.html": "--html: --formulas writes none; leave it out",
+    "inspect {} --formulas batch=0 --plan auto": "--formulas are those of --plan unit",
+    "inspect --hf none.json": "--hf none.json: ",
+    "inspect --hf broken.json": "--hf broken.json",
+    "calibrate --out nowhere/card.json": "no folder nowhere to write card.json to",
+    "calibrate --like h1000": "no hardware card 'h1000'",
+    "calibrate --nproc 1": "collectives need at least 2 ranks, not 1",
+}
+
+#: Runs commands one after the other in a process that has no torch. A command that needs it says "asks for torch".
+WITHOUT_TORCH = """
+import contextlib, io, json, sys
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            raise RuntimeError("asks for torch")
+sys.meta_path.insert(0, NoTorch())
+import graphshard.cli.main as command
+def said(words):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        try: status = command.main(words)
+        except SystemExit as end: status = end.code
+        except RuntimeError as error: status = str(error)
+    return status, out.getvalue()
+print(json.dumps([said(words) for words in json.loads(sys.argv[1])]))
+"""
+
+
+def test_what_needs_no_torch_does_not_wait_for_it(tmp_path):
     """Torch takes seconds to import."""
-    script = (
-        "import sys, graphshard.cli.main as command\n"
-        "try: command.main(sys.argv[1:])\n"
-        "except SystemExit: pass\n"
-        "assert 'torch' not in sys.modules and 'graphshard.cli' in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "mine.py").write_text("import torch\ndef make():\n    return None\n")
+    (tmp_path / "made.py").write_text("from other import *\n")
+    (tmp_path / "broken.json").write_text("{")
+    known = [line.format("models.mine:make").split() for line in ANSWERED_WITHOUT_TORCH]
+    unknown = [["inspect", "models.mine:make"], ["inspect", "made:anything"]]
+    command = [sys.executable, "-c", WITHOUT_TORCH, json.dumps([*known, *unknown])]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout)
+    for (line, expected), (status, text) in zip(ANSWERED_WITHOUT_TORCH.items(), answers, strict=False):
+        assert expected in text and status in (0, 2), (line, status, text)
+    assert [status for status, _ in answers[-2:]] == ["asks for torch"] * 2  # so the others have not asked
+
+
+def test_names_that_are_known_without_torch_are_those_of_torch():
+    dtypes = {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+    assert {name for name in dtypes if getattr(torch, name).is_floating_point} <= FLOAT_DTYPES
+    assert tuple(OPTIMIZERS) == OPTIMIZER_NAMES and READY_PLANS == READY_PLAN_NAMES
 
 
 def test_the_package_imports_its_names_when_they_are_asked_for():

@@ -20,7 +20,7 @@ from graphshard.report import report_schema
 def here(tmp_path, monkeypatch):
     """A folder with a module of factories and a card with round numbers."""
     (tmp_path / "factories.py").write_text(MODULE)
-    (tmp_path / "broken.py").write_text("import no_such_module_anywhere\n")
+    (tmp_path / "broken.py").write_text("import no_such_module_anywhere\ndef make(): pass\n")
     ROUND_CARD.save(tmp_path / "round.json")
     monkeypatch.chdir(tmp_path)
     yield tmp_path
@@ -52,6 +52,18 @@ def test_everything_is_written(here, capsys, monkeypatch):
     assert json.loads((here / "trace.json").read_text())["traceEvents"]
 
 
+def test_repeated_blocks_are_folded_or_written_in_full(here, capsys):
+    outputs = ["--unit", "layers.*", "--text", "out.txt"]
+    lengths = []
+    for words in ([], ["--all-blocks"]):
+        assert main([*GOOD[:1], "factories:deep", *GOOD[2:], *outputs, *words]) == 0
+        text = (here / "out.txt").read_text()
+        lengths.append(text.count("\n"))
+        assert ("# 5 more blocks of " in text) is (not words) and ("# text unchanged" in text) is (not words)
+    assert lengths[1] > 2 * lengths[0]
+    capsys.readouterr()
+
+
 def test_placements_from_a_dict(here, capsys):
     outputs = ["--json", "report.json", "--html", "report.html"]
     mesh = ["--mesh", "shard=2,tp=2", "--placements", "factories:placements"]
@@ -60,6 +72,30 @@ def test_placements_from_a_dict(here, capsys):
     data = json.loads((here / "report.json").read_text())
     assert [one["placement"] for one in data["placements"]] == ["Shard(0)", "Shard(0)", "Shard(1)", "Replicate"]
     assert "Placements on tp=2" in (here / "report.html").read_text()
+
+
+SHARDED = """
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from graphshard import fully_shard
+from factories import Model
+
+def make():
+    model = Model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)))
+    return model, (torch.empty(2, 4),)
+"""
+
+
+def test_a_sharded_model_brings_its_mesh(here, capsys, fake_group):
+    fake_group(4)
+    (here / "sharded.py").write_text(SHARDED)
+    words = ["inspect", "sharded:make", "--hardware", "round.json", "--loss", "factories:loss"]
+    assert main(words) == 0
+    assert "Model, 76 parameters, shard=4, round" in capsys.readouterr().out
+    assert main([*words, "--mesh", "shard=4"]) == 2
+    assert "mesh: the model has been through fully_shard, which was told already" in capsys.readouterr().err
+    sys.modules.pop("sharded")
 
 
 @pytest.mark.parametrize("ends_process", [False, True])

@@ -75,7 +75,11 @@ def test_the_measured_collectives_are_what_the_model_answers_with(written):
 
 def test_another_card_gives_the_links_that_were_not_measured(tmp_path, monkeypatch, gloo_alone):
     gloo_alone(monkeypatch)
-    card = calibrate(_job(tmp_path / "here.json", like="cpu-ethernet-1g"))
+    told = []
+    card = calibrate(_job(tmp_path / "here.json", like="cpu-ethernet-1g"), report=told.append)
+    stages = [line for line in told if line.startswith("measure ")]
+    assert stages == ["measure compute, then collectives", "measure collectives, then write the card"]
+    assert told.index(stages[0]) == 0 and told[told.index(stages[1]) - 1].startswith("vector: ")
     assert card.inter_node == load_card("cpu-ethernet-1g").inter_node
     assert card.sources["inter_node"] == "card cpu-ethernet-1g"
 
@@ -141,7 +145,9 @@ def test_one_rank_takes_the_links_of_another_card(tmp_path, monkeypatch, is_laun
             monkeypatch.setenv(name, "0")
         monkeypatch.setenv("WORLD_SIZE", "1")
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    card = calibrate(_job(tmp_path / "here.json", like="h100-sxm"), num_ranks=1)
+    told = []
+    card = calibrate(_job(tmp_path / "here.json", like="h100-sxm"), num_ranks=1, report=told.append)
+    assert told[0] == "measure compute, then write the card"
     like = load_card("h100-sxm")
     assert (card.intra_node, card.inter_node) == (like.intra_node, like.inter_node)
     assert (card.ranks_per_node, card.collective_start_seconds) == (8, like.collective_start_seconds)

@@ -248,8 +248,11 @@ def test_each_exposure_has_a_cause_a_reason_and_a_remedy(llama):
     assert [one.step_seconds for one in llama.exposures] == sorted(
         (one.step_seconds for one in llama.exposures), reverse=True
     )
-    first = llama.half("forward").collectives[0]
+    first, second = llama.half("forward").collectives[:2]
     assert (first.cause, first.unit) == ("first", "root")
+    # A node is named with its module and its line of the source.
+    assert re.search(r"starts before embedding\w* in tokens \(llama_model\.py:\d+\): ", second.reason)
+    assert re.fullmatch(r"\w+( in [\w.]+)? \(llama_model\.py:\d+\)", llama.memory.peak_where)
     last = llama.half("backward").collectives[-1]
     assert last.cause in ("data", "queue") and last.exposed_seconds > 0
     hidden = [one for half in llama.halves for one in half.collectives if not one.exposed_seconds]

@@ -4,6 +4,7 @@ import csv
 import importlib
 import json
 import os
+import re
 import sys
 from dataclasses import replace
 
@@ -431,6 +432,16 @@ def test_everything_is_written(here, capsys):
         assert float(row["step_seconds"]) == point["step_seconds"]
         assert sum(int(row[f"{name}_bytes"]) for name in CATEGORIES) == int(row["peak_bytes"])
     assert (here / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_terminal_shows_what_is_done_and_how_much_is_left(here, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    words = ["--hardware", "round.json", "--loss", "swept_factories:loss", "--processes", "1"]
+    assert main(["sweep", "swept_factories:sized", *words, "--mesh", "shard=2,4", "--batch", "2"]) == 0
+    printed = capsys.readouterr().err
+    assert "2/2" in printed and re.search(r"\d:\d\d:\d\d.*left.*done", printed)
 
 
 @pytest.mark.slow

@@ -30,6 +30,20 @@ def make():
     with torch.device("meta"):
         return Model(), (torch.empty(2, 4),), {"scale": 2.0}
 
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(6)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+def deep():
+    with torch.device("meta"):
+        return Deep(), (torch.empty(2, 4),)
+
 def short():
     with torch.device("meta"):
         return Model(), (torch.empty(2, 4),)

@@ -25,7 +25,8 @@ from ...capture import has_extended_parameters, no_garbage_collection
 from ...cost import HardwareCard, Kernel, kernel_seconds, warn_of
 from ...errors import FormulaError, OptionError
 from ...report import Formulas
-from .. import AUTO_PLACEMENTS, PlacementChooser, plain_inputs, read_settings, refuse_sharded
+from ...setting_checks import AUTO_PLACEMENTS
+from .. import PlacementChooser, plain_inputs, read_settings, refuse_sharded
 from .links import communication_lines, halves_seconds, ranks_in_node, sizes_that_fill_nodes, stops_hiding
 from .mesh import by_kind, largest_unit, moves_expressions, shard_bytes, traffic_expressions
 from .polynomials import Basis, expression, fit, undominated, value_at
