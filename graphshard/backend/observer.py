@@ -76,9 +76,10 @@ class Observer:
             return
         timeline = memory_timeline(gm, kept=kept_inputs(gm), scratch=context.scratch)
         self.text(stage, "memory", timeline.text(node_names(gm)))
-        planned = records[-1].report.planned
-        if isinstance(planned, PlannedGraph):
-            self.text(stage, "plan", f"{planned.plan.with_labels(group_labels(gm, context.mesh))}\n")
+        for planned in (record.report.planned for record in records):  # the last ones may be a user's
+            if isinstance(planned, PlannedGraph):
+                plan = planned.plan.with_labels(group_labels(gm, context.mesh))
+                self.text(stage, "plan", f"{plan}\n")
 
     def text(self, stage: str, step: str, text: str) -> None:
         """Dumps a text."""

@@ -1,5 +1,6 @@
 """Passes of the user in the backend's pipelines: option ``passes``."""
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from graphshard import fully_shard
+from graphshard.backend import BackendOptions, half_pipelines, joint_pipeline
 from graphshard.errors import AgreementError, OptionError, PipelineError
 from graphshard.ir import ALL_GATHER
 from graphshard.pipeline import Fact, PassContext, PassReport
@@ -57,13 +59,13 @@ def _model(mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def _train(passes: Any, hardware: str | None) -> None:
+def _train(passes: Any, hardware: str | None, dump: str | None = None) -> None:
     """Three steps beside the unsharded model."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
     model = _model(mesh)
-    options = {"passes": passes, "hardware": hardware}
+    options = {"passes": passes, "hardware": hardware, "dump": dump}
     compiled = torch.compile(model, backend="graphshard", fullgraph=True, options=options)
     optimizers = [make_adam(each.parameters()) for each in (reference, model)]
     for step in range(3):
@@ -76,20 +78,43 @@ def _train(passes: Any, hardware: str | None) -> None:
             optimizer.zero_grad()
 
 
-def _train_flattened(hardware: str | None) -> list[int]:
+def _train_flattened(hardware: str | None, folder: str) -> list[int]:
     from write_a_pass import FlattenGathers
 
     SEEN.clear()
-    _train([FlattenGathers(), Watch()], hardware)
+    place = "schedule_collectives" if hardware is None else "plan_collectives"
+    passes = {"join_pointwise": [FlattenGathers(), Watch()], place: [Watch(place=place)]}
+    _train(passes, hardware, f"{folder}/{dist.get_rank()}")
     return SEEN[""]
 
 
 @pytest.mark.parametrize("hardware", [None, "cpu-loopback"])
 def test_a_pass_that_rewrites_gathers_trains(
-    run_on_gloo_ranks: Callable[..., list[Any]], hardware: str | None
+    run_on_gloo_ranks: Callable[..., list[Any]], tmp_path: Path, hardware: str | None
 ) -> None:
-    """In front of the buckets: four parameters in a forward; the backward regathers what it reads."""
-    assert [seen[0] for seen in run_on_gloo_ranks(2, _train_flattened, hardware)] == [4, 4]
+    """In front of the buckets: four parameters in a forward; the backward regathers what it reads.
+
+    Dumps have the graph after each pass, and the plan, which is made in front of the last one.
+    """
+    found = run_on_gloo_ranks(2, _train_flattened, hardware, str(tmp_path))
+    assert [seen[0] for seen in found] == [4, 4]
+    dumps = {file.name.split(".", 1)[1]: file for file in (tmp_path / "0").glob("graph0.*")}
+    (flattened,) = (file for name, file in dumps.items() if re.fullmatch(r"forward\.\d-flatten_gathers\.txt", name))
+    assert "= view(" in flattened.read_text()
+    assert sum(name.startswith("forward.") and name.endswith("-watch.txt") for name in dumps) == 2
+    assert ("forward.plan.txt" in dumps) is (hardware is not None)
+
+
+def test_passes_and_their_options_are_part_of_the_keys_of_caches() -> None:
+    def keys(name: str, *steps: Watch) -> tuple[str, str]:
+        options = BackendOptions(passes={name: steps})
+        return joint_pipeline(options).uuid(), half_pipelines(options).planned.uuid()
+
+    joint, half = keys("merge_waits")
+    on_joint = [keys("merge_waits", Watch(place=place)) for place in ("a", "b")]
+    on_half = [keys("lower_shards", Watch(place=place)) for place in ("a", "b")]
+    assert len({joint, *(each[0] for each in on_joint)}) == 3 and {each[1] for each in on_joint} == {half}
+    assert len({half, *(each[1] for each in on_half)}) == 3 and {each[0] for each in on_half} == {joint}
 
 
 def _train_everywhere() -> dict[str, list[int]]:
