@@ -124,8 +124,12 @@ def test_weights_of_one_rank_checkpointing_and_bf16(run_on_gloo_ranks: Run, tmp_
     run_on_gloo_ranks(2, compare_with_fsdp2, _train_with_options, str(tmp_path), 1e-2)
 
 
-def test_accelerate_takes_no_backend_that_it_does_not_list() -> None:
+def test_accelerate_takes_no_backend_that_it_does_not_list(capsys: pytest.CaptureFixture[str]) -> None:
+    from accelerate.commands.launch import launch_command_parser
     from accelerate.utils import TorchDynamoPlugin
 
     with pytest.raises(ValueError, match="'GRAPHSHARD' is not a valid DynamoBackend"):
         TorchDynamoPlugin(backend="graphshard")
+    with pytest.raises(SystemExit):
+        launch_command_parser().parse_args(["--dynamo_backend", "graphshard", "train.py"])
+    assert "invalid choice: 'graphshard'" in capsys.readouterr().err
