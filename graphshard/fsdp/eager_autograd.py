@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from .._compat import gradients_are_boxed, in_backward, in_recomputation, is_tracing
 from ..ir import COMMS, UnshardCall, gradient_call
 from .eager_collectives import reduce_together
-from .parameter_slot import ParameterSlot, as_complex, local_shard, shard_data
+from .parameter_slot import ParameterSlot, as_complex, local_shard
 from .saved_parameters import ForwardReads, GatheredOnce, Span, can_hook
 from .shard_versions import FullRead, version_of
 from .tensor_trees import tensors_in
@@ -52,8 +52,8 @@ class _GatherUnit(torch.autograd.Function):
         # A DTensor goes in, and a DTensor comes out of the backward: to_local() would be a node for each parameter.
         ctx.specs = [shard._spec for shard in shards]
         ctx.calls = []
-        for slot in slots:
-            sent = slot.as_sent(shard_data(slot))
+        for slot, shard in zip(slots, shards, strict=True):
+            sent = slot.as_sent(shard._local_tensor)  # which the gather has checked
             call = UnshardCall(None, handle, *slot.arguments)
             ctx.calls.append(gradient_call(call, None, sent.shape, sent.dtype, sent.device))
         frozen = [full for slot, full in zip(slots, fulls, strict=True) if not slot.param.requires_grad]

@@ -158,7 +158,8 @@ class StartedGather:
         self._buckets: list[_StartedBucket] = []
         groups: dict[tuple[Any, ...], list[tuple[int, Tensor]]] = {}
         for index, call in enumerate(calls):
-            piece = emit_gather_input(_EMIT, call._replace(shard=call.shard.detach()))
+            call = call._replace(shard=call.shard.detach()) if call.shard.requires_grad else call
+            piece = emit_gather_input(_EMIT, call)
             self._dtypes.append(piece.dtype)
             piece = emit_bytes(_EMIT, piece)
             groups.setdefault((call.group_name, call.group_size), []).append((index, piece))
@@ -182,7 +183,8 @@ class StartedGather:
                     full = flat.view(group_size * shape[0], *shape[1:])
                 else:
                     full = torch.cat(flat.view(group_size, *shape).unbind(0), call.dim)
-                full = full.narrow(call.dim, 0, call.shape[call.dim]).contiguous()
+                if full.shape[call.dim] != call.shape[call.dim]:
+                    full = full.narrow(call.dim, 0, call.shape[call.dim]).contiguous()
                 result[index] = emit_from_bytes(_EMIT, full, self._dtypes[index])
         return [full for full in result if full is not None]
 
@@ -258,7 +260,10 @@ def _reduce_bucket(
         return [piece.clone() for piece in with_partial]
     if any(call.partial is not None for call in calls):
         bucket = PACK([emit_contiguous(_EMIT, piece) for piece in with_partial], 1)
-    pieces = _pieces(emit_all_reduce(_EMIT, bucket, op, first), shapes)
+        pieces = _pieces(bucket, shapes)
+    whole = emit_all_reduce(_EMIT, bucket, op, first)
+    if whole is not bucket:
+        pieces = _pieces(whole, shapes)
     return [
         emit_reduction_output(_EMIT, piece, scaling, call)
         for call, piece, scaling in zip(calls, pieces, scalings, strict=True)

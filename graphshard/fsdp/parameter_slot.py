@@ -95,8 +95,12 @@ class ParameterSlot:
     @property
     def param(self) -> nn.Parameter:
         """The sharded parameter."""
+        if self.hidden is not None:
+            return self.hidden
         owner, name = self.owners[0]
-        return self.hidden if self.hidden is not None else stored_parameters(owner)[name]
+        return owner.__dict__[STORED]._parameters[
+            name
+        ]  # stored_parameters(), in the step that runs most often
 
     @property
     def global_shape(self) -> torch.Size:
@@ -177,8 +181,10 @@ class ParameterSlot:
     @property
     def valid_shown(self) -> nn.Parameter | None:
         """What the owners show, if the shard has not changed or been frozen since; else None."""
-        shown = self.shown if self.unit.gathered_value(self.name) is not None else None
-        return shown if shown is not None and shown.requires_grad == self.param.requires_grad else None
+        shown = self.shown
+        if shown is None or self.unit.gathered_value(self.name) is None:
+            return None
+        return shown if shown.requires_grad == self.param.requires_grad else None
 
     @property
     def is_shown_changed(self) -> bool:
@@ -188,6 +194,8 @@ class ParameterSlot:
     @property
     def is_substituted(self) -> bool:
         """Whether ``torch.func.functional_call`` has put another value in the parameter's place."""
+        if self.hidden is None and len(self.owners) == 1:  # the usual case, in few steps
+            return type(self.param) is not DTensor and is_substitute(self.param)
         entries = [stored_parameters(owner)[name] for owner, name in self.owners]
         if self.hidden is not None:
             return any(entry is not self.shown for entry in entries)

@@ -48,7 +48,12 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     """
     slot: ParameterSlot = module.__dict__[SLOTS][name]
     unit = slot.unit
-    if slot.is_plain and torch.compiler.is_compiling() and slot.hidden is None and unit.tree.forwards:
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling:
+        read = _read_again(module, name, slot)
+        if read is not None:
+            return read
+    if slot.is_plain and is_compiling and slot.hidden is None and unit.tree.forwards:
         # The usual case, which is the rest of this function in few steps: Dynamo takes time for each.
         param = module.__dict__[STORED]._parameters[name]
         if isinstance(param, DTensor) and not operator_traced() and not transforms_active():
@@ -56,7 +61,7 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
             if local.device.type != "meta":
                 return UNSHARD(local, unit.handle, *slot.arguments)
     is_read = is_reading(unit.tree)
-    if is_read and slot.untraceable and torch.compiler.is_compiling():
+    if is_read and slot.untraceable and is_compiling:
         # Before Dynamo sees the parameter, whose class it may not know. It takes the error for a graph break, and runs
         # the code that reads the parameter uncompiled; with fullgraph=True it reports the error.
         raise UnsupportedShardingError(
@@ -65,7 +70,7 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
             "it runs uncompiled, or leave it out of torch.compile (torch.compiler.disable on its forward), or store "
             "plain tensors and use MixedPrecisionPolicy(param_dtype=...)"
         )
-    if not is_read and not torch.compiler.is_compiling():
+    if not is_read and not is_compiling:
         show_kept(owner_of(slot))
     param = stored_parameters(module)[name]
     if param is None or not is_read:
@@ -74,7 +79,7 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
         return _substituted(slot, param)
     if not isinstance(slot.param, DTensor) or (slot.hidden is not None and param is not slot.shown):
         raise replaced(slot, param)
-    if not torch.compiler.is_compiling():
+    if not is_compiling:
         with outside_transforms():
             _check_version(slot)
             full = full_parameter(slot)
@@ -94,6 +99,18 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     return slot.as_read(
         UNSHARD(slot.as_sent(local), unit.handle, *slot.arguments) if slot.needs_op else local
     )
+
+
+def _read_again(module: nn.Module, name: str, slot: ParameterSlot) -> torch.Tensor | None:
+    """The usual case of an uncompiled forward in few steps: what its unit has gathered; None in any other case."""
+    in_use = owner_of(slot).in_use
+    if in_use is None or slot.hidden is not None or slot.name not in in_use or in_backward():
+        return None
+    param = module.__dict__[STORED]._parameters[name]
+    if type(param) is not DTensor or transforms_active() or get_proxy_mode() is not None:
+        return None
+    slot.version = version_of(param)
+    return in_use[slot.name].shown
 
 
 def _read_in_operator(slot: ParameterSlot, operator: str) -> torch.Tensor:

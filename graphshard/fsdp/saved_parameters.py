@@ -194,12 +194,12 @@ class KeptGathered(dict[str, Gathered]):
         self.begun = pending
         self._shards = {name: (slot, version_of(slot.param)) for name, slot in slots}
 
-    def finish(self) -> None:
-        """Waits for the gather that was begun."""
+    def finish(self) -> bool:
+        """Waits for the gather that was begun, if there is one; whether there was."""
         begun, self.begun = self.begun, None
-        if begun is not None:
-            for name, full in begun.take().items():
-                self.keep(name, full, *self._shards[name])
+        for name, full in begun.take().items() if begun is not None else ():
+            self.keep(name, full, *self._shards[name])
+        return begun is not None
 
     def value(self, name: str) -> Tensor | None:
         """The full parameter if it is gathered and its shard has not changed since; else None."""

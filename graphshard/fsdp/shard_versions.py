@@ -259,7 +259,9 @@ class FullRead:
         if (self.full._version, self.shown._version) != self.versions:
             return True
         full, shown = self.storages
-        return (storage_id(self.full), storage_id(self.shown)) != (full._cdata, shown._cdata)
+        if storage_id(self.full) != full._cdata:
+            return True
+        return self.shown is not self.full and storage_id(self.shown) != shown._cdata
 
     @property
     def is_lost(self) -> bool:

@@ -66,8 +66,7 @@ class Unit(UnitGradients):
     ======================  ==========================================  ==========================================
 
     Attributes:
-        tree: the state that it shares with the other units of its model.
-        modules: the modules given to ``fully_shard``.
+        tree, modules: the state that it shares with the other units of its model; the modules given to ``fully_shard``.
         settings: what graphs are traced with; call :meth:`refresh` after a change.
         label, slots: path of the unit's module, "root" for the outermost; its parameters.
         forward_prefetch, backward_prefetch: units whose gathers start after this one's.
@@ -190,8 +189,9 @@ class Unit(UnitGradients):
         """Starts to gather those of ``slots`` (None: of all) that are not gathered, with one collective."""
         wanted = self.slots if slots is None else slots
         wanted = [slot for slot in wanted if slot.hidden is not None or not slot.is_substituted]
-        missing = [slot for slot in wanted if self.held_value(slot.name) is None]
-        return PendingGather(self, [(slot, slot.as_sent(shard_data(slot))) for slot in missing])
+        if self.is_gathered or any(gathered.fulls for gathered in self.for_backward):
+            wanted = [slot for slot in wanted if self.held_value(slot.name) is None]
+        return PendingGather(self, [(slot, slot.as_sent(shard_data(slot))) for slot in wanted])
 
     def held_value(self, name: str) -> Tensor | None:
         """The full parameter, if it is gathered or kept for the backward of a forward."""
@@ -221,6 +221,7 @@ class Unit(UnitGradients):
                 kept = self.held_value(slot.name)
                 assert kept is not None, f"{slot.name} is neither gathered nor being gathered"
                 full = kept.detach()
+                shard_data(slot)  # refuses what was done to the shard since
             elif self.keeps_from_forward:
                 self.keep(slot.name, full)
             result.append(full)
@@ -375,8 +376,7 @@ class Unit(UnitGradients):
 
     def finish_unshard(self) -> None:
         """Waits for the gather, unless a forward or backward has, and gathers again what has changed since."""
-        if self._gathered.begun is not None:
-            self._gathered.finish()
+        if self._gathered.finish():
             for name, full in self.start_unshard().take().items():
                 self.keep(name, full)
 

@@ -78,11 +78,13 @@ class WaitingGradients:
             The gradient of each shard; None for those that wait for the all-reduce from now on.
         """
         for index, call in enumerate(calls):
-            calls[index] = call._replace(
-                unreduced=self.unreduced.pop(call.name, None),
-                partial=self.partial.pop(call.name, None) if call.replicate_size > 1 else None,
-                all_reduce=all_reduce or call.replicate_size == 1,
-            )
+            is_reduced = all_reduce or call.replicate_size == 1
+            if self or call.all_reduce != is_reduced:
+                calls[index] = call._replace(
+                    unreduced=self.unreduced.pop(call.name, None),
+                    partial=self.partial.pop(call.name, None) if call.replicate_size > 1 else None,
+                    all_reduce=is_reduced,
+                )
             del call
         names = [call.name for call in calls]
         can_skip = all(are_started_here(call, call.grad) for call in calls)
