@@ -38,7 +38,7 @@ from .fsdp_module import FSDPModule, state_for_torch
 from .gather_extensions import has_extension, refuse_wrapper, why_untraceable
 from .parameter_slot import ParameterSlot, slots_of, store_parameters, stored_parameters
 from .placements import DataParallelAxes, Layout, layout_of
-from .read_parameter import traced_read
+from .read_parameter import empty_names, traced_read
 from .shard_parameter import give_places, hand_over, local_piece, mesh_device, shard_extended, shard_parameter
 from .shard_versions import SUCCESSOR, optimizers_of, watch_optimizers
 from .sharded_class import offer_backend, sharded_class, watch_frames, wrap_own_forward
@@ -417,7 +417,7 @@ def _swap_classes(modules: list[nn.Module], unit: Unit) -> None:
                 wrap_own_forward(owner)
                 set_state_for_torch(owner, state)
             if is_unit or (names and UNIT not in owner.__dict__):
-                owner.__class__ = sharded_class(_plain_class(owner), names, is_unit)
+                owner.__class__ = sharded_class(_plain_class(owner), names, empty_names(owner), is_unit)
             if names:
                 owner.__dict__.pop("_flat_weights", None)  # an RNN's list would keep the full weights alive
 

@@ -101,6 +101,34 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     )
 
 
+def empty_property(name: str) -> property:
+    """Of a parameter that is None, such as the bias of a layer without one.
+
+    Without it, Dynamo would look for the name in ``_parameters``, which reads all parameters, and that of torch 2.11
+    would not find it there.
+    """
+
+    def read(self: nn.Module) -> Any:
+        stored = stored_parameters(self)
+        if name in stored:
+            return stored[name]
+        if name in self.__dict__:
+            return self.__dict__[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def write(self: nn.Module, value: Any) -> None:
+        self.__dict__[name] = value
+
+    return property(read, write)
+
+
+def empty_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of the parameters of a module with sharded ones that are None."""
+    if SLOTS not in module.__dict__:
+        return ()
+    return tuple(name for name, param in stored_parameters(module).items() if param is None)
+
+
 def _read_again(module: nn.Module, name: str, slot: ParameterSlot) -> torch.Tensor | None:
     """The usual case of an uncompiled forward in few steps: what its unit has gathered; None in any other case."""
     in_use = owner_of(slot).in_use

@@ -38,7 +38,7 @@ from .eager_autograd import (
 )
 from .fsdp_module import FSDPModule, refuse_torch_sharding
 from .parameter_slot import ParameterSlot, slots_of, stored_parameters
-from .read_parameter import is_reading, read_ahead, read_parameter
+from .read_parameter import empty_names, empty_property, is_reading, read_ahead, read_parameter
 from .tensor_trees import cast_tensors, move_tensors
 from .tree import SLOTS, STORED, Tree, relabel
 from .unit import Unit, owner_of, unit_of
@@ -255,18 +255,25 @@ def _set_class(self: nn.Module, cls: type[nn.Module]) -> None:
     """The setter of ``__class__``: a class that the user gives is made one of a sharded module."""
     plain = vars(cls).get("_graphshard_plain_class", cls)
     if plain is not cls or not hasattr(cls, "_graphshard_plain_class"):
-        cls = sharded_class(plain, tuple(self.__dict__.get(SLOTS, {})), UNIT in self.__dict__)
+        cls = sharded_class(
+            plain, tuple(self.__dict__.get(SLOTS, {})), empty_names(self), UNIT in self.__dict__
+        )
     vars(object)["__class__"].__set__(self, cls)
 
 
 @functools.cache
-def sharded_class(cls: type[nn.Module], names: tuple[str, ...], is_unit: bool) -> type[nn.Module]:
+def sharded_class(
+    cls: type[nn.Module], names: tuple[str, ...], empty: tuple[str, ...], is_unit: bool
+) -> type[nn.Module]:
     """The subclass of ``cls`` whose attributes ``names`` gather; memoised, so that equal blocks share one.
+
+    ``empty`` are the names of parameters that are None.
 
     The class of a unit's module is named ``FSDP<Class>`` and mixes in :class:`FSDPModule`. The class of another module
     with sharded parameters keeps its name.
     """
     body: dict[str, Any] = {name: _make_property(name) for name in names}
+    body.update({name: empty_property(name) for name in empty})
     body["__module__"] = cls.__module__
     body["_graphshard_plain_class"] = cls
     body["__class__"] = property(type, _set_class)
