@@ -134,6 +134,19 @@ def test_uncompiled(run_on_gloo_ranks):
     run_on_gloo_ranks(2, train_several, ["gpt", "vit", "mlp", "gpt with dropout"], "sharded", (1, 2), 2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "implementation", "shape"),
+    [
+        ("llama with one key head", "sharded", (2, 2)),
+        ("gpt", "compiled", (1, 4)),
+        ("llama with one key head", "compiled", (2, 1, 2)),
+    ],
+)
+def test_ten_steps_on_other_meshes(run_on_gloo_ranks, name, implementation, shape):
+    run_on_gloo_ranks(4, train_several, [name], implementation, shape, 10)
+
+
 def train_planned() -> tuple[int, int]:
     """Steps with plans by cost. Pieces differ between the ranks of `tp`, batches between those of `dp`.
 
