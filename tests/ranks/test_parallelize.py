@@ -134,17 +134,33 @@ def test_uncompiled(run_on_gloo_ranks):
     run_on_gloo_ranks(2, train_several, ["gpt", "vit", "mlp", "gpt with dropout"], "sharded", (1, 2), 2)
 
 
-def train_planned() -> int:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "implementation", "shape"),
+    [
+        ("llama with one key head", "sharded", (2, 2)),
+        ("gpt", "compiled", (1, 4)),
+        ("llama with one key head", "compiled", (2, 1, 2)),
+    ],
+)
+def test_ten_steps_on_other_meshes(run_on_gloo_ranks, name, implementation, shape):
+    run_on_gloo_ranks(4, train_several, [name], implementation, shape, 10)
+
+
+def train_planned() -> tuple[int, int]:
     """Steps with plans by cost. Pieces differ between the ranks of `tp`, batches between those of `dp`.
 
-    In the third step only the ranks with the second batch compile. Returns how often this rank has chosen.
+    In the third step only the ranks with the second batch compile, in the fourth only the others; from then on the
+    size of the batch is symbolic. Returns how often this rank has chosen, and the number of its graphs.
     """
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     chosen = mock.Mock(wraps=step_planner._choose)
     reference, model = make_pair("mlp", (2, 2), ("dp", "tp"))
     forward = compile_if_asked("compiled", model, hardware="cpu-ethernet-1g")
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=False) for each in (reference, model)]
     with mock.patch.object(step_planner, "_choose", chosen):
-        for step, sizes in enumerate(((3, 5), (3, 5), (3, 4))):
+        for step, sizes in enumerate(((3, 5), (3, 5), (3, 4), (6, 7), (7, 9))):
             generator = torch.Generator().manual_seed(step)
             batches = [tuple(torch.randn(size, width, generator=generator) for width in (6, 5)) for size in sizes]
             torch.stack([reference(*batch) for batch in batches]).mean().backward()
@@ -153,12 +169,14 @@ def train_planned() -> int:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-    return chosen.call_count
+    return chosen.call_count, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def test_one_rank_plans_for_both_axes(run_on_gloo_ranks):
-    first, *others = run_on_gloo_ranks(4, train_planned)
+def test_one_rank_plans_for_both_axes_and_a_batch_of_any_size(run_on_gloo_ranks):
+    found = run_on_gloo_ranks(4, train_planned)
+    (first, *others), num_graphs = zip(*found, strict=True)
     assert first and not any(others)
+    assert num_graphs == (2, 2, 2, 2)
 
 
 def train_with_dropout() -> None:
