@@ -82,7 +82,15 @@ def read_parameter(module: nn.Module, name: str) -> torch.Tensor | None:
     if not is_compiling:
         with outside_transforms():
             _check_version(slot)
-            full = full_parameter(slot)
+            try:
+                full = full_parameter(slot)
+            except (
+                AttributeError
+            ) as error:  # nn.Module would look for the attribute elsewhere, and find the shard
+                raise ParameterStateError(
+                    f"parameter {slot.name} cannot be gathered: AttributeError: {error}; correct the gather extension "
+                    "or the custom all-gather that it comes from"
+                ) from error
         if get_proxy_mode() is not None and type(full) is FullParameter:
             full.__class__ = torch.Tensor  # make_fx knows no other class
         return full

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from support.torch_versions import NEEDS_REGIONS
 from torch import nn
 
 import graphshard
 
 pytestmark = [
+    NEEDS_REGIONS,
     pytest.mark.usefixtures("interpreted"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]

@@ -11,6 +11,7 @@ import torch._inductor.config as inductor_config
 from support.cuda_code import code_for_cuda
 from support.interpreted_halves import InterpretedHalf
 from support.pinned_models import LateNorm, LateScale
+from support.torch_versions import TORCH
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
@@ -61,6 +62,7 @@ def test_the_code_for_cuda_keeps_the_planned_order(fake_group, monkeypatch, kind
         assert order_difference(planned, emitted) == ""
 
 
+@pytest.mark.skipif(TORCH < (2, 12), reason="torch 2.11: Inductor leaves these collectives where they are")
 def test_what_pins_the_order_is_needed(fake_group, monkeypatch):
     """Without it, Inductor moves a collective or a product of the same graphs, so the test above can fail."""
     halves = planned_halves(LateScale, fake_group(8), monkeypatch)

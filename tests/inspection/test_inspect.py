@@ -84,7 +84,7 @@ def test_persistent_memory_is_that_of_the_shards(llama):
 def test_memory_is_that_of_the_memory_model(half, monkeypatch):
     """The curve's peak, less what lives beside the half, is the memory model's peak of its graph."""
     graphs = {}
-    from graphshard.inspection import inspect_model as inspection
+    from graphshard.inspection import step_inspection as inspection
 
     def remember(scheduled, memory, outside):
         graphs[scheduled.name] = (scheduled.gm, sum(outside))

@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.testing import assert_close
 
+from graphshard.errors import ParameterStateError
+
 from .test_refusals import expect_error
 
 
@@ -35,7 +37,8 @@ class CountingAllGather:
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> Any:
         self.sizes.append(output_tensor.numel())
-        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name on torch 2.11
+        return gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class CountingReduceScatter:
@@ -51,7 +54,8 @@ class CountingReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
         self.sizes.append(input_tensor.numel())
-        return dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        reduce = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        return reduce(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def _pair(implementation: str, **options: Any) -> tuple[nn.Module, nn.Module]:
@@ -95,6 +99,23 @@ def test_custom_collectives_serve_their_unit(
         # Uncompiled, the first layer is gathered again for its backward, which reads none of its weights.
         assert gathers == [numel] * (2 if implementation == "compiled" else 4)
         assert reductions == [numel] * 2
+
+
+class BrokenAllGather(CountingAllGather):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.no_such_attribute
+
+
+def gather_with_a_mistake() -> None:
+    """The error of the user's code is not taken for an attribute that the module lacks."""
+    model = pick_fully_shard("sharded")(nn.Linear(4, 6), mesh=world_mesh())
+    model.set_custom_all_gather(BrokenAllGather())
+    with pytest.raises(ParameterStateError, match=r"parameter weight cannot be gathered: .* no attribute 'no_such_attr"):
+        model(torch.ones(3, 4))
+
+
+def test_a_mistake_in_a_custom_gather_is_told(run_on_gloo_ranks: Callable[..., list[Any]]) -> None:
+    run_on_gloo_ranks(1, gather_with_a_mistake)
 
 
 def gather_on_two_meshes(implementation: str) -> list[int]:

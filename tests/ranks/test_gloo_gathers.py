@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from support.torch_versions import TORCH
 from torch.profiler import ProfilerActivity, profile
 
 import graphshard.ir  # noqa: F401  has the kernel
@@ -20,7 +21,8 @@ def gather_in_all_ways() -> list[str]:
     both = torch.cat([rows - 10 * rank, rows - 10 * rank + 10])
     group = dist.group.WORLD
     assert torch.equal(gathered(rows), both)
-    assert torch.equal(gathered(rows, group), both)
+    if TORCH > (2, 11):  # that of 2.11 takes names only
+        assert torch.equal(gathered(rows, group), both)
     assert torch.equal(gathered(rows.t().contiguous().t(), group.group_name), both)
     assert torch.equal(gathered(torch.complex(rows, -rows)), torch.complex(both, -both))
     assert gathered(torch.empty(0, 3)).shape == (0, 3)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 from torch.distributed import fsdp
 from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+#: The version: (2, 13).
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 #: What a ``shard_placement_fn`` returns to choose a mesh; None where it cannot.
 ShardPlacementResult = getattr(_fsdp_common, "ShardPlacementResult", None)
@@ -25,4 +30,8 @@ NEEDS_REGION_BUDGET = pytest.mark.skipif(
 )
 NEEDS_MESSAGES = pytest.mark.skipif(
     not hasattr(torch.ops._c10d_functional, "isend"), reason="torch 2.11: no op sends a message to one rank"
+)
+NEEDS_REGIONS = pytest.mark.skipif(
+    importlib.util.find_spec("torch._higher_order_ops.passes") is None,
+    reason="torch 2.11: regions are not inlined",
 )
