@@ -278,3 +278,30 @@ def test_without_a_mesh_a_torch_for_gpus_uses_the_cpu_where_there_is_no_gpu(monk
     )
     weight = next(shard(nn.Linear(4, 4)).parameters())
     assert weight.device_mesh.device_type == "cpu"
+
+
+def test_a_parameter_that_is_none(fake_group):
+    """It reads as None, can become a parameter, and can be deleted, as in a plain module."""
+    model = graphshard.fully_shard(nn.Linear(4, 4, bias=False), mesh=fake_group(2))
+    assert model.bias is None and list(dict(model.named_parameters())) == ["weight"]
+    model.bias = nn.Parameter(torch.ones(4))
+    assert torch.equal(model.bias, torch.ones(4)) and "bias" in dict(model.named_parameters())
+    del model.bias
+    with pytest.raises(AttributeError, match="no attribute 'bias'"):
+        model.bias  # noqa: B018
+    model.bias = "none"
+    assert model.bias == "none"
+
+
+@pytest.mark.filterwarnings("ignore:graphshard. this model was compiled by a backend that does not plan")
+def test_a_layer_without_bias_reads_its_weight_once(fake_group):
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    graphshard.fully_shard(model, mesh=fake_group(2))
+    read = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        read.extend(node for node in gm.graph.nodes if "unshard" in str(node.target))
+        return gm.forward
+
+    torch.compile(model, backend=backend)(torch.ones(2, 4))
+    assert len(read) == 2
