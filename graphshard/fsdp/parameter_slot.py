@@ -98,9 +98,10 @@ class ParameterSlot:
         if self.hidden is not None:
             return self.hidden
         owner, name = self.owners[0]
-        return owner.__dict__[STORED]._parameters[
+        stored: nn.Parameter = owner.__dict__[STORED]._parameters[
             name
-        ]  # stored_parameters(), in the step that runs most often
+        ]  # as stored_parameters(), but it runs often
+        return stored
 
     @property
     def global_shape(self) -> torch.Size:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.parallel_models import PARALLEL_MODELS, Llama
+from support.parallel_models import ALONG_SEQUENCE_BY_HAND, PARALLEL_MODELS, Llama
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -31,31 +31,13 @@ def mesh(fake_group):
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
-#: The plan of torchtitan for a Llama, with sequence parallelism.
-ALONG_SEQUENCE = {
-    "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    "layers.*.attention_norm": SequenceParallel(),
-    "layers.*.attention": PrepareModuleInput(
-        input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
-    ),
-    "layers.*.attention.w[qkv]": ColwiseParallel(),
-    "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-    "layers.*.ffn_norm": SequenceParallel(),
-    "layers.*.feed_forward": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-    "layers.*.feed_forward.w[13]": ColwiseParallel(),
-    "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
-    "norm": SequenceParallel(),
-    "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
-}
-
-
 def _placements(model):
     return {name: param.placements for name, param in model.named_parameters()}
 
 
 def test_a_plan_of_torch_places_parameters_as_it_says(mesh):
     by_style, by_name = Llama(), Llama()
-    graphshard.parallelize(by_style, mesh["tp"], ALONG_SEQUENCE, src_data_rank=None)
+    graphshard.parallelize(by_style, mesh["tp"], ALONG_SEQUENCE_BY_HAND, src_data_rank=None)
     graphshard.parallelize(by_name, mesh["tp"], PARALLEL_MODELS["llama"].placements, src_data_rank=None)
     assert _placements(by_style) == _placements(by_name)
 
@@ -63,7 +45,7 @@ def test_a_plan_of_torch_places_parameters_as_it_says(mesh):
 def test_a_plan_of_torch_gathers_and_scatters_along_the_sequence(mesh):
     """One gather in front of attention and feed-forward, one reduce-scatter behind each, and for the embedding."""
     model = Llama(num_layers=1)
-    graphshard.parallelize(model, mesh["tp"], ALONG_SEQUENCE, src_data_rank=None)
+    graphshard.parallelize(model, mesh["tp"], ALONG_SEQUENCE_BY_HAND, src_data_rank=None)
     graphshard.fully_shard(model, mesh=mesh["dp"])
     batch = PARALLEL_MODELS["llama"].draw(torch.Generator())
     with torch.no_grad():

@@ -5,18 +5,16 @@ import operator
 
 import pytest
 import torch
-from support.parallel_models import PARALLEL_MODELS, Llama
+from support.parallel_models import ALONG_SEQUENCE_BY_HAND, PARALLEL_MODELS, Llama
 from support.small_graphs import GraphBuilder, aten, reshard, run_pass, run_twice, tensor_axis, text_of
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
     RowwiseParallel,
-    SequenceParallel,
     loss_parallel,
     parallelize_module,
 )
@@ -421,31 +419,13 @@ def test_sends_no_more_than_a_plan_written_by_hand(fake_group):
     assert (ours[1][0], hand[1][0]) == (2, 5)
 
 
-#: The plan of torchtitan, with sequence parallelism.
-BY_HAND_ALONG_SEQUENCE = {
-    "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    "layers.*.attention_norm": SequenceParallel(),
-    "layers.*.attention": PrepareModuleInput(
-        input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
-    ),
-    "layers.*.attention.w[qkv]": ColwiseParallel(),
-    "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-    "layers.*.ffn_norm": SequenceParallel(),
-    "layers.*.feed_forward": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
-    "layers.*.feed_forward.w[13]": ColwiseParallel(),
-    "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
-    "norm": SequenceParallel(),
-    "output": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
-}
-
-
 def test_sends_no_more_along_the_sequence_than_a_plan_written_by_hand(fake_group):
     """In bfloat16: gradients of norms, which are computed in float32, are sent in bfloat16."""
     fake_group(4)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     given = PARALLEL_MODELS["llama along the sequence"]
     by_hand, placed = given.build(), given.build()
-    parallelize_module(by_hand, mesh["tp"], BY_HAND_ALONG_SEQUENCE)
+    parallelize_module(by_hand, mesh["tp"], ALONG_SEQUENCE_BY_HAND)
     graphshard.parallelize(placed, mesh["tp"], "llama-sequence", src_data_rank=None)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     clean_ups = (PropagateSharding(), MoveReshards(), MergeReshards(), LowerReshards())

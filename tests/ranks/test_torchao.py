@@ -202,11 +202,12 @@ def _mean_square(output: Tensor) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of torchao's functions
 def test_inspection_shows_what_travels() -> None:
-    """float8 has an all-reduce for each scale; NF4 travels as it is held."""
-    float8 = _inspected(_float8(True))
-    assert [(kind, size) for kind, size in float8 if size in (4, 64 * 64, 32 * 64)] == [
-        ("all_reduce", 4), ("all_gather", 64 * 64), ("all_reduce", 4), ("all_gather", 32 * 64)
+    """float8 has an all-reduce for each scale, and is gathered with the float32 bias; NF4 travels as it is held."""
+    assert _inspected(_float8(True)) == [
+        ("all_reduce", 4), ("all_gather", 64 * (64 + 4)), ("all_reduce", 4), ("all_gather", 32 * (64 + 4))
     ]  # fmt: skip
     nf4 = _inspected(nn.Sequential(_QLoRA(), nn.Tanh(), _QLoRA()))
-    assert nf4.count(("all_gather", 64 * 64 // 2)) == 2 and not [kind for kind, _ in nf4 if kind != "all_gather"]
+    codes, scales = 64 * 64 // 2, 64 + 64 // 4 * 4  # a byte for each block of 64, a float for four of them
+    adapters = (8 * 64 + 64 * 4) * 4  # the four rows of the first are padded to eight ranks
+    assert nf4 == [("all_gather", codes + scales + adapters)] * 2
     assert not dist.is_initialized()

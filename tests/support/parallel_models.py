@@ -9,6 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from torch.nn import functional as F
 
 from support.toy_models import Transformer
@@ -241,4 +247,21 @@ PARALLEL_MODELS = {
         ),
         placements=VIT,
     ),
+}
+
+#: The plan of torchtitan for a Llama, with sequence parallelism.
+ALONG_SEQUENCE_BY_HAND = {
+    "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "layers.*.attention_norm": SequenceParallel(),
+    "layers.*.attention": PrepareModuleInput(
+        input_layouts=(Shard(1), None), desired_input_layouts=(Replicate(), None)
+    ),
+    "layers.*.attention.w[qkv]": ColwiseParallel(),
+    "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+    "layers.*.ffn_norm": SequenceParallel(),
+    "layers.*.feed_forward": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+    "layers.*.feed_forward.w[13]": ColwiseParallel(),
+    "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
 }
