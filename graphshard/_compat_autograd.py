@@ -76,6 +76,27 @@ class HooksOf:
             _push_saved_tensors_default_hooks(*self._hidden)
 
 
+def accumulates_in_leaf(node: Any, grad: torch.Tensor) -> bool:
+    """Whether a node is that of a leaf, and all that it would do with a gradient in the running backward is to add it.
+
+    Not if hooks of the leaf want it, ``torch.autograd.grad`` returns it, ``backward(inputs=...)`` leaves it out,
+    ``create_graph=True`` records the addition, or streams of a device have to wait for each other (checked: 2.13).
+    """
+    leaf = getattr(node, "variable", None)
+    if leaf is None or leaf._backward_hooks or leaf._post_accumulate_grad_hooks or torch.is_grad_enabled():
+        return False
+    if grad.device.type != "cpu":
+        device = torch.get_device_module(grad.device)
+        default_stream = getattr(device, "default_stream", None)
+        if default_stream is None or device.current_stream(grad.device) != default_stream(grad.device):
+            return False
+    try:
+        is_run: bool = torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of a leaf that torch.autograd.grad was given, or where another engine runs the backward
+        return False
+    return is_run
+
+
 def tensor_of_input(node: fx.Node, traced: fx.GraphModule) -> torch.Tensor | None:
     """The parameter or buffer of ``traced`` that an input of its joint graph stands for; None if it stands for none."""
     described = node.meta.get("desc")
