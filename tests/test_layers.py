@@ -49,7 +49,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
 )
 
 #: What a room may hold before it is two rooms, and a module before it is two ideas.
-MOST_FILES, MOST_LINES = 17, 450
+MOST_FILES, MOST_LINES = 18, 450
 
 #: The longest chain of imports from the command line down.
 MOST_FLOORS = 14

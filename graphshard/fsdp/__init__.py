@@ -6,7 +6,8 @@ Read first: ``fully_shard`` (shards a model), ``sharded_class``, ``read_paramete
 (its docstring has the table of states), ``fsdp_module`` (the methods of FSDP2's modules).
 A unit in parts: ``parameter_slot``, ``waiting_gradients``, ``tree`` (the units of one model, and their settings).
 Where shards are: ``placements``, ``shard_parameter``, ``shard_versions`` (has a shard changed).
-Without a compiler: ``eager_autograd``, ``saved_parameters``, ``eager_collectives``, ``gather_extensions``.
+Without a compiler: ``eager_autograd``, ``saved_parameters``, ``eager_collectives``, ``plain_gathers``,
+``gather_extensions``.
 Further: ``deepcopy``, ``tensor_trees``.
 """
 
@@ -29,7 +30,6 @@ from .parameter_slot import (
     as_complex,
     slot_of_shard,
     slots_of,
-    zero_gradients,
 )
 from .read_parameter import GatherExtended, slot_of_read
 from .shard_parameter import mesh_device
@@ -38,6 +38,7 @@ from .sharded_class import place_of_forward_in_python, register_fsdp_forward_met
 from .tensor_trees import cast_tensors, tensors_in
 from .tree import ROOT, SLOTS, Tree, TreeUnit
 from .unit import Unit, owner_of, unit_of
+from .waiting_gradients import zero_gradients
 
 __all__ = [
     "ROOT",

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from .._compat import gradients_are_boxed, in_backward, in_recomputation, is_tracing
 from .._compat_autograd import accumulates_in_leaf
-from ..ir import COMMS, UnshardCall, gradient_call
+from ..ir import COMMS
 from .eager_collectives import reduce_together
 from .parameter_slot import ParameterSlot, as_complex, local_shard
 from .saved_parameters import ForwardReads, GatheredOnce, Span, can_hook
@@ -52,11 +52,11 @@ class _GatherUnit(torch.autograd.Function):
         handle = _handle_of_comms(unit) if is_shown else unit.handle
         # A DTensor goes in, and a DTensor comes out of the backward: to_local() would be a node for each parameter.
         ctx.specs = [shard._spec for shard in shards]
-        ctx.calls = []
-        for slot, shard in zip(slots, shards, strict=True):
-            sent = slot.as_sent(shard._local_tensor)  # which the gather has checked
-            call = UnshardCall(None, handle, *slot.arguments)
-            ctx.calls.append(gradient_call(call, None, sent.shape, sent.dtype, sent.device))
+        ctx.handle = handle
+        ctx.calls = [
+            slot.reduction_of(shard._local_tensor)  # which the gather has checked
+            for slot, shard in zip(slots, shards, strict=True)
+        ]
         frozen = [full for slot, full in zip(slots, fulls, strict=True) if not slot.param.requires_grad]
         ctx.mark_non_differentiable(*frozen)
         return fulls
@@ -82,7 +82,7 @@ class _GatherUnit(torch.autograd.Function):
             if grad is not None:
                 grad = torch.view_as_real(grad.resolve_conj()) if ctx.is_complex[index] else grad
                 given.append(index)
-                calls.append(ctx.calls[index].with_gradient(grad))
+                calls.append(ctx.calls[index].with_gradient(grad, ctx.handle))
         grad = None
         unit = ctx.unit()
         if unit is not None and ctx.is_own:

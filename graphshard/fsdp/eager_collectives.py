@@ -59,15 +59,15 @@ class _CallCollectives(EagerEmitter):
         steps = Steps.of_group(args[-1])
         if target is ALL_REDUCE:
             reduced = value.clone()
-            _wait(dist.all_reduce(reduced, op, group, async_op=True), reduced, steps, steps.position)
+            wait_for(dist.all_reduce(reduced, op, group, async_op=True), reduced, steps, steps.position)
             return reduced
         reduced = value.new_empty((value.shape[0] // args[2], *value.shape[1:]))
         work = reduce_scatter_single(reduced, value, op, group, async_op=True)
-        _wait(work, reduced, steps, steps.position, takes_limit=False)
+        wait_for(work, reduced, steps, steps.position, takes_limit=False)
         return reduced
 
 
-def _wait(work: Any, result: Tensor, steps: Steps, position: int, *, takes_limit: bool = True) -> None:
+def wait_for(work: Any, result: Tensor, steps: Steps, position: int, *, takes_limit: bool = True) -> None:
     """Waits for a collective of a step."""
     if result.device.type == "cpu":
         steps.wait(work, position, takes_limit=takes_limit)
@@ -136,7 +136,7 @@ class _StartedBucket:
         """For each member the pieces of all ranks, one after the other."""
         gathered = self.gathered
         if self.work is not None and self.steps is not None:
-            _wait(self.work, gathered, self.steps, self.position)
+            wait_for(self.work, gathered, self.steps, self.position)
         elif gathered is not self.sent:
             gathered = WAIT(gathered)
         itemsize = gathered.dtype.itemsize
@@ -227,10 +227,13 @@ def reduce_together(calls: list[ReduceGradCall]) -> list[Tensor]:
     """
     groups: dict[tuple[Any, ...], list[tuple[int, Tensor, Scaling]]] = {}
     for index, call in enumerate(calls):
-        value, scaling = emit_reduction_input(_EMIT, call)
+        if _is_sent_as_is(call):
+            value, scaling = call.grad, call.scaling(call.grad.dtype)
+        else:
+            value, scaling = emit_reduction_input(_EMIT, call)
         key = (value.dtype, scaling.op, call.group_name, call.replicate_group, call.all_reduce)
         groups.setdefault(key, []).append((index, value, scaling))
-        calls[index] = call._replace(grad=None, unreduced=None)
+        calls[index] = call.without_gradient()
     del call, value
     result: list[Tensor | None] = [None] * len(calls)
     for key in list(groups):
@@ -239,6 +242,15 @@ def reduce_together(calls: list[ReduceGradCall]) -> list[Tensor]:
         for index, piece in zip(indices, reduced, strict=True):
             result[index] = piece
     return [value for value in result if value is not None]
+
+
+def _is_sent_as_is(call: ReduceGradCall) -> bool:
+    """Whether a gradient is the input of its reduction: the usual case of ``emit_reduction_input``, in few steps."""
+    grad, dtype = call.grad, call.grad.dtype
+    if call.unreduced is not None or dtype == torch.float16 or call.reduce_dtype not in (None, dtype):
+        return False
+    is_even = call.dim == 0 and grad.shape[0] == call.shard_shape[0] * call.group_size
+    return is_even and grad.is_contiguous()
 
 
 def _reduce_bucket(

@@ -30,9 +30,10 @@ from ..errors import (
 from ..ir import UNIT
 from .deepcopy import copy_sharded
 from .eager_autograd import show_gathered
-from .parameter_slot import slots_of, zero_gradients
+from .parameter_slot import slots_of
 from .shard_parameter import lay_out
 from .unit import Unit
+from .waiting_gradients import zero_gradients
 
 #: Marks what changes parameters: Dynamo would trace it, and lose parameters when it writes back the modules' dicts.
 _untraced = torch.compiler.disable(

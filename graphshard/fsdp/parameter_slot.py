@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from .._compat import storage_id
 from ..errors import ParameterStateError
-from ..ir import NO_AXIS, MeshAxis, UnshardCall, axis_of
+from ..ir import NO_AXIS, MeshAxis, ReduceGradCall, UnshardCall, axis_of, gradient_call
 from .placements import OuterLayout
 from .shard_versions import (
     KeptParameter,
@@ -62,6 +62,7 @@ class ParameterSlot:
         traced_read: what Dynamo calls to read it if it is extended (:mod:`graphshard.fsdp.gather_extensions`).
         is_complex: it is complex; it travels as reals, with a last dim of 2, and so does its gradient.
         row_offset: first element of the shard in the unit's row; see ``UnshardCall``.
+        bucket: what gathers that begin with this parameter keep for the next one (``plain_gathers``).
     """
 
     unit: TreeUnit
@@ -84,6 +85,8 @@ class ParameterSlot:
     traced_read: Callable[..., Tensor] | None = None
     is_complex: bool = False
     row_offset: int = -1
+    bucket: object = None
+    _reduction: tuple[torch.Size, torch.dtype, torch.device, ReduceGradCall] | None = None
 
     @property
     def other_axes(self) -> tuple[MeshAxis, ...]:
@@ -121,9 +124,21 @@ class ParameterSlot:
         """The argument ``shard`` of the shard ops, from this rank's piece."""
         return torch.view_as_real(local) if self.is_complex else local
 
+    def reduction_of(self, local: Tensor) -> ReduceGradCall:
+        """The reduction of a gradient of the shard ``local``, without gradient and handle."""
+        known = self._reduction
+        if known is None or local.shape != known[0] or local.dtype != known[1] or local.device != known[2]:
+            sent = self.as_sent(local)
+            call = UnshardCall(None, None, *self.arguments)
+            made = gradient_call(call, None, sent.shape, sent.dtype, sent.device)
+            known = self._reduction = (local.shape, local.dtype, local.device, made)
+        return known[3]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterSlot:
         """The slot of a copied parameter; the copied modules are added to ``owners`` later."""
-        return replace(self, unit=copy.deepcopy(self.unit, memo), owners=[], hidden=None, shown=None)
+        return replace(
+            self, unit=copy.deepcopy(self.unit, memo), owners=[], hidden=None, shown=None, bucket=None
+        )
 
     def refresh(self) -> None:
         """Rebuilds ``arguments``; call it after the name, the unit's label or a setting has changed."""
@@ -161,6 +176,7 @@ class ParameterSlot:
             row_offset=self.row_offset,
         )
         self.arguments = tuple(call[2:])
+        self._reduction = None
         is_alone = self.axis.size == 1 and self.replicate.size == 1
         self.needs_op = (
             not is_alone
@@ -418,24 +434,6 @@ def even_offset(reals: Tensor) -> Tensor:
 def slots_of(module: nn.Module) -> Iterator[tuple[str, ParameterSlot]]:
     """The sharded parameters that a module itself holds, by attribute name."""
     yield from module.__dict__.get(SLOTS, {}).items()
-
-
-def zero_gradients(module: nn.Module, set_to_none: bool) -> None:
-    """``nn.Module.zero_grad``, on the shards: also of parameters that are shown gathered.
-
-    Gradients that wait for a reduction are dropped.
-    """
-    parameters = list(module.parameters())  # which may show gathered ones from now on
-    slots = [slot for each in module.modules() for _, slot in slots_of(each)]
-    for slot in slots:
-        slot.unit.drop_gradient(slot.name)
-    shards = {id(slot.shown): slot.param for slot in slots if slot.shown is not None}
-    for shown in parameters:
-        param = shards.get(id(shown), shown)
-        if set_to_none:
-            param.grad = None
-        elif param.grad is not None:
-            param.grad.requires_grad_(False).zero_()
 
 
 def _labels(units: Sequence[TreeUnit]) -> str:

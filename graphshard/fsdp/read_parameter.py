@@ -252,7 +252,7 @@ class GatherExtended(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         (handle,) = ctx.saved_tensors
-        call = ctx.call._replace(handle=handle).with_gradient(grad)
+        call = ctx.call.with_gradient(grad, handle)
         state = unit_state_of(handle)
         reduced = REDUCE_GRAD(*call) if state is None else state.reduce([call])[0]
         return (None, None, reduced, None, *[None] * (len(ctx.needs_input_grad) - 4))

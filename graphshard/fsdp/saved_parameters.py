@@ -235,10 +235,13 @@ class _Token:
         else:
             _check_version(full, self.version)
         offset, shape, stride, dtype = self.place
-        with torch.no_grad():
+        if dtype == full.dtype:  # which has no graph
+            view = full.as_strided(shape, stride, full.storage_offset() + offset // dtype.itemsize)
+        else:
             view = torch.empty(0, dtype=dtype, device=full.device)
             start = full.storage_offset() * full.element_size() + offset
-            view.set_(full.untyped_storage(), start // dtype.itemsize, shape, stride)
+            with torch.no_grad():
+                view.set_(full.untyped_storage(), start // dtype.itemsize, shape, stride)
         return view if self.spec is None else DTensor(view, self.spec, requires_grad=False)
 
 

@@ -18,8 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .._compat import in_backward
 from ..ir import COMMS, UNIT, UnshardCall, unit_state_of
-from .eager_collectives import PendingGather, write_back, write_back_reads
+from .eager_collectives import write_back, write_back_reads
 from .parameter_slot import ParameterSlot, refuse_kept, shard_data
+from .plain_gathers import Pending, start_gather
 from .saved_parameters import ForwardReads, GatheredOnce, KeptForBackward, KeptGathered, refuse_transform
 from .shard_versions import FullRead, version_of
 from .tree import GATHER, Tree, TreeUnit, UnitSettings
@@ -111,7 +112,7 @@ class Unit(UnitGradients):
     shows_kept: bool = False
     for_backward: KeptForBackward = field(default_factory=KeptForBackward)
     _gathered: KeptGathered = field(default_factory=KeptGathered)
-    _prefetched: PendingGather | None = None
+    _prefetched: Pending | None = None
 
     def __post_init__(self) -> None:
         self.handle, self.marker = torch.empty(0, dtype=torch.int8), torch.empty(0, dtype=torch.int8)
@@ -140,8 +141,6 @@ class Unit(UnitGradients):
     def compute_device(self) -> torch.device | None:
         """Where full parameters are if their shards are kept on the CPU; None if they are not."""
         return self.settings.compute_device
-
-    # -- parameters -------------------------------------------------------------------------------
 
     @property
     def reshards(self) -> bool:
@@ -185,13 +184,13 @@ class Unit(UnitGradients):
         """Whether any parameter of the unit is gathered, or ``unshard(async_op=True)`` gathers it."""
         return bool(self._gathered) or self._gathered.begun is not None
 
-    def start_unshard(self, slots: Sequence[ParameterSlot] | None = None) -> PendingGather:
+    def start_unshard(self, slots: Sequence[ParameterSlot] | None = None) -> Pending:
         """Starts to gather those of ``slots`` (None: of all) that are not gathered, with one collective."""
         wanted = self.slots if slots is None else slots
         wanted = [slot for slot in wanted if slot.hidden is not None or not slot.is_substituted]
         if self.is_gathered or any(gathered.fulls for gathered in self.for_backward):
             wanted = [slot for slot in wanted if self.held_value(slot.name) is None]
-        return PendingGather(self, [(slot, slot.as_sent(shard_data(slot))) for slot in wanted])
+        return start_gather(self, [(slot, slot.as_sent(shard_data(slot))) for slot in wanted])
 
     def held_value(self, name: str) -> Tensor | None:
         """The full parameter, if it is gathered or kept for the backward of a forward."""
@@ -206,9 +205,7 @@ class Unit(UnitGradients):
 
     def prefetch_for_backward(self) -> None:
         """Starts to gather for the backward, if the unit will have to."""
-        if self.in_backward or self._prefetched is not None or not self.unshards_in_backward:
-            return
-        if self.for_backward.is_freed:
+        if not self.in_backward and self.unshards_in_backward and self.for_backward.is_freed:
             self.prefetch()
 
     def gather(self, slots: Sequence[ParameterSlot]) -> list[Tensor]:

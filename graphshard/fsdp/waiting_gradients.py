@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import UnsupportedShardingError
 from ..ir import ReduceGradCall, UnshardCall, gradient_call, parameter_of
 from .eager_collectives import are_started_here, reduce_together
-from .parameter_slot import ParameterSlot, shard_data
-from .tree import REDUCE, ROOT, Tree
+from .parameter_slot import ParameterSlot, shard_data, stored_parameters
+from .tree import REDUCE, ROOT, SLOTS, Tree
 
 _REDUCE_REMEDY = (
     "Parameters without a gradient on some ranks need set_reduce_scatter_unused_params(True) on their module"
@@ -223,6 +223,27 @@ class UnitGradients:
         for slot, reduced in zip(slots, self._reduce_now(calls) if calls else (), strict=True):
             if reduced is not None:
                 slot.add_gradient(reduced)
+
+
+def zero_gradients(module: nn.Module, set_to_none: bool) -> None:
+    """``nn.Module.zero_grad``, on the shards: also of parameters that are shown gathered.
+
+    Gradients that wait for a reduction are dropped.
+    """
+    for each in module.modules():
+        slots = each.__dict__.get(SLOTS, {})
+        for name, stored in (stored_parameters(each) if slots else each._parameters).items():
+            param, slot = stored, slots.get(name)
+            if slot is not None:
+                param = slot.param if stored is slot.shown else stored
+                if slot.unit.is_waiting:
+                    slot.unit.drop_gradient(slot.name)
+            if param is None:
+                continue
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.requires_grad_(False).zero_()
 
 
 def refuse_early_hook(name: str) -> NoReturn:

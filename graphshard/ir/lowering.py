@@ -15,7 +15,7 @@ import torch
 from .bucket_ops import ADD_ROWS
 from .collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, WAIT, aten
 from .custom_collectives import ALL_REDUCE_HOOK, CUSTOM_ALL_GATHER, CUSTOM_REDUCE_SCATTER
-from .params import ReduceGradCall, Scaling, UnshardCall, gradient_scaling, padded_rows, padded_shape
+from .params import ReduceGradCall, Scaling, UnshardCall, padded_rows, padded_shape
 
 prims = torch.ops.prims
 
@@ -104,8 +104,7 @@ def emit_reduction_input(emit: Emitter, call: ReduceGradCall) -> tuple[Any, Scal
     grad = emit_cast(emit, call.grad, call.reduce_dtype)
     if call.unreduced is not None:
         grad = emit(aten.add.Tensor, call.unreduced, grad)
-    num_ranks = call.group_size * call.replicate_size
-    scaling = gradient_scaling(emit.tensor(grad).dtype, num_ranks, call.divide_factor, call.force_sum)
+    scaling = call.scaling(emit.tensor(grad).dtype)
     grad = emit_scale(emit, grad, scaling.before)
     if call.group_size == 1:
         return grad, scaling

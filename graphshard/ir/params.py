@@ -6,6 +6,7 @@ ranks hold fewer, possibly none. All decisions use the padded size ``ceil(n / w)
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -145,8 +146,8 @@ class ReduceGradCall(NamedTuple):
     device: torch.device | None = None
     custom: str = ""
 
-    def with_gradient(self, grad: torch.Tensor) -> ReduceGradCall:
-        """The call for this gradient.
+    def with_gradient(self, grad: torch.Tensor, handle: Any) -> ReduceGradCall:
+        """The call for this gradient and handle.
 
         Raises:
             UnsupportedShardingError: it is a sparse tensor.
@@ -156,7 +157,16 @@ class ReduceGradCall(NamedTuple):
                 f"parameter {self.name} has a sparse gradient, but reductions are of dense tensors: leave out "
                 "sparse=True, in nn.Embedding and torch.nn.functional.embedding"
             )
-        return self._replace(grad=grad)
+        return ReduceGradCall(grad, self.unreduced, self.partial, handle, *self[4:])
+
+    def scaling(self, dtype: torch.dtype) -> Scaling:
+        """How gradients of ``dtype`` are averaged."""
+        num_ranks = self.group_size * self.replicate_size
+        return gradient_scaling(dtype, num_ranks, self.divide_factor, self.force_sum)
+
+    def without_gradient(self) -> ReduceGradCall:
+        """The call for a gradient that is on its way; what waited was added to it."""
+        return ReduceGradCall(None, None, *self[2:])
 
 
 def gradient_call(

@@ -156,7 +156,7 @@ def _save_for_reduction(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
 
 def _reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (handle,) = ctx.saved_tensors
-    call = ctx.call._replace(handle=handle).with_gradient(grad)
+    call = ctx.call.with_gradient(grad, handle)
     owner = unit_state_of(handle)
     if owner is not None:
         (reduced,) = owner.reduce([call])
