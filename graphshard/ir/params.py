@@ -6,7 +6,6 @@ ranks hold fewer, possibly none. All decisions use the padded size ``ceil(n / w)
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
