@@ -28,10 +28,10 @@ from ..errors import (
     UnsupportedShardingError,
 )
 from ..ir import UNIT
+from .conversion import changed_only
 from .deepcopy import copy_sharded
 from .eager_autograd import show_gathered
 from .parameter_slot import slots_of, zero_gradients
-from .shard_parameter import lay_out
 from .unit import Unit
 
 #: Marks what changes parameters: Dynamo would trace it, and lose parameters when it writes back the modules' dicts.
@@ -160,9 +160,8 @@ class FSDPModule(TorchFSDPModule):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """``nn.Module._apply``, which ``.to()`` and the like call: on the shards, never on gathered parameters."""
         self.reshard()
-        result = super(TorchFSDPModule, self)._apply(fn, recurse)
-        lay_out(_unit(self))
-        return result
+        with changed_only(_unit(self), fn) as apply:
+            return super(TorchFSDPModule, self)._apply(apply, recurse)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backwards reduce gradients. False adds them up unreduced, in the dtype of the reduction.
