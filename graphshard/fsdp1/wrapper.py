@@ -125,7 +125,11 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
         """Shards the module; what an auto-wrap policy chooses below it, first."""
         options = options.for_world(meshes.world_size)
         if (earlier := earlier_state(module, options)) is not None:
-            return self._hold(module, replace(earlier, is_root=True, is_summoned=False, no_sync_depth=0), keeps_precision=keeps_precision)
+            return self._hold(
+                module,
+                replace(earlier, is_root=True, is_summoned=False, no_sync_depth=0),
+                keeps_precision=keeps_precision,
+            )
         ignored_modules, ignored_params = ignored_in(module, options)
         if options.auto_wrap_policy is not None:
             auto_wrap(module, options, ignored_modules, ignored_params, _inner_wrapper(options, meshes))
