@@ -28,10 +28,10 @@ from ..errors import (
     UnsupportedShardingError,
 )
 from ..ir import UNIT
-from .conversion import changed_only
 from .deepcopy import copy_sharded
 from .eager_autograd import show_gathered
 from .parameter_slot import slots_of, zero_gradients
+from .shard_parameter import changed_only
 from .unit import Unit
 
 #: Marks what changes parameters: Dynamo would trace it, and lose parameters when it writes back the modules' dicts.

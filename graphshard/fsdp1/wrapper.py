@@ -20,7 +20,6 @@ from .._compat_frames import leave_frame_to_python, leave_frames_to_python
 from .._compat_fsdp1 import WRAPPED, is_asked_by_checkpoint_helpers, without_activation_wrapper
 from ..errors import FlatParameterError, TrainingStateError
 from ..fsdp import cast_tensors, mesh_device, zero_gradients
-from .accumulation import without_sync
 from .auto_wrap import auto_wrap
 from .comm_hooks import register_hook
 from .ignored import ignored_in
@@ -39,7 +38,7 @@ from .precision import (
 from .state_dicts import register_hooks
 from .state_methods import StateMethods
 from .summon import Summon, summoned
-from .training_state import check_idle, check_root
+from .training_state import check_idle, check_root, without_sync
 from .wrapped_unit import earlier_state, shard_module
 from .wrapper_state import STATE, WrapperState, clean_name, wrappers_in
 
