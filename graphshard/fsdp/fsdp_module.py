@@ -31,7 +31,7 @@ from ..ir import UNIT
 from .deepcopy import copy_sharded
 from .eager_autograd import show_gathered
 from .parameter_slot import slots_of
-from .shard_parameter import lay_out
+from .shard_parameter import changed_only
 from .unit import Unit
 from .waiting_gradients import zero_gradients
 
@@ -161,9 +161,8 @@ class FSDPModule(TorchFSDPModule):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """``nn.Module._apply``, which ``.to()`` and the like call: on the shards, never on gathered parameters."""
         self.reshard()
-        result = super(TorchFSDPModule, self)._apply(fn, recurse)
-        lay_out(_unit(self))
-        return result
+        with changed_only(_unit(self), fn) as apply:
+            return super(TorchFSDPModule, self)._apply(apply, recurse)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backwards reduce gradients. False adds them up unreduced, in the dtype of the reduction.

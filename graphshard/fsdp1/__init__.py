@@ -3,8 +3,8 @@
 Imports: ``errors``, ``_compat``, ``fsdp``. No engine of its own: arguments, methods and state dicts are translated.
 
 Read first: ``wrapper`` (the class), ``options`` (its arguments for ``fully_shard``), ``wrapper_state``.
-Before sharding: ``meshes``, ``ignored``, ``auto_wrap``, ``materialize``, ``precision``.
-Methods: ``training_state`` (may a method run now), ``accumulation`` (``no_sync``), ``norms``, ``summon``,
+Before sharding: ``meshes``, ``ignored``, ``auto_wrap``, ``materialize``, ``precision``; then ``wrapped_unit``.
+Methods: ``training_state`` (may a method run now; ``no_sync``), ``norms``, ``summon``,
 ``comm_hooks``.
 State dicts: ``state_dict_settings``, ``state_dicts``, ``optimizer_state``, ``state_methods``.
 """

@@ -55,7 +55,7 @@ def follow_mode(wrapper: nn.Module) -> None:
             continue
         state.is_precise = not module.training
         precise = MixedPrecisionPolicy(cast_forward_inputs=False)
-        for unit in _units_of(module):
+        for unit in _units_of(module, state):
             unit.set_policy(precise if state.is_precise else state.options.mp_policy)
         if state.is_precise:
             restore_buffers(module, state)
@@ -64,13 +64,13 @@ def follow_mode(wrapper: nn.Module) -> None:
         each._input_dtype = input_dtype(state)
 
 
-def _units_of(module: nn.Module) -> Iterator[Unit]:
+def _units_of(module: nn.Module, state: WrapperState) -> Iterator[Unit]:
     """The units that own parameters of a wrapper's module: one, or none."""
     seen: set[int] = set()
     for _, each in own_modules(module):
         for _, slot in slots_of(each):
             unit = owner_of(slot)
-            if module in unit.modules and id(unit) not in seen:
+            if state.unit in unit.modules and id(unit) not in seen:
                 seen.add(id(unit))
                 yield unit
 

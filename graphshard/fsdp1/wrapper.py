@@ -6,9 +6,9 @@ methods those of ``FSDPModule``. The other files of this room do one of these tr
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -18,14 +18,12 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from .._compat_frames import leave_frame_to_python, leave_frames_to_python
 from .._compat_fsdp1 import WRAPPED, is_asked_by_checkpoint_helpers, without_activation_wrapper
-from ..errors import FlatParameterError, ShardingError, TrainingStateError
-from ..fsdp import cast_tensors, fully_shard, mesh_device, zero_gradients
-from ..ir import UNIT
-from .accumulation import without_sync
+from ..errors import FlatParameterError, TrainingStateError
+from ..fsdp import cast_tensors, mesh_device, zero_gradients
 from .auto_wrap import auto_wrap
 from .comm_hooks import register_hook
 from .ignored import ignored_in
-from .materialize import materialize, move_to_device, own_states, sync_states
+from .materialize import materialize, move_to_device, sync_states
 from .meshes import Meshes
 from .norms import clip_gradients
 from .options import Options
@@ -40,7 +38,8 @@ from .precision import (
 from .state_dicts import register_hooks
 from .state_methods import StateMethods
 from .summon import Summon, summoned
-from .training_state import check_idle, check_root
+from .training_state import check_idle, check_root, without_sync
+from .wrapped_unit import earlier_state, shard_module
 from .wrapper_state import STATE, WrapperState, clean_name, wrappers_in
 
 #: Private attributes of FSDP1 that code for it reads.
@@ -124,6 +123,12 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
     ) -> None:
         """Shards the module; what an auto-wrap policy chooses below it, first."""
         options = options.for_world(meshes.world_size)
+        if (earlier := earlier_state(module, options)) is not None:
+            return self._hold(
+                module,
+                replace(earlier, is_root=True, is_summoned=False, no_sync_depth=0),
+                keeps_precision=keeps_precision,
+            )
         ignored_modules, ignored_params = ignored_in(module, options)
         if options.auto_wrap_policy is not None:
             auto_wrap(module, options, ignored_modules, ignored_params, _inner_wrapper(options, meshes))
@@ -136,24 +141,13 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
         move_to_device(module, options, device, *ignored)
         if options.sync_module_states:
             sync_states(module, options, meshes, *ignored)
-        if _has_forward(module):
-            state.unit = fully_shard(
-                module,
-                mesh=mesh,
-                reshard_after_forward=False if options.keeps_gathered else None,
-                mp_policy=options.mp_policy,
-                offload_policy=options.offload_policy,
-                ignored_params=ignored_params,
-            )
-            unit = module.__dict__[UNIT]
-            unit.steps_optimizers = True
-            unit.settings.forward_order = options.forward_order
-            unit.settings.backward_order = options.backward_order
-        else:
-            _check_container(module, ignored_modules, ignored_params)
+        shard_module(module, state, mesh)
         cast_buffers(module, state)
         state.is_precise_in_eval = options.mixed_precision is not None and is_precise_in_eval()
         keep_low_precision_gradients(module, options.mixed_precision)
+        self._hold(module, state, keeps_precision=keeps_precision)
+
+    def _hold(self, module: nn.Module, state: WrapperState, *, keeps_precision: bool) -> None:
         self._fsdp_wrapped_module = module
         self.__dict__[STATE] = state
         self._keeps_precision = keeps_precision
@@ -419,25 +413,6 @@ def _make_root(wrapper: nn.Module) -> None:
     for each, state in wrappers_in(wrapper):
         state.is_root = each is wrapper
         each._input_dtype = input_dtype(state)
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
-
-
-def _check_container(
-    module: nn.Module, ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter]
-) -> None:
-    """Warns that a container without a forward is no unit; refuses one whose parameters nothing would shard."""
-    left = [
-        name
-        for name, value in own_states(module, ignored_modules, ignored_params)
-        if isinstance(value, nn.Parameter)
-    ]
-    text = f"FullyShardedDataParallel: {type(module).__name__} has no forward, so nothing can gather its parameters"
-    if left:
-        raise ShardingError(f"{text} ({', '.join(left[:5])}); wrap each of its children instead")
-    warnings.warn(f"{text}; its children are sharded, and the wrapper itself does nothing", stacklevel=4)
 
 
 def _leave_frames() -> None:

@@ -305,3 +305,23 @@ def test_a_layer_without_bias_reads_its_weight_once(fake_group):
 
     torch.compile(model, backend=backend)(torch.ones(2, 4))
     assert len(read) == 2
+
+
+def test_a_move_that_changes_nothing_is_allowed_in_a_step(fake_group: Mesh) -> None:
+    """torch refuses to swap a DTensor that a graph of autograd holds."""
+    model = _sharded(fake_group(2))
+    shards = list(model.parameters())
+    output = model(torch.ones(2, 4))
+    model.to("cpu").float()
+    output.sum().backward()
+    assert all(one is other and one.grad is not None for one, other in zip(model.parameters(), shards, strict=True))
+    with pytest.raises(RuntimeError, match="swap"):
+        kept = model(torch.ones(2, 4))
+        model.double()
+    kept.sum().backward()
+    del output, kept
+    num_calls: list[int] = []
+    model._apply(lambda value: (num_calls.append(1), value.double())[1])
+    assert len(num_calls) == 2 * len(shards), "each parameter and each gradient once"
+    assert {param.dtype for param in model.parameters()} == {torch.float64}
+    assert model(torch.ones(2, 4, dtype=torch.float64)).dtype == torch.float64

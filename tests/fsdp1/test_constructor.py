@@ -84,13 +84,40 @@ def test_a_module_in_two_places_is_wrapped_once(fake_group):
     assert ours.again is ours.layers[0] and isinstance(ours.again, FullyShardedDataParallel)
 
 
-def test_containers_have_wrappers_that_do_nothing(fake_group):
+def test_a_container_of_wrappers_does_nothing(fake_group):
     fake_group(2)
-    with pytest.warns(UserWarning, match="ModuleList has no forward"):
+    with pytest.warns(UserWarning, match="ModuleList has no forward; its children are sharded"):
         ours = wrap("sharded", Transformer(), auto_wrap_policy=always_wrap_policy)
     assert all(isinstance(param, DTensor) for param in ours.parameters())
-    with pytest.raises(ShardingError, match=r"ModuleList has no forward.*0\.weight, 0\.bias"):
-        wrap("sharded", nn.ModuleList([nn.Linear(2, 2)]))
+
+
+def test_children_of_a_container_form_one_unit(fake_group):
+    fake_group(2)
+    container = nn.ModuleList([nn.Linear(2, 2), nn.ModuleDict({"inner": nn.Linear(2, 3)}), nn.ReLU()])
+    container.append(wrap("sharded", nn.Linear(3, 4)))
+    with pytest.warns(UserWarning, match="ModuleList has no forward; its children form one unit"):
+        ours = wrap("sharded", container)
+    first, inner, last = container[0], container[1]["inner"], container[3].module
+    assert first.__dict__[UNIT] is inner.__dict__[UNIT] is not last.__dict__[UNIT]
+    assert UNIT not in container[2].__dict__
+    with FullyShardedDataParallel.summon_full_params(ours):
+        assert [tuple(param.shape) for param in ours.parameters()] == [(2, 2), (2,), (3, 2), (3,), (4, 3), (4,)]
+    with pytest.raises(ShardingError, match=r"ParameterList has no forward.*holds itself \(0, 1\); wrap a module"):
+        wrap("sharded", nn.ModuleList([nn.ParameterList([torch.ones(2), torch.ones(2)])]))
+
+
+def test_a_module_is_wrapped_again(fake_group):
+    """As for inference after training: the second wrapper shows the same shards."""
+    fake_group(2)
+    module = nn.Sequential(wrap("sharded", nn.Linear(2, 2)), nn.Linear(2, 2))
+    first = wrap("sharded", module)
+    second = wrap("sharded", module)
+    assert all(one is other for one, other in zip(first.parameters(), second.parameters(), strict=True))
+    assert second.check_is_root() and not module[0].check_is_root()
+    assert list(second.state_dict()) == list(first.state_dict())
+    assert copy.deepcopy(second).module.__dict__[UNIT] is not module.__dict__[UNIT]
+    with pytest.raises(ShardingError, match="Sequential is wrapped already, with another sharding_strategy: what is"):
+        wrap("sharded", module, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
 
 
 def test_the_signature_is_that_of_fsdp1():

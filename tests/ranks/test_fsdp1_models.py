@@ -282,3 +282,69 @@ def migrate_from_zero() -> None:
 
 def test_from_zero(run_on_gloo_ranks):
     run_on_gloo_ranks(2, migrate_from_zero)
+
+
+class Listed(nn.Module):
+    """Layers in a list that has a wrapper of its own; the forward runs some of them, in another order."""
+
+    def __init__(self, wrap_list) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.layers = wrap_list(nn.ModuleList([nn.Linear(6, 2), nn.Linear(6, 6), nn.Linear(6, 6)]))
+
+    def forward(self, x: torch.Tensor, num_layers: int) -> torch.Tensor:
+        x = self.first(x)
+        for each in range(num_layers, 0, -1):
+            x = self.layers[each](torch.tanh(x))
+        return self.layers[0](x)
+
+
+def train_listed(implementation: str) -> None:
+    torch.manual_seed(0)
+    plain = Listed(lambda layers: layers)
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="its children form one unit"):
+        wrapper = wrap(implementation, Listed(functools.partial(wrap, implementation)))
+    forward = compile_if_asked(implementation, wrapper)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, wrapper)]
+    for num_layers in (2, 1, 2):
+        for rank in range(2):
+            (plain(torch.full((2, 4), 1.0 + rank), num_layers).square().sum() / 2).backward()
+        forward(torch.full((2, 4), 1.0 + dist.get_rank()), num_layers).square().sum().backward()
+        expected = {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
+        assert_close({name: grad for name, grad in full_gradients(wrapper).items() if name in expected}, expected)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(full_parameters(wrapper), {name: param.detach() for name, param in plain.named_parameters()})
+
+
+@pytest.mark.parametrize("implementation", GRAPHSHARD)
+def test_a_container_with_a_wrapper(run_on_gloo_ranks, implementation):
+    run_on_gloo_ranks(2, train_listed, implementation)
+
+
+def wrap_again() -> None:
+    """After training, and while a forward still waits for its backward."""
+    torch.manual_seed(0)
+    plain, module = build_mlp((4, 5), (5, 2)), build_mlp((4, 5), (5, 2))
+    module.load_state_dict(plain.state_dict())
+    module[0] = wrap("sharded", module[0])
+    first = wrap("sharded", module)
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.1)
+    x = torch.randn(3, 4)
+    first(x).square().sum().backward()
+    optimizer.step()
+    expected = first(x)
+    second = wrap("sharded", module).to("cpu")
+    assert_close(second(x), expected)
+    optimizer.zero_grad()
+    expected.sum().backward()
+    gradients = full_gradients(second)
+    plain.load_state_dict({name: value for name, value in full_parameters(second).items()})
+    plain(x).sum().backward()
+    assert_close(gradients, {name: param.grad for name, param in plain.named_parameters()})
+
+
+def test_a_module_is_wrapped_again(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, wrap_again)
