@@ -37,6 +37,8 @@ HAND_WRITTEN = {
 }
 MESHES = {"dp2 x tp2": (2, 2), "tp4": (1, 4), "replicate2 x tp2": (2, 1, 2)}
 AXES = ("replicate", "dp", "tp")
+LIMIT_S = 480.0
+"""Ten steps on a busy machine."""
 INSIDE_LAYERS = {
     name: cut for name, cut in PARALLEL_MODELS["llama"].placements.items() if name.startswith("layers")
 }
@@ -119,14 +121,14 @@ def test_ready_plans(run_on_gloo_ranks, name):
 def test_ten_steps_of_every_model(run_on_gloo_ranks, name, mesh):
     """Inductor's kernels run on one mesh; on the others all but them."""
     implementation = "compiled" if mesh == "dp2 x tp2" else "interpreted"
-    run_on_gloo_ranks(4, train_several, [name], implementation, MESHES[mesh], 10)
+    run_on_gloo_ranks(4, train_several, [name], implementation, MESHES[mesh], 10, timeout_s=LIMIT_S)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_uncompiled_steps_of_every_model(run_on_gloo_ranks, name, mesh):
-    run_on_gloo_ranks(4, train_several, [name], "sharded", MESHES[mesh], 10)
+    run_on_gloo_ranks(4, train_several, [name], "sharded", MESHES[mesh], 10, timeout_s=LIMIT_S)
 
 
 @pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.slow), "llama with three heads"])
@@ -156,7 +158,7 @@ def test_uncompiled(run_on_gloo_ranks):
     [("gpt", "tp4"), ("vit", "tp4"), ("llama with one key head", "replicate2 x tp2")],
 )
 def test_ten_steps_through_inductor_on_other_meshes(run_on_gloo_ranks, name, mesh):
-    run_on_gloo_ranks(4, train_several, [name], "compiled", MESHES[mesh], 10)
+    run_on_gloo_ranks(4, train_several, [name], "compiled", MESHES[mesh], 10, timeout_s=LIMIT_S)
 
 
 def train_planned() -> tuple[int, int]:
@@ -221,7 +223,7 @@ def test_dropout_draws_what_one_rank_draws(run_on_gloo_ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_ten_steps_with_dropout(run_on_gloo_ranks, mesh):
-    run_on_gloo_ranks(4, train_with_dropout, MESHES[mesh], 10)
+    run_on_gloo_ranks(4, train_with_dropout, MESHES[mesh], 10, timeout_s=LIMIT_S)
 
 
 def compile_with_other_seeds() -> str:
