@@ -320,7 +320,7 @@ def test_checkpoints_interchange_with_torch(run_on_gloo_ranks, tmp_path):
     run_on_gloo_ranks(4, exchange_checkpoints, str(tmp_path))
 
 
-def train_hugging_face() -> None:
+def train_hugging_face(num_steps: int) -> None:
     """A Llama of Hugging Face with the plan that its class brings."""
     import transformers
 
@@ -335,7 +335,7 @@ def train_hugging_face() -> None:
     graphshard.fully_shard(model, mesh=mesh["dp"])
     forward = compile_if_asked("compiled", model)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=False) for each in (reference, model)]
-    for step in range(2):
+    for step in range(num_steps):
         tokens = torch.randint(12, (2, 8), generator=torch.Generator().manual_seed(step))
         losses = [each(input_ids=tokens, labels=tokens).loss for each in (reference, forward)]
         assert_close(losses[1].detach(), losses[0].detach())
@@ -347,9 +347,10 @@ def train_hugging_face() -> None:
             optimizer.zero_grad()
 
 
-def test_hugging_face_with_its_own_plan(run_on_gloo_ranks):
+@pytest.mark.parametrize("num_steps", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_hugging_face_with_its_own_plan(run_on_gloo_ranks, num_steps):
     pytest.importorskip("transformers")
-    run_on_gloo_ranks(2, train_hugging_face)
+    run_on_gloo_ranks(2, train_hugging_face, num_steps, timeout_s=LIMIT_S)
 
 
 def choose_placements() -> list[str]:
