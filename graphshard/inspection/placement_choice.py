@@ -2,8 +2,11 @@
 
 Candidates are the ready plans that fit the model, no placements at all, and what searches find from there on
 (:mod:`graphshard.inspection.placement_search`). Each is predicted as ``inspect`` predicts a step. A model of many equal
-blocks is predicted with one and with two of them, and the difference counts for each further block. The fastest
-candidate that fits the memory is chosen; if none fits, the one that needs the least.
+blocks is predicted with one and with two of them, and the difference counts for each further block. That is exact for
+the time, but not for the memory: in the backward of many blocks one is gathered beside the one that is computed, and
+the gradients of another are still being reduced. So the candidates that may be chosen are predicted once more, with
+three and with four blocks. The fastest candidate that fits the memory is chosen; if none fits, the one that needs the
+least.
 """
 
 from __future__ import annotations
@@ -41,6 +44,10 @@ Predict = Callable[[Settings, nn.Module], Report]
 
 #: Searches from a plan on: returns what it found, and the number of trials.
 Search = Callable[[Stated], tuple[Stated, int]]
+
+#: From so many blocks on, each further one adds the same to the peak: the block that is computed, the one that is
+#: gathered ahead, and the one whose gradients are being reduced.
+_STEADY = 3
 
 #: The name of no placements at all.
 REPLICATED = "replicated"
@@ -142,7 +149,7 @@ class StepPredictor:
         settings: of the inspection.
         module: the model.
         predict: predicts a step.
-        num_blocks: equal blocks of the model of which two are predicted; 0 to predict it as it is.
+        num_blocks: equal blocks of the model of which a few are predicted; 0 to predict it as it is.
     """
 
     settings: Settings
@@ -158,18 +165,17 @@ class StepPredictor:
             num_blocks=num_repeated_blocks(module),
         )  # fmt: skip
 
-    def numbers(self, placements: Stated) -> Numbers:
-        """The numbers of the model with placements.
+    def numbers(self, placements: Stated, fewest: int = 1) -> Numbers:
+        """The numbers of the model with placements, from those with ``fewest`` blocks and with one more.
 
         Raises:
             GraphShardError: as :func:`graphshard.inspect`.
         """
         if self.num_blocks:
             try:
-                one, two = (_parts(self._report(placements, number)) for number in (1, 2))
-                return _numbers(
-                    {name: one[name] + (self.num_blocks - 1) * (two[name] - one[name]) for name in one}
-                )
+                few, more = (_parts(self._report(placements, fewest + each)) for each in (0, 1))
+                further = self.num_blocks - fewest
+                return _numbers({name: few[name] + further * (more[name] - few[name]) for name in few})
             except GraphShardError:  # patterns of units may name later blocks; the model may need all of them
                 self.num_blocks = 0
         return _numbers(_parts(self._report(placements, 0)))
@@ -180,7 +186,7 @@ class StepPredictor:
             return "Placements were compared under the schedule of training (plan='unit')."
         return (
             "Placements were compared under the schedule of training (plan='unit'), predicted from one and from two "
-            f"of {self.num_blocks} equal blocks."
+            f"of {self.num_blocks} equal blocks; the chosen ones from three and from four."
         )
 
     def _report(self, placements: Stated, num_blocks: int) -> Report:
@@ -225,7 +231,7 @@ def choose(
     if search is not None:
         num_trials = comparison.add_searched(search)
         notes.append(f"Searches priced {num_trials} choices of placements of weights.")
-    best = _cheapest(comparison.numbers, settings.limit_bytes)
+    best = comparison.cheapest(settings.limit_bytes)
     stated = comparison.stated[best]
     return PlacementChoice(
         placements=best if best in known and best != REPLICATED else stated,
@@ -281,6 +287,15 @@ class _Comparison:
             total += num_trials
             self.add(name, found)
         return total
+
+    def cheapest(self, limit_bytes: int) -> str:
+        """The fastest that fits, else the one that needs the least; predicts those again that it may be."""
+        if self.predictor.num_blocks:
+            for name in sorted(self.numbers, key=lambda name: self.numbers[name].step_seconds):
+                self.numbers[name] = self.predictor.numbers(self.stated[name], fewest=_STEADY)
+                if self.numbers[name].peak_bytes <= limit_bytes:
+                    break
+        return _cheapest(self.numbers, limit_bytes)
 
     def _cannot_run(self, name: str, error: GraphShardError) -> None:
         self.failed = error

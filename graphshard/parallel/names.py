@@ -40,7 +40,9 @@ def resolve(
         hits = [name for name in all_names if matches(pattern, name)]
         if not hits:
             some = ", ".join(name for name in all_names[:6] if name)
-            problems.append(f"{pattern!r} matches no {what}; there are {some}, ...")
+            problems.append(
+                f"{pattern!r} matches no {what}; there are {some}, ...: correct it or leave it out"
+            )
         for name in hits:
             if name in found:
                 twice.setdefault((found[name], pattern), []).append(name)

@@ -8,7 +8,7 @@ the whole, with the same result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from torch import nn
@@ -25,6 +25,9 @@ from .styles import Stated, is_style, read_styles
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
+#: Also the answer to placements on several axes: a list, or a dict by axis.
+_ALLOWED = "Shard(dim) or Replicate(), on the one axis of the mesh"
+
 
 def parallelize(
     module: ModuleT,
@@ -36,12 +39,13 @@ def parallelize(
     src_data_rank: int | None = 0,
 ) -> ModuleT:
     """:func:`graphshard.parallelize` with placements that are known: no "auto"."""
+    problems = []
     if mesh.ndim != 1 or mesh.mesh_dim_names is None:
-        raise ShardingError(
-            f"parallelize: the mesh must be one named axis, such as mesh['tp'], not {mesh.ndim} dimensions named "
+        problems.append(
+            f"the mesh must be one named axis, such as mesh['tp'], not {mesh.ndim} dimensions named "
             f"{mesh.mesh_dim_names}"
         )
-    stated = state_placements(module, placements, inputs, outputs)
+    stated = state_placements(module, placements, inputs, outputs, problems)
     by_param = {
         id(param): stated.parameters[name]
         for name, param in module.named_parameters(remove_duplicate=False)
@@ -58,13 +62,18 @@ def state_placements(
     placements: Mapping[str, Placement | ParallelStyle | str] | str | Stated,
     inputs: Mapping[str, Held] | None = None,
     outputs: Mapping[str, Placement] | None = None,
+    problems: Sequence[str] = (),
 ) -> Stated:
     """The placements that the arguments of ``parallelize`` state, by name of a parameter or a module.
+
+    Args:
+        module, placements, inputs, outputs: of ``parallelize``.
+        problems: what is wrong already.
 
     Raises:
         ShardingError: as :func:`graphshard.parallelize` does.
     """
-    problems: list[str] = []
+    problems = list(problems)
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     modules = dict(module.named_modules())
     of_parameters: dict[str, Placement] = {}
@@ -126,9 +135,12 @@ def _check_parameters(module: nn.Module, chosen: Mapping[str, Placement], proble
             continue
         placement = chosen.get(name, Replicate())
         if type(placement) not in (Shard, Replicate):
-            problems.append(f"parameter {name!r}: {placement!r} must be Shard(dim) or Replicate()")
+            problems.append(f"parameter {name!r}: {placement!r} must be {_ALLOWED}")
         elif isinstance(placement, Shard) and not -param.ndim <= placement.dim < param.ndim:
-            problems.append(f"parameter {name!r} of shape {list(param.shape)} has no dim {placement.dim}")
+            problems.append(
+                f"parameter {name!r} of shape {list(param.shape)} has no dim {placement.dim}: give Shard of a dim that "
+                "it has, or Replicate()"
+            )
     if placed:
         problems.append(
             f"parameter(s) {', '.join(map(repr, placed))} have placements on an axis already, and a graph has them on "
@@ -149,7 +161,7 @@ def _check_arguments(
         if missing := [each for each in by_name if each not in known]:
             problems.append(
                 f"inputs: module {name!r} has no argument {', '.join(map(repr, missing)) if known else 'at all'}; "
-                f"it takes {', '.join(known) or 'nothing'}"
+                f"it takes {', '.join(known) or 'nothing'}: {'name one of these' if known else 'leave it out'}"
             )
         problems += _odd_placements("inputs", name, by_name.values())
     for name, placement in returned.items():
@@ -159,7 +171,7 @@ def _check_arguments(
 def _odd_placements(what: str, name: str, placements: object) -> list[str]:
     assert hasattr(placements, "__iter__")
     return [
-        f"{what}: module {name!r}: {each!r} must be Shard(dim) or Replicate()"
+        f"{what}: module {name!r}: {each!r} must be {_ALLOWED}"
         for each in placements
         if type(each) not in (Shard, Replicate)
     ]

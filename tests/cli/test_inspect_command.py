@@ -1,5 +1,6 @@
 """``graphshard inspect``: what it prints and writes, and one line with exit status 2 for every mistake."""
 
+import importlib
 import json
 import re
 import sys
@@ -10,10 +11,12 @@ import torch
 from support.cost_cards import ROUND_CARD
 from support.factories import MODULE
 
+import graphshard
 from graphshard.cli.inspect_command import parse_mesh
 from graphshard.cli.main import main
 from graphshard.errors import UsageError
 from graphshard.report import report_schema
+from graphshard.report.formulas import formulas_text
 
 
 @pytest.fixture
@@ -72,6 +75,22 @@ def test_placements_from_a_dict(here, capsys):
     data = json.loads((here / "report.json").read_text())
     assert [one["placement"] for one in data["placements"]] == ["Shard(0)", "Shard(0)", "Shard(1)", "Replicate"]
     assert "Placements on tp=2" in (here / "report.html").read_text()
+
+
+def test_formulas_with_a_ready_plan(here, capsys):
+    """What Python's `formulas` gives; the further axis stays as it is."""
+    (here / "named_factories.py").write_text(
+        "import torch\nfrom support.searched_models import Misnamed\n\n"
+        "def make():\n    with torch.device('meta'):\n        return Misnamed(), (torch.empty(4, 3, 8),)\n"
+    )
+    words = ["--hardware", "round.json", "--mesh", "shard=2,tp=2", "--placements", "gpt", "--formulas", "batch=0"]
+    assert main(["inspect", "named_factories:make", *words]) == 0
+    printed = capsys.readouterr().out
+    model, args = importlib.import_module("named_factories").make()
+    sys.modules.pop("named_factories")
+    options = {"dynamic": {"batch": 0}, "mesh": {"shard": 2, "tp": 2}, "hardware": ROUND_CARD}
+    assert printed == formulas_text(graphshard.formulas(model, args, placements="gpt", **options))
+    assert "tp=2 stays as it is" in printed and "of reshards" in printed and "forward reshards = " in printed
 
 
 SHARDED = """

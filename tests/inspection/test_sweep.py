@@ -455,6 +455,38 @@ def test_processes_give_the_same(here, capsys):
     assert tables[0] == tables[1]
 
 
+@pytest.mark.slow
+def test_processes_choose_the_same_placements(here, capsys):
+    found = []
+    for processes in ("2", "1"):
+        arguments = [*GOOD[:-4], "--mesh", "shard=2,4", "--mesh", "tp=2", "--batch", "2,3", "--placements", "auto"]
+        arguments += ["--processes", processes, "--json", "out.json"]
+        assert main(["sweep", "swept_factories:sized", *arguments]) == 0
+        found.append(json.loads((here / "out.json").read_text())["points"])
+    printed = capsys.readouterr()
+    assert printed.err == "" and printed.out.count("placements chosen for each point: ") == 2
+    assert found[0] == found[1] and len(found[0]) == 4
+    assert all(point["placements"] and point["mesh"]["tp"] == 2 for point in found[0])
+
+
+def test_a_ready_plan_by_name(here, capsys):
+    """The points of `inspect` with the plan."""
+    (here / "named_factories.py").write_text(
+        "import torch\nfrom support.searched_models import Misnamed\n\n"
+        "def sized(batch):\n    with torch.device('meta'):\n        return Misnamed(), (torch.empty(batch, 3, 8),)\n"
+    )
+    words = ["--hardware", "round.json", "--mesh", "shard=2", "--mesh", "tp=2", "--placements", "gpt"]
+    outputs = ["--batch", "2", "--processes", "1", "--json", "out.json"]
+    assert main(["sweep", "named_factories:sized", *words, *outputs]) == 0
+    (point,) = json.loads((here / "out.json").read_text())["points"]
+    model, args = importlib.import_module("named_factories").sized(2)
+    sys.modules.pop("named_factories")
+    options = {"mesh": {"shard": 2, "tp": 2}, "hardware": ROUND_CARD, "placements": "gpt"}
+    report = graphshard.inspect(model, args, **options)
+    assert report.reshards and point["step_seconds"] == report.step_seconds
+    assert point["peak_bytes"] == report.memory.peak_bytes and "Misnamed on round" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

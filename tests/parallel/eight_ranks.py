@@ -1,13 +1,17 @@
-"""Eight ranks as threads, on a mesh of 2 copies x 2 shards x 2 ranks of tensor parallelism: run by test_eight_ranks."""
+"""Eight ranks as threads, on a mesh of 2 copies x 2 shards x 2 ranks of tensor parallelism: run by test_eight_ranks.
+
+Arguments: the name of a model, and the number of steps.
+"""
 
 import copy
+import sys
 import threading
 from unittest import mock
 
 import torch
 from support.interpreted_halves import InterpretedHalf, interpreted_halves
 from support.parallel_models import PARALLEL_MODELS
-from support.threads_as_ranks import LIMIT_S, run_on_threads
+from support.threads_as_ranks import run_on_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -16,8 +20,13 @@ from torch.testing import assert_close
 import graphshard
 
 NUM_RANKS = 8
-GIVEN = PARALLEL_MODELS["mlp"]
-BATCHES = [[GIVEN.draw(torch.Generator().manual_seed(10 * step + index)) for index in range(4)] for step in range(2)]
+#: How long all steps may take, in seconds.
+LIMIT_S = 500
+GIVEN = PARALLEL_MODELS[sys.argv[1]]
+BATCHES = [
+    [GIVEN.draw(torch.Generator().manual_seed(10 * step + index)) for index in range(4)]
+    for step in range(int(sys.argv[2]))
+]
 
 #: No rank runs while another one compiles: torch's tracing is not made for that.
 COMPILED = threading.Barrier(NUM_RANKS, timeout=LIMIT_S)
@@ -45,8 +54,9 @@ def steps(model: nn.Module) -> list[dict[str, torch.Tensor]]:
 
 def train(rank: int, model: nn.Module, expected: list[dict[str, torch.Tensor]]) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
-    graphshard.parallelize(model, mesh["tp"], GIVEN.placements)
-    graphshard.fully_shard(model, mesh=mesh["replicate", "shard"])
+    graphshard.parallelize(model, mesh["tp"], GIVEN.placements, **GIVEN.held)
+    for unit in [*GIVEN.units(model), model]:
+        graphshard.fully_shard(unit, mesh=mesh["replicate", "shard"])
     COMPILED.wait()
     forward = torch.compile(model, backend="graphshard", options={"hardware": None}, fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
@@ -65,4 +75,4 @@ if __name__ == "__main__":
     models = [copy.deepcopy(reference) for _ in range(NUM_RANKS)]
     expected = steps(reference)
     with interpreted_halves(), mock.patch.object(InterpretedHalf, "__call__", run_half):
-        print("trained:", run_on_threads(NUM_RANKS, lambda rank: train(rank, models[rank], expected)))
+        print("trained:", run_on_threads(NUM_RANKS, lambda rank: train(rank, models[rank], expected), LIMIT_S))

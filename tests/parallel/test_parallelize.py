@@ -11,7 +11,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import graphshard
 from graphshard.auto_placements import _sizes
+from graphshard.backend import JOINT_PIPELINE
 from graphshard.errors import OptionError, ShardingError
+from graphshard.passes import PropagateSharding
+from graphshard.pipeline import Pipeline
+from graphshard.testing import capture_graphs
 
 
 @pytest.fixture
@@ -60,22 +64,50 @@ def test_one_error_lists_all_that_is_wrong(tp):
                 "layers.0.*.wq.weight": Shard(1),
                 "norm.weight": Shard(1),
                 "output.weight": Partial(),
+                "tok_embeddings.weight": [Shard(0), Shard(1)],
+                "layers.*.attention.wo.weight": {"tp": Shard(1), "ep": Shard(0)},
             },
             inputs={"layers.*.attention": {"mask": Replicate()}, "blocks.*": Shard(1)},
             outputs={"norm": Partial()},
         )
-    text = str(error.value)
-    for part in (
-        "'layers.*.attention.wx.weight' matches no parameter; there are tok_embeddings.weight, ",
-        "'layers.*.attention.wq.weight' and 'layers.0.*.wq.weight' both match parameter 'layers.0.attention.wq.weight'",
-        "parameter 'norm.weight' of shape [16] has no dim 1",
-        "parameter 'output.weight': Partial(sum) must be Shard(dim) or Replicate()",
-        "module 'layers.1.attention' has no argument 'mask'; it takes x, angles",
-        "'blocks.*' matches no module",
-        "outputs: module 'norm': Partial(sum) must be",
+    text = str(error.value).replace("Partial(reduce_op='sum')", "Partial(sum)").replace("P(sum)", "Partial(sum)")
+    problems = text.removeprefix("parallelize: ").split("; ")
+    allowed = "must be Shard(dim) or Replicate(), on the one axis of the mesh"
+    for start, remedy in (
+        ("'layers.*.attention.wx.weight' matches no parameter", ""),
+        ("there are tok_embeddings.weight, ", ", ...: correct it or leave it out"),
+        (
+            "'layers.*.attention.wq.weight' and 'layers.0.*.wq.weight' both match parameter "
+            "'layers.0.attention.wq.weight'",
+            ": leave one out",
+        ),
+        ("parameter 'norm.weight' of shape [16] has no dim 1", ": give Shard of a dim that it has, or Replicate()"),
+        ("parameter 'output.weight': Partial(sum) ", allowed),
+        ("parameter 'tok_embeddings.weight': [Shard(dim=0), Shard(dim=1)] ", allowed),
+        ("parameter 'layers.1.attention.wo.weight': {'tp': Shard(dim=1), 'ep': Shard(dim=0)} ", allowed),
+        ("inputs: module 'layers.1.attention' has no argument 'mask'", ""),
+        ("it takes x, angles", ": name one of these"),
+        ("'blocks.*' matches no module", ""),
+        ("there are tok_embeddings, layers, ", ", ...: correct it or leave it out"),
+        ("outputs: module 'norm': Partial(sum) ", allowed),
     ):
-        assert part in text.replace("Partial(reduce_op='sum')", "Partial(sum)").replace("P(sum)", "Partial(sum)"), part
+        assert [each for each in problems if each.startswith(start) and each.endswith(remedy)], (start, problems)
     assert not any(isinstance(param, DTensor) for param in model.parameters())
+
+
+def test_heads_and_widths_that_the_ranks_do_not_divide_are_no_mistakes(fake_group):
+    """Three heads and one key head on four ranks: gathered in front of the attention, which each rank computes."""
+    fake_group(4)
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+    given = PARALLEL_MODELS["llama with three heads"]
+    model = graphshard.parallelize(given.build(), mesh["tp"], given.placements, src_data_rank=None)
+    graphshard.fully_shard(model, mesh=mesh["dp"])
+    with torch.no_grad():
+        batch = given.draw(torch.Generator())
+        graphs = capture_graphs(model, *batch, pipeline=Pipeline(PropagateSharding(), *JOINT_PIPELINE.passes))
+    (attention,) = [node for node in graphs.joint.graph.nodes if "scaled_dot_product" in str(node.target)]
+    assert {node.meta["val"].shape[1] for node in attention.all_input_nodes} == {3}
+    assert model.layers[0].attention.wq.weight.to_local().shape == (3, 12)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -107,8 +139,8 @@ def test_refuses_a_model_that_is_placed(tp):
 def test_refuses_a_mesh_that_is_no_named_axis(fake_group):
     fake_group(4)
     for mesh in (init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), init_device_mesh("cpu", (4,))):
-        with pytest.raises(ShardingError, match="the mesh must be one named axis"):
-            graphshard.parallelize(nn.Linear(4, 4), mesh, {"weight": Shard(0)})
+        with pytest.raises(ShardingError, match=r"one named axis, such as mesh\['tp'\], .*; 'wight' matches no param"):
+            graphshard.parallelize(nn.Linear(4, 4), mesh, {"wight": Shard(0)})
 
 
 def test_auto_says_what_it_needs(tp, fake_group):

@@ -2,6 +2,7 @@
 
 import copy
 import time
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from support.cost_cards import round_card
 from support.implementations import compile_if_asked
+from support.interpreted_halves import interpreted_halves
 from support.meshes_parity import named_mesh
 from support.parallel_models import PARALLEL_MODELS, ParallelModel
 from support.ready_plan_models import READY_PLAN_MODELS
@@ -33,6 +35,10 @@ HAND_WRITTEN = {
     "layers.*.feed_forward.w[13]": ColwiseParallel(),
     "layers.*.feed_forward.w2": RowwiseParallel(),
 }
+MESHES = {"dp2 x tp2": (2, 2), "tp4": (1, 4), "replicate2 x tp2": (2, 1, 2)}
+AXES = ("replicate", "dp", "tp")
+LIMIT_S = 480.0
+"""Ten steps on a busy machine."""
 INSIDE_LAYERS = {
     name: cut for name, cut in PARALLEL_MODELS["llama"].placements.items() if name.startswith("layers")
 }
@@ -92,10 +98,12 @@ def check_like(reference: nn.Module, model: nn.Module) -> None:
 
 
 def train_several(names: list[str], implementation: str, shape: tuple[int, ...], num_steps: int) -> None:
-    axes = ("replicate", "dp", "tp")[-len(shape) :]
-    for name in names:
-        torch._dynamo.reset()
-        train(name, implementation, shape, axes, num_steps)
+    """`implementation`: see `implementations`; or "interpreted": compiled, without Inductor."""
+    is_interpreted = implementation == "interpreted"
+    with interpreted_halves() if is_interpreted else nullcontext():
+        for name in names:
+            torch._dynamo.reset()
+            train(name, "compiled" if is_interpreted else implementation, shape, AXES[-len(shape) :], num_steps)
 
 
 def test_trains_like_the_unsharded_model(run_on_gloo_ranks):
@@ -108,9 +116,19 @@ def test_ready_plans(run_on_gloo_ranks, name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", [name for name in MODELS if "dropout" not in name])
-def test_ten_steps_of_every_model(run_on_gloo_ranks, name):
-    run_on_gloo_ranks(4, train_several, [name], "compiled", (2, 2), 10)
+def test_ten_steps_of_every_model(run_on_gloo_ranks, name, mesh):
+    """Inductor's kernels run on one mesh; on the others all but them."""
+    implementation = "compiled" if mesh == "dp2 x tp2" else "interpreted"
+    run_on_gloo_ranks(4, train_several, [name], implementation, MESHES[mesh], 10, timeout_s=LIMIT_S)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_ten_uncompiled_steps_of_every_model(run_on_gloo_ranks, name, mesh):
+    run_on_gloo_ranks(4, train_several, [name], "sharded", MESHES[mesh], 10, timeout_s=LIMIT_S)
 
 
 @pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.slow), "llama with three heads"])
@@ -136,15 +154,11 @@ def test_uncompiled(run_on_gloo_ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "implementation", "shape"),
-    [
-        ("llama with one key head", "sharded", (2, 2)),
-        ("gpt", "compiled", (1, 4)),
-        ("llama with one key head", "compiled", (2, 1, 2)),
-    ],
+    ("name", "mesh"),
+    [("gpt", "tp4"), ("vit", "tp4"), ("llama with one key head", "replicate2 x tp2")],
 )
-def test_ten_steps_on_other_meshes(run_on_gloo_ranks, name, implementation, shape):
-    run_on_gloo_ranks(4, train_several, [name], implementation, shape, 10)
+def test_ten_steps_through_inductor_on_other_meshes(run_on_gloo_ranks, name, mesh):
+    run_on_gloo_ranks(4, train_several, [name], "compiled", MESHES[mesh], 10, timeout_s=LIMIT_S)
 
 
 def train_planned() -> tuple[int, int]:
@@ -179,30 +193,37 @@ def test_one_rank_plans_for_both_axes_and_a_batch_of_any_size(run_on_gloo_ranks)
     assert num_graphs == (2, 2, 2, 2)
 
 
-def train_with_dropout() -> None:
-    """Numbers are drawn for whole values: two ranks that share a batch draw what one rank draws."""
-    given, losses = PARALLEL_MODELS["gpt with dropout"], {}
-    placed, reference = make_pair("gpt with dropout", (1, 2), ("dp", "tp"))[::-1]
-    mesh = named_mesh((1, 2), ("dp", "tp"))
+def train_with_dropout(shape: tuple[int, ...], num_steps: int) -> None:
+    """Numbers are drawn for whole values: the ranks that share a batch draw what ranks without placements draw."""
+    given, losses, axes = PARALLEL_MODELS["gpt with dropout"], {}, AXES[-len(shape) :]
+    reference, placed = make_pair("gpt with dropout", shape, axes)
     for unit in [*given.units(reference), reference]:
-        graphshard.fully_shard(unit, mesh=mesh["tp"])
+        graphshard.fully_shard(unit, mesh=named_mesh((dist.get_world_size(),), ("all",)))
     for kind, model in (("placed", placed), ("sharded", reference)):
         torch._dynamo.reset()
         forward = compile_if_asked("compiled", model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
         losses[kind] = []
-        for step in range(3):
+        for step in range(num_steps):
             torch.manual_seed(step)
-            loss = forward(*given.draw(torch.Generator().manual_seed(step)))
+            loss = forward(*given.draw(torch.Generator().manual_seed(100 * step + dist.get_rank() // shape[-1])))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             losses[kind].append(loss.item())
     assert_close(losses["placed"], losses["sharded"])
+    for one, other in zip(reference.parameters(), placed.parameters(), strict=True):
+        assert_close(other.full_tensor(), one.full_tensor(), rtol=1e-4, atol=1e-5)
 
 
 def test_dropout_draws_what_one_rank_draws(run_on_gloo_ranks):
-    run_on_gloo_ranks(2, train_with_dropout)
+    run_on_gloo_ranks(2, train_with_dropout, (1, 2), 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_ten_steps_with_dropout(run_on_gloo_ranks, mesh):
+    run_on_gloo_ranks(4, train_with_dropout, MESHES[mesh], 10, timeout_s=LIMIT_S)
 
 
 def compile_with_other_seeds() -> str:
@@ -299,7 +320,7 @@ def test_checkpoints_interchange_with_torch(run_on_gloo_ranks, tmp_path):
     run_on_gloo_ranks(4, exchange_checkpoints, str(tmp_path))
 
 
-def train_hugging_face() -> None:
+def train_hugging_face(num_steps: int) -> None:
     """A Llama of Hugging Face with the plan that its class brings."""
     import transformers
 
@@ -314,7 +335,7 @@ def train_hugging_face() -> None:
     graphshard.fully_shard(model, mesh=mesh["dp"])
     forward = compile_if_asked("compiled", model)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, foreach=False) for each in (reference, model)]
-    for step in range(2):
+    for step in range(num_steps):
         tokens = torch.randint(12, (2, 8), generator=torch.Generator().manual_seed(step))
         losses = [each(input_ids=tokens, labels=tokens).loss for each in (reference, forward)]
         assert_close(losses[1].detach(), losses[0].detach())
@@ -326,9 +347,10 @@ def train_hugging_face() -> None:
             optimizer.zero_grad()
 
 
-def test_hugging_face_with_its_own_plan(run_on_gloo_ranks):
+@pytest.mark.parametrize("num_steps", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_hugging_face_with_its_own_plan(run_on_gloo_ranks, num_steps):
     pytest.importorskip("transformers")
-    run_on_gloo_ranks(2, train_hugging_face)
+    run_on_gloo_ranks(2, train_hugging_face, num_steps, timeout_s=LIMIT_S)
 
 
 def choose_placements() -> list[str]:

@@ -24,14 +24,15 @@ LIMIT_S = 100
 TESTS = Path(__file__).parents[1]
 
 
-def check_script(script: Path, num_ranks: int) -> None:
+def check_script(script: Path, num_ranks: int, *arguments: str, timeout_s: float = 150) -> None:
     """Runs a script that prints what :func:`run_on_threads` returns, in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
-    answer = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=150, env=environment)
+    command = [sys.executable, script, *arguments]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
     assert f"trained: {list(range(num_ranks))}" in answer.stdout, answer.stdout + answer.stderr
 
 
-def run_on_threads(num_ranks: int, run_rank: Callable[[int], Any]) -> list[int]:
+def run_on_threads(num_ranks: int, run_rank: Callable[[int], Any], limit_s: float = LIMIT_S) -> list[int]:
     """Runs a function once a rank, all at once; the ranks that came to its end. Errors are printed."""
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     _install_threaded_pg()
@@ -52,6 +53,6 @@ def run_on_threads(num_ranks: int, run_rank: Callable[[int], Any]) -> list[int]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(LIMIT_S)
+        thread.join(limit_s)
     _uninstall_threaded_pg()
     return sorted(done)
