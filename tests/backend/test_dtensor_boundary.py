@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.small_graphs import ParameterSpec, aten
 from support.small_models import FrozenFirst, TwoLinears, shard_units
+from support.torch_versions import NEEDS_REDUCTION
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
@@ -169,6 +170,7 @@ def test_gradients_come_back_as_unpadded_dtensors(fake_group, rank):
         assert list(param.grad.to_local().shape) == shard_shape(param.shape, 0, 4, rank)
 
 
+@NEEDS_REDUCTION
 def test_gradients_have_the_values_of_the_shard(fake_group):
     """On the fake group a reduction keeps this rank's rows of its own gradient."""
     model = _sharded(fake_group(4, 1))

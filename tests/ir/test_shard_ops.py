@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from support.all_ranks import pieces, run_values
 from support.small_graphs import GraphBuilder, ParameterSpec, parameter_graph, reduce_grad, two_axes
 from support.thorough import examples
+from support.torch_versions import NEEDS_REDUCTION, REDUCES
 from torch import nn
 
 import graphshard
@@ -32,11 +33,6 @@ SHAPES = [
 UNEVEN = pytest.mark.parametrize(
     ("shape", "dim"), SHAPES, ids=[f"{shape} dim {dim}" for shape, dim in SHAPES]
 )
-
-
-#: Up to torch 2.12 a reduction over the fake group leaves its result as it was allocated.
-REDUCES = torch.__version__ >= (2, 13)
-NEEDS_REDUCTION = pytest.mark.skipif(not REDUCES, reason="torch 2.11 and 2.12: the fake group leaves results unwritten")
 
 
 def _opcheck(op, arguments):

@@ -18,6 +18,9 @@ from graphshard.errors import ParameterStateError
 
 CHECKPOINTING = FORMS[1:]
 
+#: What Dynamo cannot trace of torch's ``checkpoint(module)``: on torch 2.11 already how it reads its own settings.
+COMPOSABLE_STOPS = r"_checkpoint_without_reentrant_generator|setdefault"
+
 
 def checkpointed_workload(form: str) -> Workload:
     return Workload(
@@ -115,7 +118,7 @@ def compile_composable() -> None:
             shard_units(implementation, model, units_of("composable", model))
         backend = "graphshard" if implementation == "compiled" else "aot_eager"
         inputs = torch.randn(4, 6)
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="_checkpoint_without_reentrant_generator"):
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=COMPOSABLE_STOPS):
             torch.compile(model, backend=backend, fullgraph=True)(inputs)
         output = torch.compile(model, backend=backend)(inputs)
         with pytest.raises(CheckpointError, match="different metadata than during the forward"):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from support.implementations import GRAPHSHARD, compile_if_asked, shard_units
 from support.parity import check_sharded_parity
+from support.torch_versions import TORCH
 from torch import Tensor, nn
 from torch._higher_order_ops import scan, while_loop
 from torch._higher_order_ops.map import map as map_rows
@@ -95,7 +96,11 @@ def give_tensor_parallel_layer(implementation: str) -> None:
     model = Choosing()
     parallelize_module(model.second, mesh["tp"], ColwiseParallel())
     graphshard.fully_shard(model, mesh=mesh["dp"])
-    with pytest.raises(Exception, match=r"parameter second\.weight of unit root is read .* given to cond"):
+    # torch 2.11 tells of an error in a function of an operator its type alone.
+    said = r"parameter second\.weight of unit root is read .* given to cond"
+    if TORCH == (2, 11):
+        said = "UnsupportedShardingError"
+    with pytest.raises(Exception, match=said):
         compile_if_asked(implementation, model)(torch.randn(3, 5))
 
 
