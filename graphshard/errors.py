@@ -41,6 +41,10 @@ class OptionTypeError(GraphShardError, TypeError):
     """An option has a value of the wrong type. Remedy: give the type that the message names."""
 
 
+class StateDictConfigError(OptionTypeError, RuntimeError):
+    """A config is not one of the type of state dict. FSDP1's is a RuntimeError. Remedy: give the type that is named."""
+
+
 class UsageError(GraphShardError, ValueError):
     """The command line names something that does not exist or cannot be used.
 

@@ -47,7 +47,7 @@ ERRORS = """
     ConflictingCommError ExtensionError FormulaError GraphShardError InfeasibleBudgetError NotRootError OptionError
     OptionTypeError OutgrownBudgetError ParameterStateError PassError PipelineError PlanError PriceError ProblemError
     RefusedError ReportFileError ScheduleOrderError ShardDimError ShardingError StaleOptimizerError TableError
-    FlatParameterError TrainingStateError
+    FlatParameterError StateDictConfigError TrainingStateError
     UnknownGroupError UnnamedMeshError UnpricedGroupError UnsupportedShardingError UntypedGraphError UsageError
 """
 

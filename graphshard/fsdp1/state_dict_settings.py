@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 )
 
 from .._compat_fsdp1 import of_dtensors
-from ..errors import OptionTypeError, TrainingStateError
+from ..errors import OptionTypeError, StateDictConfigError, TrainingStateError
 from .wrapper_state import wrappers_in
 
 _CONFIGS: dict[StateDictType, tuple[type[Any], type[Any]]] = {
@@ -29,6 +29,7 @@ _CONFIGS: dict[StateDictType, tuple[type[Any], type[Any]]] = {
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
 }
+_ARGUMENTS = ("state_dict_config", "optim_state_dict_config")
 
 
 def read_settings(module: nn.Module) -> StateDictSettings | None:
@@ -53,7 +54,8 @@ def change_settings(
     """Sets what the wrappers in a module return; returns what they had.
 
     Raises:
-        OptionTypeError: (a TypeError) a config is not one of the type of state dict.
+        OptionTypeError: (a TypeError) ``kind`` is no type of state dict.
+        StateDictConfigError: (a TypeError and a RuntimeError) a config is not one of the type of state dict.
     """
     if not isinstance(kind, StateDictType):
         raise OptionTypeError(f"set_state_dict_type: {kind!r} is no torch.distributed.fsdp.StateDictType")
@@ -62,8 +64,9 @@ def change_settings(
         if given[place] is None:
             given[place] = wanted()
         if type(given[place]) is not wanted:
-            raise OptionTypeError(
-                f"set_state_dict_type: {kind.name} goes with a {wanted.__name__}, got a {type(given[place]).__name__}"
+            raise StateDictConfigError(
+                f"set_state_dict_type: {kind.name} goes with another config. Expected {_ARGUMENTS[place]} of type "
+                f"{wanted.__name__}, got a {type(given[place]).__name__}"
             )
     before = read_settings(module)
     configs = [of_dtensors(each) for each in given]

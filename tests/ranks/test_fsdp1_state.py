@@ -188,11 +188,12 @@ def refuse() -> None:
     cls = FullyShardedDataParallel
     with pytest.warns(FutureWarning):
         for kind, config, text in (
-            (FULL, LocalStateDictConfig(), "goes with a FullStateDictConfig, got a LocalStateDictConfig"),
+            (FULL, LocalStateDictConfig(), "Expected state_dict_config of type FullStateDictConfig, got a Local"),
             ("FULL", None, "is no torch.distributed.fsdp.StateDictType"),
         ):
-            with pytest.raises(OptionTypeError, match=text):
+            with pytest.raises(OptionTypeError, match=text) as refused:
                 cls.set_state_dict_type(model, kind, config)
+            assert isinstance(refused.value, RuntimeError) is (config is not None), "as FSDP1's"
         cls.set_state_dict_type(model[1], SHARDED)
     with pytest.raises(TrainingStateError, match="different state-dict settings"):
         cls.get_state_dict_type(model)
