@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta  # checked: 2.13
 from torch.distributed.tensor._op_schema import OpSchema  # checked: 2.13
+from torch.distributed.tensor._ops import _tensor_ops
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # checked: 2.13
 from torch.utils._python_dispatch import _disable_current_modes  # checked: 2.13
 from torch.utils._python_dispatch import (  # checked: 2.13
@@ -23,6 +24,9 @@ try:
     from torch.distributed.tensor.placement_types import _MaskPartial  # checked: 2.13
 except ImportError:  # where older versions have it
     from torch.distributed.tensor._ops._embedding_ops import _MaskPartial
+
+#: Whether DTensor's rule for ``index_put`` leaves whole what indices select; on torch 2.11 it may not (checked: 2.13).
+KNOWS_INDEX_PUT = hasattr(_tensor_ops, "index_put_single_dim_strategy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,7 +132,7 @@ class LocalGraph:
             for source in tensors:
                 self._replace(node, source, self._of_program(source, node))
             return self._as_it_is(node)
-        if (rows := added_rows(node, tensors)) is not None:
+        if (rows := added_rows(node, tensors, self._call.group_size)) is not None:
             return self._add_own(node, tensors, rows)
         if all(each.is_replicated for each in tensors.values()):
             return self._on_whole(node, tensors)
@@ -245,7 +245,8 @@ class LocalGraph:
         """Adds rows into what this rank holds of a table."""
         whole, cut = node.meta["val"], Shard(rows.dim)
         cut_values = Shard(rows.values_dim) if rows.values_dim is not None else _WHOLE
-        mask, indices = (self._moved_to(tensors[each], _WHOLE, node) for each in (rows.mask, rows.indices))
+        mask = None if rows.mask is None else self._moved_to(tensors[rows.mask], _WHOLE, node)
+        indices = self._moved_to(tensors[rows.indices], _WHOLE, node)
         values = self._moved_to(tensors[rows.values], cut_values, node)
         ranks, rank = self._call.group_size, self._call.rank
         shape = local_shape(whole.shape, placement_text(cut), ranks, rank)
@@ -257,16 +258,24 @@ class LocalGraph:
             fill = node.args[0].args[1] if node.args[0].target is aten.full.default else 0
             table = emit(aten.full.default, shape, fill, dtype=whole.dtype, device=whole.device)
             if rows.dim == 0:
-                inside = emit(aten.bitwise_not.default, outside)
-                while inside.meta["val"].ndim < mask.meta["val"].ndim:
-                    inside = emit(aten.unsqueeze.default, inside, -1)
-                mask = emit(aten.bitwise_and.Tensor, mask, inside)
-        node.args, zeros = (table, mask, [indices], values), node.args[0]
+                mask, values = self._add_inside(emit, outside, mask, values)
+        rest = ([indices], values, True) if mask is None else (mask, [indices], values)
+        node.args, zeros = (table, *rest), node.args[0]
         if not zeros.users:
             self._graph.erase_node(zeros)
         typed = self._retype(node, cut, whole)
         assert typed, f"{node.target} adds into pieces of a table as into the whole"
         return PlacedValue(node=node, placement=cut, whole=whole)
+
+    def _add_inside(
+        self, emit: GraphEmitter, outside: fx.Node, mask: fx.Node | None, values: fx.Node
+    ) -> tuple[fx.Node | None, fx.Node]:
+        """Mask and values of rows that are added, without those ``outside``; zeros in their place without a mask."""
+        if mask is None:
+            outside = _with_dims_of(values, outside, emit)
+            return None, emit(aten.where.self, outside, self._zero(emit, values), values)
+        inside = _with_dims_of(mask, emit(aten.bitwise_not.default, outside), emit)
+        return emit(aten.bitwise_and.Tensor, mask, inside), values
 
     def _own_rows(self, indices: fx.Node, start: int, size: int, reader: fx.Node) -> tuple[fx.Node, fx.Node]:
         """Where indices are not of this rank's rows, and the indices from its first row on; others become 0."""
@@ -430,3 +439,10 @@ def _module_of(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path = str(list(stack.values())[-1][0]) if stack else ""
     return path.removeprefix("L['self'].").replace("._modules['", ".").replace("']", "")
+
+
+def _with_dims_of(like: fx.Node, node: fx.Node, emit: GraphEmitter) -> fx.Node:
+    """``node`` with dims of size 1 behind its own, as many in all as ``like`` has."""
+    while node.meta["val"].ndim < like.meta["val"].ndim:
+        node = emit(aten.unsqueeze.default, node, -1)
+    return node

@@ -22,6 +22,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from .._compat import tree_leaves, tree_map
 from .._compat_dtensor import (
+    KNOWS_INDEX_PUT,
     OpPlacements,
     is_plain_partial,
     masked_dim,
@@ -127,6 +128,8 @@ class OpRules:
             return self.gathered(node, values, "draws random numbers")
         if node.target._schema.is_mutable:
             return self.gathered(node, values, "writes to its input")
+        if node.target is aten.index_put.default and not KNOWS_INDEX_PUT:
+            return self.gathered(node, values, "has no right rule on this torch")
         if any(isinstance(value.placement, (tuple, list)) for value in values.values()):
             return self.gathered(node, values, "takes the results of another op as one value")
         if any(isinstance(each, fx.Node) and each in values for each in node.kwargs.values()):

@@ -2,6 +2,7 @@
 
 import copy
 import operator
+from functools import partial
 
 import pytest
 import torch
@@ -123,16 +124,20 @@ def _odd_ops(num_ranks=2, rank=0):
     ), program
 
 
-def _added_rows(num_ranks=2, rank=0, dim=0):
+def _added_rows(num_ranks=2, rank=0, dim=0, op=aten._unsafe_masked_index_put_accumulate.default):
     """The backward of an embedding, as it is decomposed: rows of two tables, cut along their rows or their columns."""
     program = Program(num_ranks, rank)
     tokens, grad = program.input(3, 2, dtype=torch.int64), program.input(3, 2, 8)
     weight = program(aten.t.default, program.parameter("Shard(0)", 8, 8))
+    product = program(aten.mm.default, program(aten.view.default, grad, [6, 8]), weight)
     outputs = []
-    for given, rows in ((program(aten.matmul.default, grad, weight), 5), (grad, 9)):
+    for given, rows in ((program(aten.view.default, product, [3, 2, 8]), 5), (grad, 9)):
         table = program(aten.new_zeros.default, grad, [rows, 8])
-        mask = program(aten.unsqueeze.default, program(aten.ne.Scalar, tokens, 1), 2)
-        added = program(aten._unsafe_masked_index_put_accumulate.default, table, mask, [tokens], given)
+        if op is aten._unsafe_masked_index_put_accumulate.default:
+            mask = program(aten.unsqueeze.default, program(aten.ne.Scalar, tokens, 1), 2)
+            added = program(op, table, mask, [tokens], given)
+        else:
+            added = program(op, table, [tokens], given, True)
         cast = program(aten._to_copy.default, added, dtype=torch.float32)
         outputs.append(program.move(cast, "Replicate", f"Shard({dim})"))
     return program.build.finish(*outputs), program
@@ -140,6 +145,20 @@ def _added_rows(num_ranks=2, rank=0, dim=0):
 
 def _added_columns(num_ranks=2, rank=0):
     return _added_rows(num_ranks, rank, dim=1)
+
+
+def _added_without_a_mask(num_ranks=2, rank=0, dim=0):
+    """As torch 2.11 decomposes the backward of an embedding."""
+    return _added_rows(num_ranks, rank, dim, op=aten.index_put.default)
+
+
+def _put_along_the_indices(num_ranks=2, rank=0):
+    """Values that are cut along the second dim of their indices, into a table that is read whole."""
+    program = Program(num_ranks, rank)
+    tokens, grad = program.input(3, 6, dtype=torch.int64), program.input(3, 6, 8, dtype=torch.float64)
+    values = program(aten.neg.default, program.held(grad, "Shard(1)"))
+    table = program(aten.new_zeros.default, grad, [5, 8])
+    return program.build.finish(program(aten.index_put.default, table, [tokens], values, True)), program
 
 
 def _two_tables(num_ranks=2, rank=0):
@@ -184,6 +203,9 @@ PROGRAMS = {
     "numbers of terms": _numbers_of_terms,
     "added rows": _added_rows,
     "added columns": _added_columns,
+    "added without a mask": _added_without_a_mask,
+    "added columns without a mask": partial(_added_without_a_mask, dim=1),
+    "put along the indices": _put_along_the_indices,
     "two tables": _two_tables,
     "feed forward": _feed_forward,
     "along the sequence": _along_the_sequence,
@@ -285,17 +307,20 @@ def test_report_names_ops_without_a_rule_and_what_they_cost():
 
 
 @pytest.mark.parametrize(
+    "op", [aten._unsafe_masked_index_put_accumulate.default, aten.index_put.default, aten._unsafe_index_put.default]
+)
+@pytest.mark.parametrize(
     ("dim", "shapes", "moves"),
     [
         (0, [(3, 8), (5, 8)], [("Shard(2)", "Replicate")]),
         (1, [(5, 4), (9, 4)], [("Replicate", "Shard(2)")]),
     ],
 )
-def test_rows_are_added_where_they_are(dim, shapes, moves):
+def test_rows_are_added_where_they_are(dim, shapes, moves, op):
     """No rank has a whole table, and values that are whole are not sent."""
-    gm, _ = _added_rows(dim=dim)
+    gm, _ = _added_rows(dim=dim, op=op)
     report = run_pass(PropagateSharding(), gm, CONTEXT).report
-    tables = gm.graph.find_nodes(op="call_function", target=aten._unsafe_masked_index_put_accumulate.default)
+    tables = gm.graph.find_nodes(op="call_function", target=op)
     assert [tuple(node.meta["val"].shape) for node in tables] == shapes
     calls = [ReshardCall(*node.args) for node in gm.graph.find_nodes(op="call_function", target=RESHARD)]
     assert [(call.src, call.dst) for call in calls] == moves and not report.skipped
