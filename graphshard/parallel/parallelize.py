@@ -39,7 +39,7 @@ def parallelize(
     src_data_rank: int | None = 0,
 ) -> ModuleT:
     """:func:`graphshard.parallelize` with placements that are known: no "auto"."""
-    problems = []
+    problems: list[str] = []
     if mesh.ndim != 1 or mesh.mesh_dim_names is None:
         problems.append(
             f"the mesh must be one named axis, such as mesh['tp'], not {mesh.ndim} dimensions named "
@@ -62,18 +62,18 @@ def state_placements(
     placements: Mapping[str, Placement | ParallelStyle | str] | str | Stated,
     inputs: Mapping[str, Held] | None = None,
     outputs: Mapping[str, Placement] | None = None,
-    problems: Sequence[str] = (),
+    already: Sequence[str] = (),
 ) -> Stated:
     """The placements that the arguments of ``parallelize`` state, by name of a parameter or a module.
 
     Args:
         module, placements, inputs, outputs: of ``parallelize``.
-        problems: what is wrong already.
+        already: what is wrong besides.
 
     Raises:
         ShardingError: as :func:`graphshard.parallelize` does.
     """
-    problems = list(problems)
+    problems = list(already)
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     modules = dict(module.named_modules())
     of_parameters: dict[str, Placement] = {}
