@@ -77,9 +77,9 @@ def test_placements_from_a_dict(here, capsys):
     assert "Placements on tp=2" in (here / "report.html").read_text()
 
 
-@pytest.mark.xfail(raises=KeyError, strict=True, reason="at large sizes the graph has other ops; nothing says so")
+@pytest.mark.slow
 def test_formulas_with_a_ready_plan(here, capsys):
-    """What Python's `formulas` gives; the further axis stays as it is."""
+    """What Python's `formulas` gives; the further axis stays as it is. Large batches have other reshards."""
     (here / "named_factories.py").write_text(
         "import torch\nfrom support.searched_models import Misnamed\n\n"
         "def make():\n    with torch.device('meta'):\n        return Misnamed(), (torch.empty(4, 3, 8),)\n"
@@ -91,7 +91,7 @@ def test_formulas_with_a_ready_plan(here, capsys):
     sys.modules.pop("named_factories")
     options = {"dynamic": {"batch": 0}, "mesh": {"shard": 2, "tp": 2}, "hardware": ROUND_CARD}
     assert printed == formulas_text(graphshard.formulas(model, args, placements="gpt", **options))
-    assert "tp=2 stays as it is" in printed and "of reshards" in printed and "forward reshards = " in printed
+    assert printed.startswith("reference: batch=4, shard=2, tp=2\n") and "reshards over tp" in printed
 
 
 SHARDED = """

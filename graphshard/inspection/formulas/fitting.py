@@ -367,7 +367,7 @@ class _Fitted:
         def search() -> int | None:
             @functools.cache
             def fits(size: int) -> bool:
-                return max(self.sampler.sample(at(size)).live) <= limit
+                return self.sampler.most_bytes(at(size)) <= limit
 
             size = predicted or 1
             if fits(size):
@@ -393,8 +393,7 @@ class _Fitted:
                  if at_least(size) <= limit]  # fmt: skip
 
         def is_too_small(index: int) -> bool:
-            sample = self.sampler.sample(self.reference, {**mesh, "shard": valid[index]})
-            return max(sample.live) > limit
+            return self.sampler.most_bytes(self.reference, {**mesh, "shard": valid[index]}) > limit
 
         for index in range(min(_NUM_TRIED, len(valid))):
             if not is_too_small(index):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -73,6 +73,15 @@ class Sample:
         moved = [num_bytes for num_bytes, _ in self.moved.values()]
         values = [self.activations, self.persistent["inputs"], self.gathered, *moved]
         return [*values, *(work for half in works for work in half.values()), *self.live]
+
+
+class _Placed(NamedTuple):
+    """A step with its collectives placed, and the live bytes at each node of it (:attr:`Sample.live`)."""
+
+    step: CapturedStep
+    persistent: Mapping[str, int]
+    halves: Sequence[Any]
+    live: tuple[int, ...]
 
 
 #: The bound of a kernel: "memory", or its class and dtype.
@@ -179,16 +188,33 @@ class Sampler:
         with lazy_graph_modules():
             return self._sample(self.step(point), mesh or self.settings.rules.mesh, orders or {})
 
-    def _sample(
+    def most_bytes(self, point: tuple[int, ...], mesh: Mapping[str, int] | None = None) -> int:
+        """The most live bytes at a point on a mesh, also where the passes choose other ops than at the reference."""
+        with lazy_graph_modules():
+            placed = self._place(self.step(point), mesh or self.settings.rules.mesh, {})
+        return max(placed.live)
+
+    def _place(
         self, found: CapturedStep, mesh: Mapping[str, int], orders: Mapping[str, Sequence[str]]
-    ) -> Sample:
+    ) -> _Placed:
         rules = replace(self.settings.rules, mesh=mesh)
         settings = replace(self.settings, rules=rules, budget_bytes=None)
         step = reshard_step(found, mesh)
-        further = "" if found.placed is None else found.placed.axis.group_name
         inspection = Inspection(
             settings=settings, captured=step, stages=Stages(None), is_brief=True, orders=orders
         )
+        with no_garbage_collection(), remembered_results():
+            persistent = persistent_bytes(self.module, step, settings.optimizer)
+            halves = inspection.scheduled_halves(always_bytes(persistent, settings.micro_batches))
+        live = [sum(row) + sum(outside) for _, memory, outside in halves for row in memory.live]
+        in_optimizer = sum(persistent[name] for name in ("parameters", "optimizer", "gradients", "inputs"))
+        return _Placed(step, persistent, halves, (*live, in_optimizer))
+
+    def _sample(
+        self, found: CapturedStep, mesh: Mapping[str, int], orders: Mapping[str, Sequence[str]]
+    ) -> Sample:
+        settings, further = self.settings, "" if found.placed is None else found.placed.axis.group_name
+        step, persistent, halves, live = self._place(found, mesh, orders)
         nodes = self._nodes_before_placing(found, step.context)
         own = kernels = tuple(tuple(kernels_of(of_half)) for of_half in nodes)
         if self.merged is not None:
@@ -196,18 +222,13 @@ class Sampler:
                 tuple(kernels_merged_as(of_half, names))
                 for of_half, names in zip(nodes, self.merged, strict=True)
             )
-        with no_garbage_collection(), remembered_results():
-            persistent = persistent_bytes(self.module, step, settings.optimizer)
-            halves = inspection.scheduled_halves(always_bytes(persistent, settings.micro_batches))
-        live = [sum(row) + sum(outside) for _, memory, outside in halves for row in memory.live]
-        in_optimizer = sum(persistent[name] for name in ("parameters", "optimizer", "gradients", "inputs"))
         at_end = dict(zip(CATEGORIES, halves[0][1].live[-1], strict=True))
         return Sample(
             orders={half.name: tuple(node.name for node in half.gm.graph.nodes) for half, _, _ in halves},
             persistent=persistent,
             activations=at_end["activations"],
             gathered=at_end["gathered"],
-            live=(*live, in_optimizer),
+            live=live,
             kernels=kernels,
             is_merged_so=names_in(own) == names_in(kernels),
             copy_seconds=tuple(
