@@ -92,9 +92,8 @@ def accumulates_in_leaf(node: Any, grad: torch.Tensor) -> bool:
             return False
     try:
         is_run: bool = torch._C._will_engine_execute_node(node)
-    except (
-        RuntimeError
-    ):  # of a leaf that torch.autograd.grad was given, or where another engine runs the backward
+    except RuntimeError:
+        # Of a leaf that torch.autograd.grad was given; or another engine runs the backward.
         return False
     return is_run
 

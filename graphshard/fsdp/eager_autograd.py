@@ -21,7 +21,7 @@ from .._compat import gradients_are_boxed, in_backward, in_recomputation, is_tra
 from .._compat_autograd import accumulates_in_leaf
 from ..ir import COMMS
 from .eager_collectives import reduce_together
-from .parameter_slot import ParameterSlot, as_complex, local_shard
+from .parameter_slot import ParameterSlot, add_to_grad, as_complex, local_shard
 from .saved_parameters import ForwardReads, GatheredOnce, Span, can_hook
 from .shard_versions import FullRead, version_of
 from .tensor_trees import tensors_in
@@ -95,30 +95,13 @@ class _GatherUnit(torch.autograd.Function):
         for index, grad in zip(given, reduced, strict=True):
             if grad is not None:
                 local = as_complex(grad) if ctx.is_complex[index] else grad
-                full = DTensor(local, ctx.specs[index], requires_grad=False)
-                result[index] = None if _accumulate(leaves[index][0], full) else full
+                reduced_grad, leaf = DTensor(local, ctx.specs[index], requires_grad=False), leaves[index][0]
+                if accumulates_in_leaf(leaf, reduced_grad):
+                    # That node would detach the DTensor, through the dispatch of DTensors for each parameter.
+                    add_to_grad(leaf.variable, reduced_grad)
+                else:
+                    result[index] = reduced_grad
         return (None, None, None, None, *result)
-
-
-def _accumulate(leaf: Any, grad: DTensor) -> bool:
-    """Accumulates the gradient of a shard as autograd's node of the shard would, with less work of the host.
-
-    That node detaches the DTensor, which goes through the dispatch of DTensors for each parameter.
-
-    Returns:
-        Whether it was done: not where more is asked of the gradient, which is then left to that node.
-    """
-    if not accumulates_in_leaf(leaf, grad):
-        return False
-    shard = leaf.variable
-    present = shard.grad
-    if present is None:
-        shard.grad = grad
-        return True
-    if type(present) is not DTensor or present.requires_grad or present._spec != grad._spec:
-        return False
-    present._local_tensor.add_(grad._local_tensor)
-    return True
 
 
 @once_differentiable

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,15 +59,15 @@ class _CallCollectives(EagerEmitter):
         steps = Steps.of_group(args[-1])
         if target is ALL_REDUCE:
             reduced = value.clone()
-            wait_for(dist.all_reduce(reduced, op, group, async_op=True), reduced, steps, steps.position)
+            _wait(dist.all_reduce(reduced, op, group, async_op=True), reduced, steps, steps.position)
             return reduced
         reduced = value.new_empty((value.shape[0] // args[2], *value.shape[1:]))
         work = reduce_scatter_single(reduced, value, op, group, async_op=True)
-        wait_for(work, reduced, steps, steps.position, takes_limit=False)
+        _wait(work, reduced, steps, steps.position, takes_limit=False)
         return reduced
 
 
-def wait_for(work: Any, result: Tensor, steps: Steps, position: int, *, takes_limit: bool = True) -> None:
+def _wait(work: Any, result: Tensor, steps: Steps, position: int, *, takes_limit: bool = True) -> None:
     """Waits for a collective of a step."""
     if result.device.type == "cpu":
         steps.wait(work, position, takes_limit=takes_limit)
@@ -87,6 +87,39 @@ _WRITE_REMEDY = "Every rank must write to the same parameters in a forward"
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 
 
+class FlatGather(NamedTuple):
+    """A gather of 1-D tensors that has started, by a call of the process group.
+
+    Attributes:
+        sent: the tensors one after the other, in their place in ``gathered``, so that they are not held twice.
+        gathered: those of all ranks, once it is waited for.
+        work: the collective.
+        steps: those of the process group.
+        position: that of the collective's step.
+    """
+
+    sent: Tensor
+    gathered: Tensor
+    work: Any
+    steps: Steps
+    position: int
+
+    @staticmethod
+    def of(flats: Sequence[Tensor], numel: int, dtype: torch.dtype, call: UnshardCall) -> FlatGather:
+        """Starts the gather in the group of ``call``, of ``numel`` elements in all, which are cast to ``dtype``."""
+        group, steps = group_by_name(call.group_name), Steps.of_group(call.group_name)
+        gathered = flats[0].new_empty(call.group_size * numel, dtype=dtype)
+        sent = gathered.narrow(0, group.rank() * numel, numel)
+        with torch.no_grad():
+            torch.cat(flats, out=sent)
+        work = gather_single(gathered, sent, group=group, async_op=True)
+        return FlatGather(sent, gathered, work, steps, steps.position)
+
+    def wait(self) -> None:
+        """Waits for ``gathered``."""
+        _wait(self.work, self.gathered, self.steps, self.position)
+
+
 @dataclass(slots=True)
 class _StartedBucket:
     """A gather that has started.
@@ -97,9 +130,7 @@ class _StartedBucket:
         dtypes: the dtype of the piece of each.
         sent: the pieces one after the other.
         gathered: those of all ranks, once it is waited for.
-        work: the collective; None if ``gathered`` is the result of a functional one.
-        steps: those of the process group.
-        position: that of the collective's step.
+        flight: the collective; None if ``gathered`` is the result of a functional one.
     """
 
     indices: list[int]
@@ -107,9 +138,7 @@ class _StartedBucket:
     dtypes: list[torch.dtype]
     sent: Tensor
     gathered: Tensor
-    work: Any = None
-    steps: Steps | None = None
-    position: int = 0
+    flight: FlatGather | None = None
 
     @staticmethod
     def of(indices: list[int], pieces: list[Tensor], call: UnshardCall) -> _StartedBucket:
@@ -120,23 +149,17 @@ class _StartedBucket:
             sent = PACK(pieces, 1)
             gathered = sent if call.group_size == 1 else emit_all_gather(_EMIT, sent, call)
             return _StartedBucket(indices, shapes, dtypes, sent, gathered)
-        group, steps = group_by_name(call.group_name), Steps.of_group(call.group_name)
         flats = [piece.reshape(-1) for piece in pieces]
         if dtypes_text(dtypes):
             flats = [flat.view(torch.uint8) for flat in flats]
-        numel = sum(flat.numel() for flat in flats)
-        gathered = flats[0].new_empty(call.group_size * numel)
-        sent = gathered.narrow(0, group.rank() * numel, numel)  # in its place, so it is not held twice
-        with torch.no_grad():
-            torch.cat(flats, out=sent)
-        work = gather_single(gathered, sent, group=group, async_op=True)
-        return _StartedBucket(indices, shapes, dtypes, sent, gathered, work, steps, steps.position)
+        flight = FlatGather.of(flats, sum(flat.numel() for flat in flats), flats[0].dtype, call)
+        return _StartedBucket(indices, shapes, dtypes, flight.sent, flight.gathered, flight)
 
     def wait(self, group_size: int) -> list[Tensor]:
         """For each member the pieces of all ranks, one after the other."""
         gathered = self.gathered
-        if self.work is not None and self.steps is not None:
-            wait_for(self.work, gathered, self.steps, self.position)
+        if self.flight is not None:
+            self.flight.wait()
         elif gathered is not self.sent:
             gathered = WAIT(gathered)
         itemsize = gathered.dtype.itemsize

@@ -101,10 +101,9 @@ class ParameterSlot:
         if self.hidden is not None:
             return self.hidden
         owner, name = self.owners[0]
-        stored: nn.Parameter = owner.__dict__[STORED]._parameters[
-            name
-        ]  # as stored_parameters(), but it runs often
-        return stored
+        stored = owner.__dict__[STORED]  # stored_parameters(), without the call: this runs often
+        param: nn.Parameter = stored._parameters[name]
+        return param
 
     @property
     def global_shape(self) -> torch.Size:
@@ -242,11 +241,7 @@ class ParameterSlot:
         for hook in (param._backward_hooks or {}).values():
             changed = hook(grad)
             grad = grad if changed is None else changed
-        if param.grad is None:
-            param.grad = grad
-        else:
-            with torch.no_grad():
-                param.grad += grad
+        add_to_grad(param, grad)
         for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(param)
 
@@ -278,6 +273,19 @@ class ParameterSlot:
             for owner, name in self.owners:
                 stored_parameters(owner)[name] = self.hidden
             self.hidden = self.shown = None
+
+
+def add_to_grad(param: Tensor, grad: Tensor) -> None:
+    """Accumulates a gradient in ``.grad``, in place if there is one; of two DTensors alike without their dispatch."""
+    present = param.grad
+    if present is None:
+        param.grad = grad
+        return
+    with torch.no_grad():
+        if type(present) is type(grad) is DTensor and present._spec == grad._spec:
+            present._local_tensor.add_(grad._local_tensor)
+        else:
+            present += grad
 
 
 def step_in_backward(param: Tensor) -> None:

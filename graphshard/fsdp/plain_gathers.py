@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._compat import gather_single, group_by_name
-from ..coordination import Steps
 from ..ir import UnshardCall
-from .eager_collectives import PendingGather, wait_for
+from .eager_collectives import FlatGather, PendingGather
 from .parameter_slot import ParameterSlot
 from .tree import TreeUnit
 
@@ -105,26 +103,20 @@ class PlainGather:
     def __init__(self, unit: TreeUnit, members: Members, bucket: PlainBucket) -> None:
         call, shard = bucket.first, members[0][1]
         unit.meet_for_gather([slot.name for slot in bucket.slots], call, can_skip=shard.device.type == "cpu")
-        group, self._steps = group_by_name(call.group_name), Steps.of_group(call.group_name)
-        numel = sum(bucket.sizes)
-        gathered = shard.new_empty(call.group_size * numel, dtype=bucket.dtype)
-        sent = gathered.narrow(0, group.rank() * numel, numel)  # in its place, so it is not held twice
-        with torch.no_grad():
-            torch.cat([piece.view(-1) for _, piece in members], out=sent)
-        self._work = gather_single(gathered, sent, group=group, async_op=True)
-        self._position = self._steps.position
-        self._gathered: Tensor | None = gathered
+        flats = [piece.view(-1) for _, piece in members]
+        self._flight: FlatGather | None = FlatGather.of(flats, sum(bucket.sizes), bucket.dtype, call)
         self._bucket = bucket
 
     def take(self) -> dict[str, Tensor]:
         """Waits. Returns the full parameters by name; none if they were taken before."""
-        gathered, self._gathered = self._gathered, None
-        if gathered is None:
+        flight, self._flight = self._flight, None
+        if flight is None:
             return {}
-        wait_for(self._work, gathered, self._steps, self._position)
+        flight.wait()
         bucket = self._bucket
-        rows = gathered.view(bucket.first.group_size, -1)
-        pieces = torch.split_with_sizes_copy(rows, bucket.sizes, 1)
+        pieces = torch.split_with_sizes_copy(
+            flight.gathered.view(bucket.first.group_size, -1), bucket.sizes, 1
+        )
         return {
             slot.name: piece.view(full)
             for slot, piece, full in zip(bucket.slots, pieces, bucket.fulls, strict=True)
