@@ -192,19 +192,27 @@ class PlanCollectives:
             if other in order[index + 1 :]
         ]
         said = {other for _, other in named}
-        by_rule = [
-            (unit, other)
-            for unit, other in pairwise(order)
-            if not ctx.prefetched_after(unit) and other not in said
-        ]
+        reduced = _reductions(gm, ctx)
+
+        def by_rule(order: list[str]) -> list[tuple[str, str]]:
+            pairs = pairwise(order)
+            return [
+                (unit, other) for unit, other in pairs if not ctx.prefetched_after(unit) and other not in said
+            ]
+
         rule = self.forward_prefetch if ctx.first_gradient is None else self.backward_prefetch
         if rule == "pre":
-            named += by_rule
+            named += by_rule(order)
         fixed = {unit: units[unit] for unit in chain(*named)}
         return Wishes(
             fixed_buckets=list(chain(*fixed.values())) if self.merge else [],
             prefetch=[pair for unit, other in named for pair in self._pairs(units[unit], units[other])],
-            behind=_behind(gm, ctx, by_rule, units) if rule == "post" else [],
+            behind=[
+                (reduction, gather)
+                for unit, other in (by_rule(_with_kept(order, reduced)) if rule == "post" else ())
+                for reduction in reduced.get(unit, ())
+                for gather in chain(*units.get(other, ()))
+            ],
             max_gathers=self.max_gathers,
             max_reductions=ctx.max_reductions,
             merge=self.merge,
@@ -226,20 +234,24 @@ def _units(gm: fx.GraphModule, ctx: PassContext) -> dict[str, list[list[fx.Node]
     return {unit: list(of_unit.values()) for unit, of_unit in units.items()}
 
 
-def _behind(
-    gm: fx.GraphModule, ctx: PassContext, pairs: list[tuple[str, str]], units: dict[str, list[list[fx.Node]]]
-) -> list[tuple[fx.Node, fx.Node]]:
-    """For each pair of units: the reductions of the gradients of the first, paired with the gathers of the other."""
+def _reductions(gm: fx.GraphModule, ctx: PassContext) -> dict[str, list[fx.Node]]:
+    """The reductions of the gradients of each unit, in graph order."""
+    served = reduced_parameters(gm, ctx)
     reductions: dict[str, list[fx.Node]] = {}
-    for node, bindings in reduced_parameters(gm, ctx).items():
-        if is_collective(node):
+    for node in filter(is_collective, gm.graph.nodes):
+        if bindings := served.get(node):
             reductions.setdefault(bindings[0].unit, []).append(node)
-    return [
-        (reduction, gather)
-        for unit, other in pairs
-        for reduction in reductions.get(unit, ())
-        for gather in chain(*units[other])
-    ]
+    return reductions
+
+
+def _with_kept(order: list[str], reduced: dict[str, list[fx.Node]]) -> list[str]:
+    """The units that gather, and between them those whose gathered parameters were kept, by their first gradients."""
+    place = {unit: number for number, unit in enumerate(reduced)}
+    found = list(order)
+    for kept in (unit for unit in reduced if unit not in order):
+        later = (index for index, unit in enumerate(found) if place.get(unit, -1) > place[kept])
+        found.insert(next(later, len(found)), kept)
+    return found
 
 
 def _names(gm: fx.GraphModule) -> list[str]:

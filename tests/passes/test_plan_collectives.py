@@ -18,6 +18,7 @@ from support.small_graphs import (
     tensor_parallel_backward,
     text_of,
 )
+from support.small_models import MODELS, example_batch, shard_units
 
 from graphshard.errors import InfeasibleBudgetError, OptionError, OptionTypeError, PassError, PlanError
 from graphshard.ir.bucket_ops import JOIN_PARTS
@@ -36,6 +37,7 @@ from graphshard.planner import half_budget
 from graphshard.planner.from_graph import problem_of_graph
 from graphshard.planner.search import choose_splits as splits
 from graphshard.planner.search import solve
+from graphshard.testing import capture_graphs
 from graphshard.units import size_text
 
 plan_collectives = sys.modules[PlanCollectives.__module__]
@@ -163,7 +165,9 @@ def test_a_budget_holds_where_nothing_is_to_be_planned():
     gm = build.finish(build(aten.mm.default, x, x))
     ctx = replace(PassContext(prices=Prices(latency=1.0)), held_bytes=100)
     half_budget.check_budget(gm, ctx, 356)
-    with pytest.raises(InfeasibleBudgetError, match=r"budget of 355 bytes, in which 100 .* feasible one is 356 bytes"):
+    with pytest.raises(
+        InfeasibleBudgetError, match=r"budget of 355 bytes, in which 100 .* feasible one is 356 bytes"
+    ):
         half_budget.check_budget(gm, ctx, 355)
     with pytest.raises(InfeasibleBudgetError, match="356 bytes"):
         PlanCollectives(memory_budget=355).run(gm, ctx)
@@ -198,7 +202,9 @@ def test_what_lives_through_the_step_counts_though_a_backward_does_not_read_it(c
     assert half_budget.held_beside(gm, unread) == 10**6
     assert half_budget.held_beside(gm, replace(unread, held_bytes=5)) == 10**6 + 5
     assert half_budget.held_beside(gm, replace(ctx, resident_bytes=1)) == 0
-    plan = run_pass(PlanCollectives(memory_budget=_peak(free) - 1 + 10**6), tight, unread, *HELD).report.planned.plan
+    plan = run_pass(
+        PlanCollectives(memory_budget=_peak(free) - 1 + 10**6), tight, unread, *HELD
+    ).report.planned.plan
     assert plan.peak_bytes == _peak(tight) < _peak(free) and plan.budget_bytes == _peak(free) - 1
 
 
@@ -247,7 +253,9 @@ def test_where_no_plan_keeps_the_default_budget_more_is_tried(captured, monkeypa
     found = f"1.5 times as much: this one takes {size_text(peak)}"
     if within:
         found = f"is within {size_text(round(within * default))}"
-    assert any(note.startswith("no plan is found within the") and note.endswith(found) for note in report.skipped)
+    assert any(
+        note.startswith("no plan is found within the") and note.endswith(found) for note in report.skipped
+    )
 
 
 def test_where_the_peak_of_the_step_is_known_it_counts_beside_what_lives_through_it(captured):
@@ -258,8 +266,8 @@ def test_where_the_peak_of_the_step_is_known_it_counts_beside_what_lives_through
     assert resident == sum(node.meta["val"].nbytes for node in inputs) > 0
     backward, _ = _half(captured, "blocks_3", "backward", CHEAP)
     names = {binding.placeholder for binding in ctx.parameters}
-    assert 0 < resident_bytes(backward) <= sum(
-        node.meta["val"].nbytes for node in inputs if node.name in names
+    assert (
+        0 < resident_bytes(backward) <= sum(node.meta["val"].nbytes for node in inputs if node.name in names)
     )
 
     def within(peak_bytes):
@@ -285,7 +293,9 @@ def test_gradients_that_waited_come_on_top_of_the_known_peak(captured):
         with more.graph.inserting_after(last):
             node = more.graph.placeholder(name)
         node.meta["val"] = last.meta["val"].new_empty(100, dtype=torch.float64)
-        return run_pass(PlanCollectives(memory_budget="default"), more, ctx, *HELD).report.planned.plan.budget_bytes
+        return run_pass(
+            PlanCollectives(memory_budget="default"), more, ctx, *HELD
+        ).report.planned.plan.budget_bytes
 
     assert budget("unreduced_0") == budget("partial_0") == budget("other") + 800
 
@@ -319,12 +329,12 @@ def test_a_users_prefetch_is_kept(captured, merge):
 def _backward_of_units(captured, pass_):
     """A planned backward: its nodes, and by unit its gathers, in the order of the units' waits."""
     gm, ctx = _half(captured, "blocks_3", "backward", Prices(latency=0.01, bandwidth=1e6))
-    plan = run_pass(pass_, gm, ctx, *HELD).report.planned.plan
+    run_pass(pass_, gm, ctx, *HELD)
     nodes = list(gm.graph.nodes)
     units: dict[str, list] = {}
     for gather in sorted(filter(_is_gather, nodes), key=lambda node: nodes.index(next(iter(node.users)))):
         units.setdefault(shards_behind(gather, ctx)[0].unit, []).append(gather)
-    return plan, nodes, units
+    return nodes, units
 
 
 def _is_gather(node):
@@ -337,13 +347,13 @@ def _is_product(node):
 
 def test_a_backward_gathers_the_next_unit_right_after_the_one_before(captured):
     """As FSDP1's BACKWARD_PRE. A plan without it starts all gathers of these at once, each alone."""
-    _, nodes, units = _backward_of_units(captured, PlanCollectives(backward_prefetch="pre"))
+    nodes, units = _backward_of_units(captured, PlanCollectives(backward_prefetch="pre"))
     assert len(units) == 3 and all(len(gathers) == 1 for gathers in units.values())
     for (before,), (then,) in itertools.pairwise(units.values()):
         (wait,) = before.users
         between = nodes[nodes.index(wait) : nodes.index(then)]
         assert nodes.index(then) > nodes.index(wait) and not any(map(_is_product, between))
-    _, nodes, units = _backward_of_units(captured, PlanCollectives())
+    nodes, units = _backward_of_units(captured, PlanCollectives())
     assert max(len(gathers) for gathers in units.values()) > 1
 
 
@@ -369,20 +379,27 @@ def test_a_forward_gathers_the_next_unit_right_after_the_one_before(captured):
     assert list(map(str, free[0])) == list(map(str, kept[0])) != list(map(str, nodes))
 
 
-def test_a_backward_gathers_the_next_unit_behind_the_gradients_of_the_one_before(captured):
+@pytest.mark.parametrize("kept", [None, 2, 1], ids="kept_{}".format)
+def test_a_backward_gathers_the_next_unit_behind_the_gradients_of_the_one_before(fake_group, kept):
     """As FSDP1's BACKWARD_POST; a gather that is read before all of these exist starts where it is read."""
-    gm, ctx = _half(captured, "blocks_3", "backward", Prices(latency=0.01, bandwidth=1e6))
+    model = shard_units(MODELS["blocks_3"]().double(), fake_group(2))
+    if kept is not None:
+        model.blocks[kept].set_reshard_after_forward(False)
+    graphs = capture_graphs(model, example_batch("blocks_3", dtype=torch.float64))
+    gm = graphs.backward
+    ctx = replace(graphs.context.for_backward(), prices=Prices(latency=0.01, bandwidth=1e6))
     units = [f"blocks.{index}" for index in (2, 1, 0)]
     problem = problem_of_graph(gm, ctx.prices).problem
     known = {one.name: one for one in problem.collectives}
     unit_of = {node.name: shards_behind(node, ctx)[0].unit for node in gm.graph.nodes if _is_gather(node)}
+    assert {f"blocks.{kept}"} == set(units) - set(unit_of.values()) or kept is None
     served = {node.name: bindings[0].unit for node, bindings in reduced_parameters(gm, ctx).items()}
     exists = {
         unit: max(known[name].earliest for name, owner in served.items() if owner == unit) for unit in units
     }
 
     def too_soon(pass_):
-        plan, _, _ = _backward_of_units(captured, pass_)
+        plan = run_pass(pass_, copy_graph(gm), ctx, *HELD).report.planned.plan
         found = []
         for before, unit in itertools.pairwise(units):
             for bucket in plan.buckets:
@@ -398,7 +415,9 @@ def test_what_a_user_says_of_a_units_prefetch_comes_before_that_of_all(captured)
     gm, ctx = _half(captured, "blocks_3", "backward", Prices(latency=0.01, bandwidth=1e6))
     ctx = replace(ctx, backward_prefetch=(("blocks.2", ("blocks.0",)),))
     prefetch = PlanCollectives(backward_prefetch="pre")._wishes(gm, ctx).prefetch
-    assert {tuple(shards_behind(node, ctx)[0].unit for node in pair) for pair in prefetch} == {("blocks.2", "blocks.0")}
+    assert {tuple(shards_behind(node, ctx)[0].unit for node in pair) for pair in prefetch} == {
+        ("blocks.2", "blocks.0")
+    }
     run_pass(PlanCollectives(backward_prefetch="pre"), gm, ctx, *HELD)
     nodes = list(gm.graph.nodes)
     gathers = {shards_behind(node, ctx)[0].unit: node for node in nodes if _is_gather(node)}
@@ -493,7 +512,9 @@ def test_a_known_plan_of_more_or_less_compute_is_followed(captured, half, scale)
 @pytest.mark.parametrize("half", ["forward", "backward"])
 def test_a_known_plan_gives_way_to_the_budget_of_this_rank(captured, monkeypatch, half):
     """Same collectives in the same order, but close to where their results are read."""
-    monkeypatch.setattr(solve, "polished", lambda problem, steps, limit: list(steps))  # which leaves nothing to give
+    monkeypatch.setattr(
+        solve, "polished", lambda problem, steps, limit: list(steps)
+    )  # which leaves nothing to give
     gm, ctx = _half(captured, "blocks_2", half, CHEAP)
     free, late = copy_graph(gm), copy_graph(gm)
     known = run_pass(PlanCollectives(merge=False), free, ctx, *HELD).report.planned.known
@@ -569,6 +590,8 @@ def test_parity_of_what_is_split(captured, all_over_large, name):
         assert run_pass(PlanCollectives(), gm, ctx, *HELD).report.planned.plan.splits
         planned[half] = gm
         served = {binding.name for ones in reduced_parameters(gm, ctx).values() for binding in ones}
-        assert served == ({binding.name for binding in ctx.reduced_bindings()} if half == "backward" else set())
+        assert served == (
+            {binding.name for binding in ctx.reduced_bindings()} if half == "backward" else set()
+        )
     inputs, expected = step_inputs(name, 2)
     assert_same(run_halves(planned["forward"], planned["backward"], graphs.context, inputs), expected)
