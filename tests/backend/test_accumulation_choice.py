@@ -237,7 +237,8 @@ class _Unused(WithHead):
 
 
 @pytest.mark.parametrize(
-    ("owner", "is_whole"), [("root", True), pytest.param("block", True, marks=pytest.mark.slow), ("unit", False)]
+    ("owner", "is_whole"),
+    [("root", True), *(pytest.param(*one, marks=pytest.mark.slow) for one in (("block", True), ("unit", False)))],
 )
 def test_a_parameter_that_nothing_reads_is_no_other_graph(fake_group, tmp_path, owner, is_whole):
     """A unit that nothing reads may be another graph's: nothing stays gathered beside it."""
@@ -325,7 +326,9 @@ def test_a_second_model_that_runs_the_same_graph_keeps_the_same_units(fake_group
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"hardware": CARD, "bucket": "auto", "memory_budget": "1GB"}], ids=["", "planned"]
+    "options",
+    [pytest.param({}, marks=pytest.mark.slow), {"hardware": CARD, "bucket": "auto", "memory_budget": "1GB"}],
+    ids=["", "planned"],
 )
 def test_a_compiled_graph_does_not_keep_its_model_alive(fake_group, options):
     """Another model of the class may share it."""

@@ -328,7 +328,7 @@ def _checkpointed(block: nn.Module, x: Tensor, table: Tensor) -> Tensor:
 
 
 #: What other cases contain as well.
-CONTAINED = {"three", "dropout", "checkpointed"}
+CONTAINED = {"three", "dropout", "checkpointed", "casts_and_idle", "complex", "skips", "other_strides", "negated_views"}
 
 REPEATED = {
     "blocks": (Repeating, 4),

@@ -57,8 +57,8 @@ def test_ways_of_measured_times():
 @pytest.mark.parametrize(
     ("plan", "overlapped", "spread"),
     [
-        ("unit", 0.0, 0.0),
-        ("unit", 5e-6, 0.0),
+        pytest.param("unit", 0.0, 0.0, marks=pytest.mark.slow),
+        pytest.param("unit", 5e-6, 0.0, marks=pytest.mark.slow),
         ("unit", 5e-6, 4e-5),
         pytest.param("auto", 0.0, 0.0, marks=pytest.mark.slow),
         pytest.param("auto", 5e-6, 0.0, marks=pytest.mark.slow),
@@ -106,7 +106,10 @@ def test_the_schedule_gives_the_step_again_where_collectives_take_of_the_core():
     assert exposed == pytest.approx(report.exposed_seconds, rel=1e-12) and exposed > 0
 
 
-@pytest.mark.parametrize(("plan", "remedy"), [("unit", 'plan="auto"'), ("auto", "less to send at this point")])
+@pytest.mark.parametrize(
+    ("plan", "remedy"),
+    [("unit", 'plan="auto"'), pytest.param("auto", "less to send at this point", marks=pytest.mark.slow)],
+)
 def test_who_may_wait_for_what_is_late_is_told_what_is_possible(plan, remedy):
     """A plan without a budget has taken all the room there is: no budget would help."""
     report = inspect_llama(plan=plan, micro_batches=2, hardware=round_card(collective_spread_seconds=4e-5))
@@ -126,7 +129,8 @@ def test_a_step_is_longer_where_ends_are_spread(llama):
 
 
 @pytest.mark.parametrize(
-    ("bandwidth", "latency"), [(0.25, 1.0), (1.0, 8.0), pytest.param(50.0, 0.1, marks=pytest.mark.slow)]
+    ("bandwidth", "latency"),
+    [(0.25, 1.0), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1.0, 8.0), (50.0, 0.1)))],
 )
 def test_other_links_give_what_inspecting_with_them_gives(llama, bandwidth, latency):
     """The schedule of the passes does not depend on prices, so rescaling is exact."""
