@@ -305,7 +305,8 @@ def _followed(
     before = simulate(found.problem.without_wishes(), found.unplanned).seconds
     peaks = []
     ways = ways_to_follow(found.problem, known)
-    found = replace(found, problem=replace(found.problem, prefetch=()))  # which the rank that planned has kept
+    # The rank that planned has kept prefetches; here another size may leave no gap for one.
+    found = replace(found, problem=replace(found.problem, prefetch=()))
     for steps in ways:
         planned = planned_graph(gm, found, steps)
         peaks.append(_most(live_in(planned)))

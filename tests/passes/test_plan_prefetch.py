@@ -11,7 +11,13 @@ from support.small_models import MODELS, example_batch, shard_units
 from torch import fx, nn
 
 from graphshard.errors import InfeasibleBudgetError
-from graphshard.ir import ALL_GATHER, ALL_REDUCE_HOOK, CUSTOM_ALL_GATHER, CUSTOM_REDUCE_SCATTER, REDUCE_SCATTERS
+from graphshard.ir import (
+    ALL_GATHER,
+    ALL_REDUCE_HOOK,
+    CUSTOM_ALL_GATHER,
+    CUSTOM_REDUCE_SCATTER,
+    REDUCE_SCATTERS,
+)
 from graphshard.ir.collectives import is_collective, is_wait
 from graphshard.ir.rewrite import copy_graph, output_values
 from graphshard.passes import PlanCollectives
