@@ -275,7 +275,8 @@ class _Reader:
             before_seconds=self._seconds_of(staging, self._staged),
             after_seconds=self._seconds_of(finishing, self._finished),
             views_result=kind != "all_gather",
-            limit="gather" if kind == "all_gather" and is_from_inputs else "reduction" if is_last else "",
+            # A gather of what collectives made of inputs, such as an extension's scale, is one of inputs, too.
+            limit="gather" if kind == "all_gather" and not earliest else "reduction" if is_last else "",
             place=self._places.get(node),
         )
 
