@@ -298,8 +298,9 @@ def _ends(gm: fx.GraphModule, gathers: list[fx.Node], ctx: PassContext) -> dict[
     with_gradients = set(unit_of.values())
     for gather in gathers:
         unit = shards_behind(gather, ctx)[0].unit
-        for wait in gather.users if unit not in with_gradients else ():
-            unit_of |= dict.fromkeys(ungathered_readers(wait), unit)
+        if unit not in with_gradients:
+            readers = chain.from_iterable(map(ungathered_readers, gather.users))
+            unit_of |= dict.fromkeys(readers, unit)
     ends: dict[str, list[fx.Node]] = {}
     for node in gm.graph.nodes:
         if node in unit_of:
@@ -321,7 +322,7 @@ def _entered(gm: fx.GraphModule, ends: Mapping[str, list[fx.Node]]) -> dict[str,
     """The last of ``ends`` in front of the first one of each unit: the backward goes on with that unit then."""
     unit_of = {node: unit for unit, nodes in ends.items() for node in nodes}
     found: dict[str, fx.Node | None] = {}
-    last = None
+    last: fx.Node | None = None
     for node in filter(unit_of.__contains__, gm.graph.nodes):
         found.setdefault(unit_of[node], last)
         last = node
