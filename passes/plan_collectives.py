@@ -4,7 +4,8 @@ This is :func:`graphshard.schedule_graph` as a pass; docs/reference/planning.md 
 from the context, and so does a plan of another rank to follow. Compute keeps its order, except what moves beside
 collectives that compute reads soon (``move_compute``). Memory as the memory model counts it stays within
 ``memory_budget``. If the user named the units that a unit prefetches, the unit is one bucket a group, and
-their gathers start right after its wait.
+their gathers start right after its wait. In a backward for which the unit has kept its parameters, they start no sooner
+than the backward comes to the unit. Collectives and hooks of the user's own are called once per unit.
 
 Before (latency is expensive)::
 
@@ -38,6 +39,7 @@ Does not handle:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import ClassVar
@@ -46,16 +48,27 @@ from torch import fx
 
 from graphshard.budget_text import parse_bytes
 from graphshard.errors import OptionError, PassError
-from graphshard.ir import group_name, is_collective
+from graphshard.ir import (
+    ALL_REDUCE_HOOK,
+    CUSTOM_ALL_GATHER,
+    CUSTOM_REDUCE_SCATTER,
+    GATHERS,
+    copy_graph,
+    group_name,
+    output_values,
+)
 from graphshard.memory import resident_bytes, waiting_bytes
 from graphshard.pipeline import (
+    KINDS,
     Fact,
     PassContext,
     PassReport,
+    bucket_keys,
     prepared_nodes,
     reduced_parameters,
     row_places,
     shards_behind,
+    ungathered_readers,
 )
 from graphshard.planner import (
     Movable,
@@ -63,6 +76,7 @@ from graphshard.planner import (
     Wishes,
     default_peak,
     held_beside,
+    merge_by_unit,
     plan_graph,
     plan_near,
     plan_within,
@@ -74,6 +88,9 @@ DEFAULT = "default"
 
 #: Values of ``backward_prefetch``.
 BACKWARD_PREFETCHES = ("", "pre", "post")
+
+#: Calls of objects that the user gave a unit.
+OWN_COLLECTIVES = (CUSTOM_ALL_GATHER, CUSTOM_REDUCE_SCATTER, ALL_REDUCE_HOOK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +106,9 @@ class PlanCollectives:
             it), or a little more if no plan is found within it.
         max_gathers: buckets of gathers that may be in flight at a time; 0 for any number.
         backward_prefetch: when a backward gathers the next unit, in the order in which it reads them. "pre": right
-            after the wait for the unit before, whose parameters are one bucket a group. "post": not before
-            the gradients of that unit exist. "": where the plan is best. Prefetches that the user named take
-            precedence.
+            after the wait for the unit before, whose parameters are one bucket a group; if they were kept, not before
+            the backward comes to that unit. "post": not before the gradients of that unit exist; if it has none, not
+            before its parameters were read. "": where the plan is best. Prefetches that the user named take precedence.
         forward_prefetch: the same for a forward: "pre" or "".
         move_compute: whether compute may move beside collectives that compute reads soon (tensor parallelism's).
         exact_states: the most states that the exact search, of a small graph, may look at: some 10,000 take a
@@ -137,12 +154,13 @@ class PlanCollectives:
             raise PassError(
                 "plan_collectives: the context has no prices; give PassContext(prices=CostModel(...))"
             )
-        prices, wishes, places = ctx.prices, self._wishes(gm, ctx), row_places(gm, ctx)
-        prepared = prepared_nodes(gm, ctx)
+        source = _with_own_by_unit(gm, ctx) if self.merge else gm
+        prices, wishes, places = ctx.prices, self._wishes(source, ctx), row_places(source, ctx)
+        prepared = prepared_nodes(source, ctx)
 
         def plan(memory_budget: int | str | None) -> PlannedGraph:
             return plan_graph(
-                gm,
+                source,
                 prices,
                 memory_budget=memory_budget,
                 wishes=wishes,
@@ -183,35 +201,33 @@ class PlanCollectives:
 
     def _wishes(self, gm: fx.GraphModule, ctx: PassContext) -> Wishes:
         """The user's limits and prefetches; a prefetch becomes pairs of gathers, and its units become buckets."""
-        units = _units(gm, ctx)
-        order = list(units)
-        named = [
-            (unit, other)
-            for index, unit in enumerate(order)
-            for other in ctx.prefetched_after(unit)
-            if other in order[index + 1 :]
-        ]
+        gathers = Movable(gm, ctx).gathers
+        units, ends = _units(gathers, ctx), _ends(gm, gathers, ctx)
+        order = _with_kept(list(units), ends)
+        named = _named(order, units, ctx)
         said = {other for _, other in named}
-        reduced = _reductions(gm, ctx)
-
-        def by_rule(order: list[str]) -> list[tuple[str, str]]:
-            pairs = pairwise(order)
-            return [
-                (unit, other) for unit, other in pairs if not ctx.prefetched_after(unit) and other not in said
-            ]
-
+        by_rule = [
+            (unit, other)
+            for unit, other in pairwise(order)
+            if other in units and other not in said and not ctx.prefetched_after(unit)
+        ]
         rule = self.forward_prefetch if ctx.first_gradient is None else self.backward_prefetch
-        if rule == "pre":
-            named += by_rule(order)
-        fixed = {unit: units[unit] for unit in chain(*named)}
+        wanted = [*named, *by_rule] if rule == "pre" else named
+        entered = _entered(gm, ends)
+        behind = [([entered[unit]], other) for unit, other in wanted if unit not in units and unit in entered]
+        if rule == "post":
+            behind += [(ends[unit], other) for unit, other in by_rule if unit in ends]
+        fixed = {unit: units[unit] for unit in chain(*wanted) if unit in units}
         return Wishes(
             fixed_buckets=list(chain(*fixed.values())) if self.merge else [],
-            prefetch=[pair for unit, other in named for pair in self._pairs(units[unit], units[other])],
+            prefetch=[
+                pair
+                for unit, other in wanted
+                if unit in units
+                for pair in self._pairs(units[unit], units[other])
+            ],
             behind=[
-                (reduction, gather)
-                for unit, other in (by_rule(_with_kept(order, reduced)) if rule == "post" else ())
-                for reduction in reduced.get(unit, ())
-                for gather in chain(*units.get(other, ()))
+                (end, gather) for nodes, other in behind for end in nodes for gather in chain(*units[other])
             ],
             max_gathers=self.max_gathers,
             max_reductions=ctx.max_reductions,
@@ -224,34 +240,93 @@ class PlanCollectives:
         return [(last, gather) for bucket in then for gather in (bucket[:1] if self.merge else bucket)]
 
 
-def _units(gm: fx.GraphModule, ctx: PassContext) -> dict[str, list[list[fx.Node]]]:
-    """The gathers of each unit by group; units in the order in which compute needs them."""
+def _with_own_by_unit(gm: fx.GraphModule, ctx: PassContext) -> fx.GraphModule:
+    """A copy in which the user's own collectives and hooks are called once per unit; the graph itself without any.
+
+    The hook of a unit gets all of its reduced gradients, so these are reduced in one bucket, too.
+    """
+    if not any(node.target in OWN_COLLECTIVES for node in gm.graph.nodes):
+        return gm
+    copied = copy_graph(gm)
+    keys = bucket_keys(copied, ctx)
+    hooked = {unit for kind, unit, *_ in keys.values() if kind == KINDS[ALL_REDUCE_HOOK]}
+    own = {
+        node: key
+        for node, key in keys.items()
+        if node.target in OWN_COLLECTIVES or (key[1] in hooked and node.target not in GATHERS)
+    }
+    merge_by_unit(copied, own, row_places(copied, ctx))
+    return copied
+
+
+def _units(gathers: list[fx.Node], ctx: PassContext) -> dict[str, list[list[fx.Node]]]:
+    """The gathers of each unit by group; units in the order in which compute needs them, as ``gathers`` are."""
     units: dict[str, dict[str, list[fx.Node]]] = {}
-    for gather in Movable(gm, ctx).gathers:
+    for gather in gathers:
         binding = shards_behind(gather, ctx)[0]
         of_unit = units.setdefault(binding.unit, {})
         of_unit.setdefault(group_name(gather), []).append(gather)
     return {unit: list(of_unit.values()) for unit, of_unit in units.items()}
 
 
-def _reductions(gm: fx.GraphModule, ctx: PassContext) -> dict[str, list[fx.Node]]:
-    """The reductions of the gradients of each unit, in graph order."""
-    served = reduced_parameters(gm, ctx)
-    reductions: dict[str, list[fx.Node]] = {}
-    for node in filter(is_collective, gm.graph.nodes):
-        if bindings := served.get(node):
-            reductions.setdefault(bindings[0].unit, []).append(node)
-    return reductions
+def _named(
+    order: list[str], units: Mapping[str, list[list[fx.Node]]], ctx: PassContext
+) -> list[tuple[str, str]]:
+    """The prefetches that the user named. Of several that name one unit the first counts: it gathers it already."""
+    found: dict[str, str] = {}
+    for index, unit in enumerate(order):
+        for other in ctx.prefetched_after(unit):
+            if other in units and other in order[index + 1 :]:
+                found.setdefault(other, unit)
+    return [(unit, other) for other, unit in found.items()]
 
 
-def _with_kept(order: list[str], reduced: dict[str, list[fx.Node]]) -> list[str]:
+def _ends(gm: fx.GraphModule, gathers: list[fx.Node], ctx: PassContext) -> dict[str, list[fx.Node]]:
+    """What the backward of each unit ends with, in graph order.
+
+    These are the reductions of its gradients, and gradients that wait for a later micro-batch. Of a unit without any
+    they are the nodes that compute with its gathered parameters. Units are in the order of their first such node.
+    """
+    if ctx.first_gradient is None:
+        return {}
+    unit_of = {node: bindings[0].unit for node, bindings in reduced_parameters(gm, ctx).items()}
+    outputs = output_values(gm.graph)
+    for binding in ctx.parameters:
+        gradient = ctx.gradient_of(binding, outputs) if binding.gradient in ctx.unreduced else None
+        if gradient is not None:
+            unit_of[gradient] = binding.unit
+    with_gradients = set(unit_of.values())
+    for gather in gathers:
+        unit = shards_behind(gather, ctx)[0].unit
+        if unit not in with_gradients:
+            readers = chain.from_iterable(map(ungathered_readers, gather.users))
+            unit_of |= dict.fromkeys(readers, unit)
+    ends: dict[str, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        if node in unit_of:
+            ends.setdefault(unit_of[node], []).append(node)
+    return ends
+
+
+def _with_kept(order: list[str], ends: Mapping[str, list[fx.Node]]) -> list[str]:
     """The units that gather, and between them those whose gathered parameters were kept, by their first gradients."""
-    place = {unit: number for number, unit in enumerate(reduced)}
+    place = {unit: number for number, unit in enumerate(ends)}
     found = list(order)
-    for kept in (unit for unit in reduced if unit not in order):
+    for kept in (unit for unit in ends if unit not in order):
         later = (index for index, unit in enumerate(found) if place.get(unit, -1) > place[kept])
         found.insert(next(later, len(found)), kept)
     return found
+
+
+def _entered(gm: fx.GraphModule, ends: Mapping[str, list[fx.Node]]) -> dict[str, fx.Node]:
+    """The last of ``ends`` in front of the first one of each unit: the backward goes on with that unit then."""
+    unit_of = {node: unit for unit, nodes in ends.items() for node in nodes}
+    found: dict[str, fx.Node | None] = {}
+    last: fx.Node | None = None
+    for node in filter(unit_of.__contains__, gm.graph.nodes):
+        found.setdefault(unit_of[node], last)
+        last = node
+    return {unit: node for unit, node in found.items() if node is not None}
 
 
 def _names(gm: fx.GraphModule) -> list[str]:

@@ -23,6 +23,7 @@ from .provenance import (
     reduced_parameters,
     row_places,
     shards_behind,
+    ungathered_readers,
 )
 
 __all__ = [
@@ -50,4 +51,5 @@ __all__ = [
     "reduced_parameters",
     "row_places",
     "shards_behind",
+    "ungathered_readers",
 ]

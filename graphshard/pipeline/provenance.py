@@ -162,10 +162,10 @@ def gathered_shard(gather: fx.Node) -> tuple[fx.Node, fx.Node | None]:
     return (source.all_input_nodes[0], source) if source.target in _CASTS else (source, None)
 
 
-def ungathered_readers(placeholder: fx.Node) -> list[fx.Node]:
-    """The nodes that compute with a shard: no shard ops, layout ops or collectives."""
+def ungathered_readers(value: fx.Node) -> list[fx.Node]:
+    """The nodes that compute with a value, a shard for instance: no shard ops, layout ops or collectives."""
     found = []
-    pending = list(placeholder.users)
+    pending = list(value.users)
     while pending:
         reader = pending.pop()
         if reader.op == "output" or reader.target is UNSHARD or is_collective(reader):

@@ -114,7 +114,7 @@ def problem_of_graph(
             f"prices must be finite and not negative, but these are not: {', '.join(bad[:5])}; correct them"
         )
     reader = _Reader(gm, movable, moving, seconds, places or {}, device_type)
-    collectives = wishes.held_back(movable, reader.collectives(), notes)
+    collectives = wishes.held_back(movable, reader.collectives(), reader.position, notes)
     tasks = [Task(seconds=seconds.get(node, 0.0)) for node in reader.tasks]
     problem = Problem(
         tasks=tasks,
@@ -221,7 +221,7 @@ class _Reader:
         self._places, self._device_type = places, device_type
         self._graph, self._movable, self._moving, self._seconds = gm.graph, movable, moving, seconds
         self.tasks = [node for node in gm.graph.nodes if node.op not in _NO_TASKS and node not in moving]
-        self._position = {node: position for position, node in enumerate(self.tasks)}
+        self.position = {node: position for position, node in enumerate(self.tasks)}
         self._index = {node: index for index, node in enumerate(movable)}
         self._number = {node: number for number, node in enumerate(gm.graph.nodes)}
         self._kept = set(kept_inputs(gm))
@@ -236,7 +236,7 @@ class _Reader:
         """The schedule of the graph as it came."""
         steps, position = [], 0
         for node in self._graph.nodes:
-            if node in self._position:
+            if node in self.position:
                 position += 1
             elif node in self._index:
                 steps.append(Step(position, True, (self._index[node],)))
@@ -275,7 +275,8 @@ class _Reader:
             before_seconds=self._seconds_of(staging, self._staged),
             after_seconds=self._seconds_of(finishing, self._finished),
             views_result=kind != "all_gather",
-            limit="gather" if kind == "all_gather" and is_from_inputs else "reduction" if is_last else "",
+            # A gather of what collectives made of inputs, such as an extension's scale, is one of inputs, too.
+            limit="gather" if kind == "all_gather" and not earliest else "reduction" if is_last else "",
             place=self._places.get(node),
         )
 
@@ -302,8 +303,8 @@ class _Reader:
         pending = list(node.all_input_nodes)
         while pending:
             source = pending.pop()
-            if source in self._position:
-                earliest = max(earliest, self._position[source] + 1)
+            if source in self.position:
+                earliest = max(earliest, self.position[source] + 1)
             elif is_wait(source):
                 other = self._index[source.all_input_nodes[0]]
                 after.add(other)
@@ -331,7 +332,7 @@ class _Reader:
                         pending.append(reader)
                 else:
                     results[value] = None
-                    deadline = min(deadline, self._position.get(reader, deadline))
+                    deadline = min(deadline, self.position.get(reader, deadline))
         return deadline, list(results), list(finishing), feeds
 
     def _owned_bytes(self, collective: fx.Node, earliest: int) -> Any:
@@ -340,7 +341,7 @@ class _Reader:
             if base in self._kept or base in self._moving:
                 return 0
             others = [reader for reader in _readers(base) if reader is not collective]
-            is_last = all(self._position.get(reader, len(self.tasks)) < earliest for reader in others)
+            is_last = all(self.position.get(reader, len(self.tasks)) < earliest for reader in others)
             return tensor_bytes(base.meta["val"]) if is_last else 0
 
         return owned

@@ -304,7 +304,10 @@ def _followed(
     """The graph with the buckets and the sequence of a known plan, within the budget."""
     before = simulate(found.problem.without_wishes(), found.unplanned).seconds
     peaks = []
-    for steps in ways_to_follow(found.problem, known):
+    ways = ways_to_follow(found.problem, known)
+    # The rank that planned has kept prefetches; here another size may leave no gap for one.
+    found = replace(found, problem=replace(found.problem, prefetch=()))
+    for steps in ways:
         planned = planned_graph(gm, found, steps)
         peaks.append(_most(live_in(planned)))
         if budget is None or peaks[-1] <= budget:

@@ -19,7 +19,8 @@ class Wishes:
     Attributes:
         fixed_buckets: collectives that must form one bucket each; of one group and settings, reductions of one dtype.
         prefetch: pairs of collectives (a, b): b starts right after the wait for a.
-        behind: pairs of collectives (a, b): b does not start before the input of a exists, unless it is read sooner.
+        behind: pairs of a node and a collective (a, b): b does not start before the value of a exists, or, if a is a
+            collective, its input; unless b is read sooner.
         max_gathers, max_reductions: buckets that may be in flight; 0 for any number.
         shared_links: names of process groups that share a link, so that their collectives run one after the other.
             They may name groups that the graph does not use.
@@ -85,24 +86,41 @@ class Wishes:
         return _pairs(movable, self.prefetch, "is not prefetched after", notes)
 
     def held_back(
-        self, movable: list[fx.Node], collectives: Sequence[Collective], notes: list[str]
+        self,
+        movable: list[fx.Node],
+        collectives: Sequence[Collective],
+        position: Mapping[fx.Node, int],
+        notes: list[str],
     ) -> list[Collective]:
         """The collectives of ``movable``, some of which start later; adds a note for pairs of which a part cannot move.
 
+        Args:
+            movable: the nodes that start them.
+            collectives: what is planned of each.
+            position: of each task.
+            notes: gets the notes.
+
         Raises:
-            ProblemError: a node starts no collective.
+            ProblemError: the second node of a pair starts no collective.
         """
         found = list(collectives)
         deadlines = [one.deadline for one in collectives]
         for bucket in self.buckets_by_index(movable, []):
-            for index in bucket:
-                deadlines[index] = min(collectives[other].deadline for other in bucket)
-        for first, then in _pairs(movable, self.behind, "is not held back behind", notes):
-            one = found[then]
-            earliest = min(max(one.earliest, collectives[first].earliest), deadlines[then])
+            for member in bucket:
+                deadlines[member] = min(collectives[other].deadline for other in bucket)
+        index = _indices(movable, [then for _, then in self.behind])
+        exists = {node: place + 1 for node, place in position.items() if not is_collective(node)}
+        exists |= {node: one.earliest for node, one in zip(movable, collectives, strict=True)}
+        for first, then in self.behind:
+            if first not in exists or then not in index:
+                notes.append(_left_out(first, "is not held back behind", then))
+                continue
+            place = index[then]
+            one = found[place]
+            earliest = min(max(one.earliest, exists[first]), deadlines[place])
             if earliest > one.earliest:
                 ready = one.earliest if one.ready is None else one.ready
-                found[then] = replace(one, earliest=earliest, ready=ready)
+                found[place] = replace(one, earliest=earliest, ready=ready)
         return found
 
 
@@ -118,8 +136,12 @@ def _pairs(
         if first in index and then in index:
             found.append((index[first], index[then]))
         else:
-            notes.append(f"{then.name} {what_fails} {first.name}: one of them stays in its place")
+            notes.append(_left_out(first, what_fails, then))
     return found
+
+
+def _left_out(first: fx.Node, what_fails: str, then: fx.Node) -> str:
+    return f"{then.name} {what_fails} {first.name}: one of them stays in its place"
 
 
 def _indices(movable: list[fx.Node], named: list[fx.Node]) -> dict[fx.Node, int]:

@@ -15,7 +15,7 @@ from torch import fx, nn
 from graphshard import fully_shard
 from graphshard.cost import CostModel
 from graphshard.cost.cards import LinkClass
-from graphshard.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, is_collective
+from graphshard.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, is_collective, is_wait
 from graphshard.ir.rewrite import copy_graph
 from graphshard.passes import BucketCollectives, PlanCollectives, ScheduleCollectives
 from graphshard.pipeline.context import PassContext
@@ -150,3 +150,20 @@ def test_what_is_drawn_at_random_stays_where_it_is(graphs):
         assert f"{node.name} (all_gather_into_tensor) serves no single unit" in record.report.skipped
     gm, ctx = graphs(ByChance)["backward"]
     assert not run_pass(BucketCollectives(), gm, ctx, *HELD).report.skipped
+
+
+def test_gathers_in_flight_are_limited_behind_an_all_reduce_too(graphs):
+    """Gathers of codes start behind the all-reduce of their largest values."""
+
+    def most_open(limit: int) -> int:
+        gm, ctx = graphs(ByLargest)["forward"]
+        ctx = replace(ctx, prices=CostModel.of_mesh(round_card(), ctx.mesh))
+        run_pass(PlanCollectives(max_gathers=limit, merge=False, exact_states=10, polishes=False), gm, ctx, *HELD)
+        most = open_now = 0
+        for node in gm.graph.nodes:
+            open_now += node.target is ALL_GATHER
+            open_now -= is_wait(node) and node.args[0].target is ALL_GATHER
+            most = max(most, open_now)
+        return most
+
+    assert most_open(1) == 1 < most_open(0)

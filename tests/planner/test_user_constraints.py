@@ -176,7 +176,7 @@ def test_nodes_of_another_graph_are_refused(wishes):
         (lambda gathers: {"prefetch": [(gathers[0], gathers[1]), (gathers[1], gathers[0])]}, "ask for fewer"),
         (lambda gathers: {"fixed_buckets": [gathers[:2], gathers[1:3]]}, "is in two fixed buckets"),
         (lambda gathers: {"fixed_buckets": [[gathers[0].args[0]]]}, "these do not: primals_1"),
-        (lambda gathers: {"behind": [(gathers[0].args[0], gathers[1])]}, "these do not: primals_1"),
+        (lambda gathers: {"behind": [(gathers[0], gathers[0].args[0])]}, "these do not: primals_1"),
         (lambda gathers: {"max_gathers": -1}, "max_gathers=-1 must be 0, for any number, or more"),
         (lambda gathers: {"max_reductions": -2}, "max_reductions=-2 must be 0, for any number, or more"),
         (
