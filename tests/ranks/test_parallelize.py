@@ -211,7 +211,7 @@ def train_with_dropout(shape: tuple[int, ...], num_steps: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
             losses[kind].append(loss.item())
-    assert_close(losses["placed"], losses["sharded"])
+    assert_close(losses["placed"], losses["sharded"], rtol=1e-4, atol=1e-5)
     for one, other in zip(reference.parameters(), placed.parameters(), strict=True):
         assert_close(other.full_tensor(), one.full_tensor(), rtol=1e-4, atol=1e-5)
 
