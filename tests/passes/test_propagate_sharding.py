@@ -9,6 +9,7 @@ import torch
 from support.parallel_models import ALONG_SEQUENCE_BY_HAND, PARALLEL_MODELS, Llama
 from support.small_graphs import GraphBuilder, aten, reshard, run_pass, run_twice, tensor_axis, text_of
 from torch import fx
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -19,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import graphshard
 from graphshard.backend import JOINT_PIPELINE
@@ -198,7 +199,26 @@ def _rows_behind_rows(num_ranks=2, rank=0):
     return program.build.finish(program.move(rows, "Replicate", "Shard(1)"), inputs), program
 
 
+def _grouped_attention(num_ranks=2, rank=0):
+    """Several queries share a key and value; the ranks may divide the heads of both, of one or of neither."""
+    program = Program(num_ranks, rank)
+    results = []
+    for queries, keys in ((6, 3), (4, 2), (3, 3)):
+        cut = [program(aten.sin.default, program.parameter("Shard(1)", 2, heads, 5, 8)) for heads in (queries, keys)]
+        whole = program.input(2, keys, 5, 8)
+        attend = aten._scaled_dot_product_flash_attention_for_cpu.default
+        found = program(attend, cut[0], cut[1], whole, 0.0, True)
+        out, lse = (program(operator.getitem, found, place) for place in range(2))
+        grads = program(
+            aten._scaled_dot_product_flash_attention_for_cpu_backward.default, out, cut[0], cut[1], whole, out, lse,
+            0.0, True,
+        )  # fmt: skip
+        results += [out, *(program(operator.getitem, grads, place) for place in range(3))]
+    return program.build.finish(*results), program
+
+
 PROGRAMS = {
+    "grouped attention": _grouped_attention,
     "rows behind rows": _rows_behind_rows,
     "numbers of terms": _numbers_of_terms,
     "added rows": _added_rows,
@@ -368,6 +388,43 @@ def test_dropout_in_attention_is_of_all_heads_in_both_halves():
     assert found == [
         f"aten._scaled_dot_product_flash_attention{half}.default draws random numbers" for half in ("", "_backward")
     ]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("queries", "keys", "held"), [(12, 3, (12, 3)), (8, 4, (4, 2)), (3, 3, (2, 2))])
+def test_queries_lie_with_the_key_that_they_share(queries, keys, held, backward):
+    """The kernels of GPUs, which have DTensor's rule: it cuts three heads of keys in two and one."""
+    program = Program()
+    query, key = (program(aten.sin.default, program.parameter("Shard(1)", 2, n, 8, 16)) for n in (queries, keys))
+    found = program(aten._scaled_dot_product_flash_attention.default, query, key, key)
+    if backward:
+        out, lse, *rest, seed, offset, _ = (program(operator.getitem, found, place) for place in range(9))
+        found = program(
+            aten._scaled_dot_product_flash_attention_backward.default, query, query, key, key, out, lse, *rest, 0.0,
+            False, seed, offset,
+        )  # fmt: skip
+    gm = program.build.finish(program(operator.getitem, found, 0))
+    report = run_pass(PropagateSharding(), gm, CONTEXT).report
+    for node in gm.graph.nodes:
+        if "attention" in str(node.target):
+            first = int("backward" in str(node.target))
+            assert tuple(each.meta["val"].shape[1] for each in node.args[first : first + 2]) == held
+    assert bool(report.skipped) == (held == (12, 3))
+    assert all("3 heads of keys for 12 of queries, which 2 ranks do not divide" in text for text in report.skipped)
+
+
+def test_a_symbolic_number_is_added_once():
+    """A size of the batch, say: no term of a sum, although it is a value of the graph."""
+    program = Program()
+    shape_env = ShapeEnv()
+    symbol = shape_env.create_symbol(7, ConstantSource("number"), DimDynamic.DYNAMIC)
+    number = program.build.graph.placeholder("primals_0")
+    number.meta["val"] = shape_env.create_symintnode(symbol, hint=7)
+    product = program(aten.mm.default, program.parameter("Shard(1)", 4, 6), program.parameter("Shard(0)", 6, 4))
+    gm = program.build.finish(program(aten.add.Tensor, product, number))
+    run_pass(PropagateSharding(), gm, CONTEXT)
+    (total,) = gm.graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    assert ReshardCall(*total.args[0].args).dst == "Replicate"
 
 
 def test_refuses_two_axes():
