@@ -52,6 +52,11 @@ _ATTENTION_ON_CPU = (
 #: What DTensor says of terms that are bools, and the reduction that gives 0 or 1 on every backend.
 _OF_BOOLS: dict[Any, Placement] = {Partial("sum"): Partial("max"), Partial("product"): Partial("min")}
 
+#: What old rules of DTensor leave to code that it runs beside the op (checked: 2.13 has whole rules): a convolution of
+#: pieces of pixels needs those of its neighbours, and an index into a piece is none into the whole.
+_CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+_FIND_INDICES = (aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)
+
 #: Ops that read of their input only its type.
 _READ_TYPE_ALONE = (aten.rand_like.default, aten.randn_like.default, aten.empty_like.default)
 
@@ -216,6 +221,7 @@ class OpRules:
         """Why an answer cannot be used; "" if it can."""
         return (
             _unknown_placement(found)
+            or _is_half_a_rule(node, found)
             or self._lacks_rows(found)
             or self._leaves_none(node, found, values)
             or self._parts_groups(node, found, values)
@@ -296,6 +302,19 @@ def _unknown_placement(found: OpPlacements) -> str:
             return f"would give {each!r}, a cut in several places"
         if not is_plain_partial(each) and masked_dim(each) is None:
             return f"would give {each!r}, terms that are not summed as they are"
+    return ""
+
+
+def _is_half_a_rule(node: fx.Node, found: OpPlacements) -> str:
+    """Why the op alone does not compute what an answer says."""
+    if node.target in _FIND_INDICES and any(isinstance(each, Partial) for each in tree_leaves(found.outputs)):
+        return "finds indices into a piece"
+    if node.target in _CONVOLUTIONS:
+        given = 1 if node.target is aten.convolution.default else 2  # tensors that have the batch
+        placements = [each for each in found.args if isinstance(each, Placement)]
+        batch, others = placements[:given], placements[given:]
+        if set(batch) not in ({REPLICATED}, {Shard(0)}) or set(others) != {REPLICATED}:
+            return "has no sharding rule but for a batch"
     return ""
 
 

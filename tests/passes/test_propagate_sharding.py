@@ -13,7 +13,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import graphshard
+from graphshard._compat_dtensor import OpPlacements
 from graphshard.backend import JOINT_PIPELINE
 from graphshard.errors import UnsupportedShardingError
 from graphshard.ir import (
@@ -39,6 +40,7 @@ from graphshard.ir import (
 from graphshard.ir.collectives import ALL_REDUCE, short_name
 from graphshard.passes import LowerReshards, MergeReshards, MoveReshards, PropagateSharding
 from graphshard.pipeline import PassContext, Pipeline
+from graphshard.propagation import rules
 from graphshard.testing import capture_graphs, run_on_all_ranks
 
 CONTEXT = PassContext(mesh=tensor_axis(2))
@@ -411,6 +413,39 @@ def test_queries_lie_with_the_key_that_they_share(queries, keys, held, backward)
             assert tuple(each.meta["val"].shape[1] for each in node.args[first : first + 2]) == held
     assert bool(report.skipped) == (held == (12, 3))
     assert all("3 heads of keys for 12 of queries, which 2 ranks do not divide" in text for text in report.skipped)
+
+
+def test_a_convolution_of_pieces_of_pixels_on_torch_without_a_whole_rule(monkeypatch):
+    """Before torch 2.13 DTensor's rule keeps the cut, and code beside the op exchanges the borders."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    convolutions = (aten.convolution.default, aten.convolution_backward.default)
+    for op in convolutions:
+        monkeypatch.delitem(propagator.op_single_dim_strategy_funcs, op, raising=False)
+    settings = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    for placement in ("Shard(0)", "Shard(3)"):
+        program = Program()
+        image = program(aten.sin.default, program.parameter(placement, 2, 4, 8, 8))
+        weight = program.input(4, 4, 3, 3)
+        found = program(convolutions[0], image, weight, None, *settings)
+        grads = program(convolutions[1], found, image, weight, None, *settings, [True, True, False])
+        gm = program.build.finish(program(operator.getitem, grads, 0), program(operator.getitem, grads, 1))
+        report = run_pass(PropagateSharding(), gm, CONTEXT).report
+        assert bool(report.skipped) == (placement == "Shard(3)")
+        sizes = {tuple(node.args[0].meta["val"].shape) for node in gm.graph.nodes if node.target in convolutions}
+        assert sizes == {(1, 4, 8, 8) if placement == "Shard(0)" else (2, 4, 8, 8)}
+
+
+@pytest.mark.parametrize(("op", "num_results"), [(aten.argmax.default, 1), (aten.min.dim, 2)])
+def test_indices_into_pieces_are_no_terms(monkeypatch, op, num_results):
+    """Old rules of DTensor call them so, and leave the rest to code beside the op."""
+    terms = Partial("max") if num_results == 1 else (Partial("min"), Partial("min"))
+    answer = OpPlacements(op=op, args=(Shard(0), 0), outputs=terms)
+    monkeypatch.setattr(rules, "placements_of_op", lambda *_: answer)
+    program = Program()
+    found = program(op, program.parameter("Shard(0)", 4, 6), 0)
+    gm = program.build.finish(found if num_results == 1 else program(operator.getitem, found, 1))
+    (text,) = run_pass(PropagateSharding(), gm, CONTEXT).report.skipped
+    assert "finds indices into a piece" in text
 
 
 def test_a_symbolic_number_is_added_once():
