@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from .._compat import tree_map
 from ..errors import ShardingError
 from ..ir import REPLICATE, RESHARD
 
@@ -27,13 +28,16 @@ Held: TypeAlias = Placement | Mapping[str, Placement]
 
 
 def hold(value: Any, placement: Placement, axis: Axis, what: str) -> Any:
-    """Marks a tensor, or those of a tuple or list, while it is compiled.
+    """Marks a tensor, or those in tuples, lists, dicts and outputs of Hugging Face, while it is compiled.
 
     Raises:
         ShardingError: a tensor lacks the dim, uncompiled too; ``what`` names it.
     """
-    if isinstance(value, (tuple, list)):
-        return type(value)(hold(each, placement, axis, what) for each in value)
+    return tree_map(functools.partial(_held, placement=placement, axis=axis, what=what), value)
+
+
+def _held(value: Any, placement: Placement, axis: Axis, what: str) -> Any:
+    """:func:`hold` for a leaf."""
     if not isinstance(value, Tensor):
         return value
     if isinstance(placement, Shard) and not -value.ndim <= placement.dim < value.ndim:

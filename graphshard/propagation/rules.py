@@ -52,6 +52,11 @@ _ATTENTION_ON_CPU = (
 #: What DTensor says of terms that are bools, and the reduction that gives 0 or 1 on every backend.
 _OF_BOOLS: dict[Any, Placement] = {Partial("sum"): Partial("max"), Partial("product"): Partial("min")}
 
+#: What old rules of DTensor leave to code that it runs beside the op (checked: 2.13 has whole rules): a convolution of
+#: pieces of pixels needs those of its neighbours, and an index into a piece is none into the whole.
+_CONVOLUTIONS = (aten.convolution.default, aten.convolution_backward.default)
+_FIND_INDICES = (aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim)
+
 #: Ops that read of their input only its type.
 _READ_TYPE_ALONE = (aten.rand_like.default, aten.randn_like.default, aten.empty_like.default)
 
@@ -138,13 +143,14 @@ class OpRules:
         if (carried := self._carried(node, placements)) is not None:
             return carried
         if (attention := _attention_on_cpu(node, placements)) is not None:
-            return attention
+            reason = self._leaves_none(node, attention, values) or self._parts_groups(node, attention, values)
+            return self.gathered(node, values, reason) if reason else self._answer(node, attention)
         while not all(isinstance(each, Replicate) for each in placements.values()):
             try:
                 found = self._ask(node, values, placements)
             except Exception as error:
                 return self.gathered(node, values, _reason(error))
-            if reason := self._fault(found) or self._leaves_none(node, found, values):
+            if reason := self._fault(node, found, values):
                 return self.gathered(node, values, reason)
             pending = _kept_pending(node, found, placements)
             if not pending:
@@ -160,7 +166,7 @@ class OpRules:
         if others or not is_plain_partial(kind):
             return None
         is_sum = node.target in _CARRY_SUMS and kind in _SUMS
-        num_tensors = sum(isinstance(each, fx.Node) for each in node.args)
+        num_tensors = sum(isinstance(each, fx.Node) and each in placements for each in node.args)
         is_same = node.target in _CARRY_ANY or (is_view(node) and node.target is not aten.view.dtype)
         if (is_sum and num_tensors == 2) or is_same or (kind in _SUMS and _shrinks_gradient(node)):
             return Verdict(target=node.target, args=_with(node.args, placements), outputs=kind)
@@ -183,11 +189,7 @@ class OpRules:
                 gathered = {**placements, source: REPLICATED}
                 with contextlib.suppress(Exception):  # a rule that fails gives no answer
                     other = self._ask(node, values, gathered)
-                    if not (
-                        self._fault(other)
-                        or self._leaves_none(node, other, values)
-                        or _kept_pending(node, other, gathered)
-                    ):
+                    if not (self._fault(node, other, values) or _kept_pending(node, other, gathered)):
                         answers.append(other)
         return min(answers, key=lambda each: sent_bytes(node, values, each, self.num_ranks, progress))
 
@@ -215,15 +217,18 @@ class OpRules:
             return found
         return replace(found, args=_restored(found.args, args, tuple(_plain(node.args))))
 
-    def _fault(self, found: OpPlacements) -> str:
-        """Why an answer cannot be used."""
-        for each in (*tree_leaves(found.args), *tree_leaves(found.outputs)):
-            if not isinstance(each, Placement) or isinstance(each, Replicate) or type(each) is Shard:
-                continue
-            if not isinstance(each, Partial):
-                return f"would give {each!r}, a cut in several places"
-            if not is_plain_partial(each) and masked_dim(each) is None:
-                return f"would give {each!r}, terms that are not summed as they are"
+    def _fault(self, node: fx.Node, found: OpPlacements, values: Mapping[fx.Node, PlacedValue]) -> str:
+        """Why an answer cannot be used; "" if it can."""
+        return (
+            _unknown_placement(found)
+            or _is_half_a_rule(node, found)
+            or self._lacks_rows(found)
+            or self._leaves_none(node, found, values)
+            or self._parts_groups(node, found, values)
+        )
+
+    def _lacks_rows(self, found: OpPlacements) -> str:
+        """Why indices cannot select from the rows of each rank."""
         if (mask := _mask_of(found)) is not None:
             shape, dim = mask[1]
             if shard_shape(shape, dim, self.num_ranks, self.num_ranks - 1)[dim] == 0:
@@ -242,6 +247,23 @@ class OpRules:
             if isinstance(size, int) and size and shard_shape([size], 0, self.num_ranks, last)[0] == 0:
                 return f"would leave the last of {self.num_ranks} ranks none of {size} rows"
         return ""
+
+    def _parts_groups(self, node: fx.Node, found: OpPlacements, values: Mapping[fx.Node, PlacedValue]) -> str:
+        """Why heads cannot be cut: several queries share a key and value, and would not lie on one rank with it.
+
+        The kernels take the head of the keys from the place of the query among those of the rank.
+        """
+        if not str(node.target).startswith("aten._scaled_dot_product"):
+            return ""
+        places = [each.name for each in node.target._schema.arguments]
+        places = [places.index(name) for name in ("query", "key")]
+        queries, keys = (size_hint(values[node.args[place]].whole.shape[1]) for place in places)
+        is_cut = any(found.args[place] == Shard(1) for place in places)
+        if not is_cut or queries == keys or queries % self.num_ranks == keys % self.num_ranks == 0:
+            return ""
+        return (
+            f"has {keys} heads of keys for {queries} of queries, which {self.num_ranks} ranks do not divide"
+        )
 
     def _answer(self, node: fx.Node, found: OpPlacements) -> Verdict:
         mask = _mask_of(found)
@@ -271,12 +293,37 @@ class OpRules:
         )
 
 
-def _attention_on_cpu(node: fx.Node, placements: Mapping[fx.Node, Placement]) -> Verdict | None:
-    """The verdict of DTensor's rule for attention on GPUs, where batch or heads are cut."""
+def _unknown_placement(found: OpPlacements) -> str:
+    """Why no reshard can make what an answer wants, or read what it gives."""
+    for each in (*tree_leaves(found.args), *tree_leaves(found.outputs)):
+        if not isinstance(each, Placement) or isinstance(each, Replicate) or type(each) is Shard:
+            continue
+        if not isinstance(each, Partial):
+            return f"would give {each!r}, a cut in several places"
+        if not is_plain_partial(each) and masked_dim(each) is None:
+            return f"would give {each!r}, terms that are not summed as they are"
+    return ""
+
+
+def _is_half_a_rule(node: fx.Node, found: OpPlacements) -> str:
+    """Why the op alone does not compute what an answer says."""
+    if node.target in _FIND_INDICES and any(isinstance(each, Partial) for each in tree_leaves(found.outputs)):
+        return "finds indices into a piece"
+    if node.target in _CONVOLUTIONS:
+        given = 1 if node.target is aten.convolution.default else 2  # tensors that have the batch
+        placements = [each for each in found.args if isinstance(each, Placement)]
+        batch, others = placements[:given], placements[given:]
+        if set(batch) not in ({REPLICATED}, {Shard(0)}) or set(others) != {REPLICATED}:
+            return "has no sharding rule but for a batch"
+    return ""
+
+
+def _attention_on_cpu(node: fx.Node, placements: Mapping[fx.Node, Placement]) -> OpPlacements | None:
+    """The answer of DTensor's rule for attention on GPUs, where batch or heads are cut."""
     cut = next((each for each in placements.values() if each in (Shard(0), Shard(1))), None)
     if node.target not in _ATTENTION_ON_CPU or cut is None:
         return None
-    return Verdict(target=node.target, args=_with(node.args, dict.fromkeys(placements, cut)), outputs=cut)
+    return OpPlacements(op=node.target, args=_with(node.args, dict.fromkeys(placements, cut)), outputs=cut)
 
 
 def _shrinks_gradient(node: fx.Node) -> bool:

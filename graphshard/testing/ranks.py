@@ -201,13 +201,15 @@ def _reduce(values: list[Tensor], op: str) -> Tensor:
     if op in ("max", "min"):
         stacked = torch.stack(values)
         return stacked.amax(0) if op == "max" else stacked.amin(0)
+    if op == "product":
+        return torch.stack(values).prod(0)
     total = values[0].clone()
     for value in values[1:]:
         total += value
     if op == "avg":
         return total / len(values)
     if op != "sum":
-        raise CollectiveMismatchError(f"reduction {op!r} is not among sum, avg, max, min")
+        raise CollectiveMismatchError(f"reduction {op!r} is not among sum, avg, max, min, product")
     return total
 
 

@@ -1,6 +1,7 @@
 """parallelize: what it states, and one error for all that is wrong. Training is tested on real ranks."""
 
 import re
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -121,6 +122,41 @@ def test_values_that_lack_the_dim_are_named(tp, compiled):
         step = torch.compile(model, backend="eager") if compiled else model
         with pytest.raises(ShardingError, match=re.escape(message)):
             step(torch.ones(3, 4))
+
+
+class Pair(NamedTuple):
+    """What a module may return."""
+
+    first: torch.Tensor
+    second: torch.Tensor | None
+
+
+class Packed(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        return {"first": x.sin(), "second": None} if self.kind is dict else self.kind(x.sin(), None)
+
+
+@pytest.mark.parametrize("kind", [dict, Pair])
+def test_values_in_dicts_and_named_tuples_are_held(tp, kind):
+    torch.compiler.reset()  # after an error in a hook Dynamo skips the code that calls hooks
+    model = nn.Sequential(Packed(kind))
+    graphshard.parallelize(model, tp, {}, outputs={"0": Shard(1)})
+    graphs = []
+
+    def keep(gm, _):
+        graphs.append(gm)
+        return gm
+
+    x = torch.ones(2, 4)
+    assert type(model(x)) is kind
+    found = torch.compile(model, backend=keep, fullgraph=True)(x)
+    assert type(found) is kind
+    text = graphs[0].code
+    assert text.count("'Replicate', 'Shard(1)'") == text.count("'Shard(1)', 'Replicate'") == 1
 
 
 def test_refuses_two_placements_of_a_tied_parameter(tp):

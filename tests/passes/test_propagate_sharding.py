@@ -9,19 +9,21 @@ import torch
 from support.parallel_models import ALONG_SEQUENCE_BY_HAND, PARALLEL_MODELS, Llama
 from support.small_graphs import GraphBuilder, aten, reshard, run_pass, run_twice, tensor_axis, text_of
 from torch import fx
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     loss_parallel,
     parallelize_module,
 )
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import graphshard
+from graphshard._compat_dtensor import OpPlacements
 from graphshard.backend import JOINT_PIPELINE
 from graphshard.errors import UnsupportedShardingError
 from graphshard.ir import (
@@ -38,6 +40,7 @@ from graphshard.ir import (
 from graphshard.ir.collectives import ALL_REDUCE, short_name
 from graphshard.passes import LowerReshards, MergeReshards, MoveReshards, PropagateSharding
 from graphshard.pipeline import PassContext, Pipeline
+from graphshard.propagation import rules
 from graphshard.testing import capture_graphs, run_on_all_ranks
 
 CONTEXT = PassContext(mesh=tensor_axis(2))
@@ -198,7 +201,26 @@ def _rows_behind_rows(num_ranks=2, rank=0):
     return program.build.finish(program.move(rows, "Replicate", "Shard(1)"), inputs), program
 
 
+def _grouped_attention(num_ranks=2, rank=0):
+    """Several queries share a key and value; the ranks may divide the heads of both, of one or of neither."""
+    program = Program(num_ranks, rank)
+    results = []
+    for queries, keys in ((6, 3), (4, 2), (3, 3)):
+        cut = [program(aten.sin.default, program.parameter("Shard(1)", 2, heads, 5, 8)) for heads in (queries, keys)]
+        whole = program.input(2, keys, 5, 8)
+        attend = aten._scaled_dot_product_flash_attention_for_cpu.default
+        found = program(attend, cut[0], cut[1], whole, 0.0, True)
+        out, lse = (program(operator.getitem, found, place) for place in range(2))
+        grads = program(
+            aten._scaled_dot_product_flash_attention_for_cpu_backward.default, out, cut[0], cut[1], whole, out, lse,
+            0.0, True,
+        )  # fmt: skip
+        results += [out, *(program(operator.getitem, grads, place) for place in range(3))]
+    return program.build.finish(*results), program
+
+
 PROGRAMS = {
+    "grouped attention": _grouped_attention,
     "rows behind rows": _rows_behind_rows,
     "numbers of terms": _numbers_of_terms,
     "added rows": _added_rows,
@@ -368,6 +390,76 @@ def test_dropout_in_attention_is_of_all_heads_in_both_halves():
     assert found == [
         f"aten._scaled_dot_product_flash_attention{half}.default draws random numbers" for half in ("", "_backward")
     ]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("queries", "keys", "held"), [(12, 3, (12, 3)), (8, 4, (4, 2)), (3, 3, (2, 2))])
+def test_queries_lie_with_the_key_that_they_share(queries, keys, held, backward):
+    """The kernels of GPUs, which have DTensor's rule: it cuts three heads of keys in two and one."""
+    program = Program()
+    query, key = (program(aten.sin.default, program.parameter("Shard(1)", 2, n, 8, 16)) for n in (queries, keys))
+    found = program(aten._scaled_dot_product_flash_attention.default, query, key, key)
+    if backward:
+        out, lse, *rest, seed, offset, _ = (program(operator.getitem, found, place) for place in range(9))
+        found = program(
+            aten._scaled_dot_product_flash_attention_backward.default, query, query, key, key, out, lse, *rest, 0.0,
+            False, seed, offset,
+        )  # fmt: skip
+    gm = program.build.finish(program(operator.getitem, found, 0))
+    report = run_pass(PropagateSharding(), gm, CONTEXT).report
+    for node in gm.graph.nodes:
+        if "attention" in str(node.target):
+            first = int("backward" in str(node.target))
+            assert tuple(each.meta["val"].shape[1] for each in node.args[first : first + 2]) == held
+    assert bool(report.skipped) == (held == (12, 3))
+    assert all("3 heads of keys for 12 of queries, which 2 ranks do not divide" in text for text in report.skipped)
+
+
+def test_a_convolution_of_pieces_of_pixels_on_torch_without_a_whole_rule(monkeypatch):
+    """Before torch 2.13 DTensor's rule keeps the cut, and code beside the op exchanges the borders."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    convolutions = (aten.convolution.default, aten.convolution_backward.default)
+    for op in convolutions:
+        monkeypatch.delitem(propagator.op_single_dim_strategy_funcs, op, raising=False)
+    settings = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    for placement in ("Shard(0)", "Shard(3)"):
+        program = Program()
+        image = program(aten.sin.default, program.parameter(placement, 2, 4, 8, 8))
+        weight = program.input(4, 4, 3, 3)
+        found = program(convolutions[0], image, weight, None, *settings)
+        grads = program(convolutions[1], found, image, weight, None, *settings, [True, True, False])
+        gm = program.build.finish(program(operator.getitem, grads, 0), program(operator.getitem, grads, 1))
+        report = run_pass(PropagateSharding(), gm, CONTEXT).report
+        assert bool(report.skipped) == (placement == "Shard(3)")
+        sizes = {tuple(node.args[0].meta["val"].shape) for node in gm.graph.nodes if node.target in convolutions}
+        assert sizes == {(1, 4, 8, 8) if placement == "Shard(0)" else (2, 4, 8, 8)}
+
+
+@pytest.mark.parametrize(("op", "num_results"), [(aten.argmax.default, 1), (aten.min.dim, 2)])
+def test_indices_into_pieces_are_no_terms(monkeypatch, op, num_results):
+    """Old rules of DTensor call them so, and leave the rest to code beside the op."""
+    terms = Partial("max") if num_results == 1 else (Partial("min"), Partial("min"))
+    answer = OpPlacements(op=op, args=(Shard(0), 0), outputs=terms)
+    monkeypatch.setattr(rules, "placements_of_op", lambda *_: answer)
+    program = Program()
+    found = program(op, program.parameter("Shard(0)", 4, 6), 0)
+    gm = program.build.finish(found if num_results == 1 else program(operator.getitem, found, 1))
+    (text,) = run_pass(PropagateSharding(), gm, CONTEXT).report.skipped
+    assert "finds indices into a piece" in text
+
+
+def test_a_symbolic_number_is_added_once():
+    """A size of the batch, say: no term of a sum, although it is a value of the graph."""
+    program = Program()
+    shape_env = ShapeEnv()
+    symbol = shape_env.create_symbol(7, ConstantSource("number"), DimDynamic.DYNAMIC)
+    number = program.build.graph.placeholder("primals_0")
+    number.meta["val"] = shape_env.create_symintnode(symbol, hint=7)
+    product = program(aten.mm.default, program.parameter("Shard(1)", 4, 6), program.parameter("Shard(0)", 6, 4))
+    gm = program.build.finish(program(aten.add.Tensor, product, number))
+    run_pass(PropagateSharding(), gm, CONTEXT)
+    (total,) = gm.graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    assert ReshardCall(*total.args[0].args).dst == "Replicate"
 
 
 def test_refuses_two_axes():
