@@ -108,8 +108,9 @@ class _GatherUnit(torch.autograd.Function):
         for index in range(num_grads):
             grad, leaf = by_index.get(index), leaves[index][0]
             if grad is None:
-                if leaf is not None:
-                    expect_no_gradient(leaf.variable)
+                # None of a frozen shard, and of one that was computed.
+                if (param := getattr(leaf, "variable", None)) is not None:
+                    expect_no_gradient(param)
             else:
                 local = as_complex(grad) if ctx.is_complex[index] else grad
                 reduced_grad = DTensor(local, ctx.specs[index], requires_grad=False)
@@ -288,7 +289,12 @@ def show_kept(unit: Unit) -> None:
     if any(slot.hidden is not None for slot in unit.slots):  # unshard() shows it
         return
     slots = [
-        slot for slot in unit.slots if not slot.is_substituted and unit.held_value(slot.name) is not None
+        slot
+        for slot in unit.slots
+        # functional_call may have put a computed shard there, and be about to take it away.
+        if not slot.is_substituted
+        and isinstance(slot.param, nn.Parameter)
+        and unit.held_value(slot.name) is not None
     ]
     if slots:
         unit.shows_kept = True

@@ -173,6 +173,17 @@ def test_hooks_see_a_gradient_from_elsewhere(fake_group):
     assert seen == [shard.to_local().numel(), 2 * shard.to_local().numel()]
 
 
+def test_computed_shards_need_no_hooks(fake_group):
+    """They are no leaves; one of them gets no gradient. Afterwards the model has its own shards again."""
+    model = two_layers(fake_group(2))
+    own = list(model.parameters())
+    shards = {name: param * 2 for name, param in model.named_parameters()}
+    torch.func.functional_call(model, shards, torch.ones(2, 6)).sum().backward()
+    assert [param.grad is not None for param in own] == [True, True, False, False]
+    assert all(one is other for one, other in zip(model.parameters(), own, strict=True))
+    model(torch.ones(2, 6)).sum().backward()
+
+
 def test_hooks_after_one_that_drops_the_gradient_are_called(fake_group):
     model, seen = graphshard.fully_shard(nn.Linear(6, 4, bias=False), mesh=fake_group(2)), []
 

@@ -28,7 +28,7 @@ class Scaled(nn.Module):
         return self.linear(x) * self.scale
 
 
-class _Sent(Exception):
+class _SentError(Exception):
     """Raised in place of a collective."""
 
 
@@ -39,7 +39,11 @@ def test_norms_are_compared_on_the_device_of_the_ranks(fake_group, offload):
     model = wrap("sharded", nn.Linear(4, 4), cpu_offload=offload)
     model(torch.ones(2, 4)).sum().backward()
     on_meta = mock.patch.object(FullyShardedDataParallel, "compute_device", torch.device("meta"))
-    with on_meta, mock.patch.object(dist, "all_reduce", side_effect=_Sent) as send, pytest.raises(_Sent):
+    with (
+        on_meta,
+        mock.patch.object(dist, "all_reduce", side_effect=_SentError) as send,
+        pytest.raises(_SentError),
+    ):
         model.clip_grad_norm_(1.0)
     (sent,), _ = send.call_args
     assert sent.device.type == "meta"
