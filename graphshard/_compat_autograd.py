@@ -80,10 +80,17 @@ def accumulates_in_leaf(node: Any, grad: torch.Tensor) -> bool:
     """Whether a node is that of a leaf, and all that it would do with a gradient in the running backward is to add it.
 
     Not if hooks of the leaf want it, ``torch.autograd.grad`` returns it, ``backward(inputs=...)`` leaves it out,
-    ``create_graph=True`` records the addition, or streams of a device have to wait for each other (checked: 2.13).
+    ``create_graph=True`` records the addition, the leaf was frozen since the forward, or streams of a device have to
+    wait for each other (checked: 2.13).
     """
     leaf = getattr(node, "variable", None)
-    if leaf is None or leaf._backward_hooks or leaf._post_accumulate_grad_hooks or torch.is_grad_enabled():
+    if (
+        leaf is None
+        or not leaf.requires_grad
+        or leaf._backward_hooks
+        or leaf._post_accumulate_grad_hooks
+        or torch.is_grad_enabled()
+    ):
         return False
     if grad.device.type != "cpu":
         device = torch.get_device_module(grad.device)

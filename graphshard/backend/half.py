@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from .._compat import below_autograd, compile_lock, in_backward
 from ..errors import UnsupportedShardingError
-from ..fsdp import Unit, unit_of
+from ..fsdp import Unit, expect_no_gradient, unit_of
 from ..ir import REDUCE_GRAD, UNSHARD, ReduceGradCall, UnshardCall, parameter_of
 from .half_variants import PLAIN_STATE, CompiledVariant, Selection, State, shard_ops
 
@@ -200,11 +200,15 @@ class Half:
                 units[gather.handle].keep(gather.name, full)
         for index in selection.unreduced:
             reduction = self._reductions[index]
-            units[reduction.handle].add_unreduced(reduction.name, outputs[reduction.output])
+            unit = units[reduction.handle]
+            unit.add_unreduced(reduction.name, outputs[reduction.output])
+            expect_no_gradient(unit.slot_of(reduction.name).param)
             outputs[reduction.output] = None
         for index in selection.scattered:
             reduction = self._reductions[index]
-            units[reduction.handle].add_partial(reduction.name, outputs[reduction.output])
+            unit = units[reduction.handle]
+            unit.add_partial(reduction.name, outputs[reduction.output])
+            expect_no_gradient(unit.slot_of(reduction.name).param)
             outputs[reduction.output] = None
         return outputs
 

@@ -7,7 +7,7 @@ Read first: ``fully_shard`` (shards a model), ``sharded_class``, ``read_paramete
 A unit in parts: ``parameter_slot``, ``waiting_gradients``, ``tree`` (the units of one model, and their settings).
 Where shards are: ``placements``, ``shard_parameter``, ``shard_versions`` (has a shard changed).
 Without a compiler: ``eager_autograd``, ``saved_parameters``, ``eager_collectives``, ``plain_gathers``,
-``gather_extensions``.
+``gather_extensions``, ``gradient_hooks``.
 Further: ``deepcopy``, ``tensor_trees``.
 """
 
@@ -24,6 +24,7 @@ from .gather_extensions import (
     why_untraceable,
     without_data,
 )
+from .gradient_hooks import expect_no_gradient
 from .parameter_slot import (
     SUMMONED,
     ParameterSlot,
@@ -58,6 +59,7 @@ __all__ = [
     "as_complex",
     "cast_tensors",
     "cut_extended",
+    "expect_no_gradient",
     "fully_shard",
     "has_extension",
     "inner_tensors",

@@ -21,7 +21,8 @@ from .._compat import gradients_are_boxed, in_backward, in_recomputation, is_tra
 from .._compat_autograd import accumulates_in_leaf
 from ..ir import COMMS
 from .eager_collectives import reduce_together
-from .parameter_slot import ParameterSlot, add_to_grad, as_complex, local_shard
+from .gradient_hooks import expect_no_gradient
+from .parameter_slot import ParameterSlot, add_to_grad, as_complex, local_shard, shard_data
 from .saved_parameters import ForwardReads, GatheredOnce, Span, can_hook
 from .shard_versions import FullRead, version_of
 from .tensor_trees import tensors_in
@@ -53,6 +54,7 @@ class _GatherUnit(torch.autograd.Function):
         # A DTensor goes in, and a DTensor comes out of the backward: to_local() would be a node for each parameter.
         ctx.specs = [shard._spec for shard in shards]
         ctx.handle = handle
+        ctx.slots, ctx.arguments = [] if is_shown else slots, slots[0].arguments if slots else ()
         ctx.calls = [
             slot.reduction_of(shard._local_tensor)  # which the gather has checked
             for slot, shard in zip(slots, shards, strict=True)
@@ -73,9 +75,19 @@ class _GatherUnit(torch.autograd.Function):
         return _GatherUnit.reduce(ctx, boxed)
 
     @staticmethod
-    def reduce(ctx: Any, grads: list[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Reduces the gradients, and takes them out of the list."""
+    def reduce(
+        ctx: Any, grads: list[Tensor | None], *, is_recorded: bool = False
+    ) -> tuple[Tensor | None, ...]:
+        """Reduces the gradients, and takes them out of the list.
+
+        Args:
+            is_recorded: autograd records what becomes of the gradients, so leaves get them from autograd.
+        """
         num_grads = len(grads)
+        if (
+            ctx.slots and ctx.slots[0].arguments is not ctx.arguments
+        ):  # a setting has changed since the forward
+            ctx.calls = [slot.reduction_of(shard_data(slot)) for slot in ctx.slots]
         given, calls = [], []
         for index in range(num_grads):
             grad, grads[index] = grads[index], None
@@ -92,11 +104,17 @@ class _GatherUnit(torch.autograd.Function):
         reduced = unit.reduce(calls) if unit is not None else reduce_together(calls)
         result: list[Tensor | None] = [None] * num_grads
         leaves = ctx.next_functions
-        for index, grad in zip(given, reduced, strict=True):
-            if grad is not None:
+        by_index = dict(zip(given, reduced, strict=True))
+        for index in range(num_grads):
+            grad, leaf = by_index.get(index), leaves[index][0]
+            if grad is None:
+                # None of a frozen shard, and of one that was computed.
+                if (param := getattr(leaf, "variable", None)) is not None:
+                    expect_no_gradient(param)
+            else:
                 local = as_complex(grad) if ctx.is_complex[index] else grad
-                reduced_grad, leaf = DTensor(local, ctx.specs[index], requires_grad=False), leaves[index][0]
-                if accumulates_in_leaf(leaf, reduced_grad):
+                reduced_grad = DTensor(local, ctx.specs[index], requires_grad=False)
+                if not is_recorded and accumulates_in_leaf(leaf, reduced_grad):
                     # That node would detach the DTensor, through the dispatch of DTensors for each parameter.
                     add_to_grad(leaf.variable, reduced_grad)
                 else:
@@ -106,7 +124,7 @@ class _GatherUnit(torch.autograd.Function):
 
 @once_differentiable
 def _reduce_once(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    return _GatherUnit.reduce(ctx, list(grads))
+    return _GatherUnit.reduce(ctx, list(grads), is_recorded=True)
 
 
 class Writable(torch.autograd.Function):
@@ -271,7 +289,12 @@ def show_kept(unit: Unit) -> None:
     if any(slot.hidden is not None for slot in unit.slots):  # unshard() shows it
         return
     slots = [
-        slot for slot in unit.slots if not slot.is_substituted and unit.held_value(slot.name) is not None
+        slot
+        for slot in unit.slots
+        # functional_call may have put a computed shard there, and be about to take it away.
+        if not slot.is_substituted
+        and isinstance(slot.param, nn.Parameter)
+        and unit.held_value(slot.name) is not None
     ]
     if slots:
         unit.shows_kept = True

@@ -51,8 +51,9 @@ class UnshardHandle:
     @_untraced
     def wait(self) -> None:
         """Waits for the gather; after it the module's parameters are the full ones, unless a forward has freed them."""
-        self._unit.finish_unshard()
-        show_gathered(self._unit)
+        with torch.inference_mode(False):  # what is shown may be read in a forward that trains
+            self._unit.finish_unshard()
+            show_gathered(self._unit)
 
 
 def refuse_state(unit: Unit, what: str) -> NoReturn:

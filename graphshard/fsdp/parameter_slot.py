@@ -277,7 +277,9 @@ class ParameterSlot:
 
 def add_to_grad(param: Tensor, grad: Tensor) -> None:
     """Accumulates a gradient in ``.grad``, in place if there is one; of two DTensors alike without their dispatch."""
-    present = param.grad
+    present, dtype = param.grad, param.grad_dtype
+    if dtype is not None and dtype != grad.dtype:
+        grad = grad.to(dtype)
     if present is None:
         param.grad = grad
         return

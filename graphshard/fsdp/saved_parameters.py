@@ -159,10 +159,11 @@ def _real_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """A full parameter, its slot, and the version its shard had when it was gathered."""
+    """A full parameter, its slot, and the shard it was gathered from with the version that this had."""
 
     full: Tensor
     slot: HoldsShard
+    shard: Any
     version: Version
 
 
@@ -182,17 +183,19 @@ class KeptGathered(dict[str, Gathered]):
 
     begun: PendingFulls | None = None
 
-    def keep(self, name: str, full: Tensor, slot: HoldsShard, version: Version | None = None) -> None:
-        """Keeps a full parameter as long as its shard has the version; None: as long as it does not change."""
+    def keep(
+        self, name: str, full: Tensor, slot: HoldsShard, gathered_from: tuple[Any, Version] | None = None
+    ) -> None:
+        """Keeps a full parameter as long as its shard is this one in this version; None: as they are now."""
         if full.is_inference():  # not kept: a later forward could not save it for its backward
             return
         full = full.detach() if full.requires_grad else full
-        self[name] = Gathered(full, slot, version_of(slot.param) if version is None else version)
+        self[name] = Gathered(full, slot, *(gathered_from or _shard_of(slot)))
 
     def begin(self, pending: PendingFulls, slots: Iterable[tuple[str, HoldsShard]]) -> None:
         """Has :meth:`value` wait for the gather of these parameters."""
         self.begun = pending
-        self._shards = {name: (slot, version_of(slot.param)) for name, slot in slots}
+        self._shards = {name: (slot, _shard_of(slot)) for name, slot in slots}
 
     def finish(self) -> bool:
         """Waits for the gather that was begun, if there is one; whether there was."""
@@ -206,7 +209,15 @@ class KeptGathered(dict[str, Gathered]):
         if self.begun is not None:
             self.finish()
         kept = self.get(name)
-        return kept.full if kept is not None and kept.version == version_of(kept.slot.param) else None
+        if kept is None or (param := kept.slot.param) is not kept.shard or kept.version != version_of(param):
+            return None
+        return kept.full
+
+
+def _shard_of(slot: HoldsShard) -> tuple[Any, Version]:
+    """The shard of a slot and its version."""
+    param = slot.param
+    return param, version_of(param)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from ..ir import (
     shard_shape,
 )
 from .gather_extensions import check_gather, copy_extended, cut_extended, is_quantised
+from .gradient_hooks import HookOfGradient
 from .parameter_slot import link_shard, stored_parameters
 from .placements import Layout
 from .shard_versions import SUCCESSOR, note_storage
@@ -224,7 +224,7 @@ def hand_over(replaced: Mapping[str, nn.Parameter]) -> None:
                 if key != SUCCESSOR:
                     vars(shard).setdefault(key, value)
         for number, hook in (param._backward_hooks or {}).items():
-            param._backward_hooks[number] = partial(_call_with_gradient, hook)
+            param._backward_hooks[number] = HookOfGradient(hook)
         _set_hooks(shard, _hooks(param))
         note_storage(shard)
         param._post_accumulate_grad_hooks = None
@@ -257,11 +257,6 @@ class _ReplacedWatch:
             "Read the parameter from its module where it is used",
             stacklevel=2,
         )
-
-
-def _call_with_gradient(hook: Callable[[Tensor], Any], grad: Tensor | None) -> Any:
-    """Calls a hook; a backward whose gradient waits for a reduction has none for it."""
-    return None if grad is None else hook(grad)
 
 
 def _hooks(param: Tensor) -> tuple[Any, Any]:

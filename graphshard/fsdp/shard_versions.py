@@ -321,6 +321,20 @@ class StandsForShard(Tensor):
     def grad(self, value: Tensor | None) -> None:
         self.shard.grad = value
 
+    @property
+    def requires_grad(self) -> bool:
+        """Of the shard: a parameter that is frozen or thawed here is so from the next forward on."""
+        return self.shard.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.shard.requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        """``Tensor.requires_grad_`` of the shard."""
+        self.shard.requires_grad_(requires_grad)
+        return self
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A copy of the values."""
         copied = memo[id(self)] = nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
@@ -365,7 +379,7 @@ class KeptDTensor(StandsForShard, DTensor):
 
 def stand_for(shown: Tensor, shard: nn.Parameter, name: str) -> None:
     """Makes what modules show of a parameter stand for its shard; a class of tensors of the user's stays as it is."""
-    if not shown.requires_grad or type(shown) not in (nn.Parameter, DTensor):
+    if type(shown) not in (nn.Parameter, DTensor):
         return
     shown.__class__ = KeptParameter if type(shown) is nn.Parameter else KeptDTensor
     assert isinstance(shown, StandsForShard)

@@ -20,7 +20,7 @@ from ..errors import OptionError, ParameterStateError
 from .meshes import Meshes
 from .state_dicts import as_shard
 from .summon import whole_tensor
-from .wrapper_state import clean_name, wrappers_in
+from .wrapper_state import clean_name, plain_name, wrappers_in
 
 State = dict[str, Any]
 
@@ -29,7 +29,7 @@ def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
     """The clean name of each parameter; the first one of a tied parameter."""
     found: dict[nn.Parameter, str] = {}
     for name, param in model.named_parameters():
-        found.setdefault(param, _plain(name))
+        found.setdefault(param, plain_name(name))
     return found
 
 
@@ -137,16 +137,16 @@ def to_optimizer(
     """
     names = _numbered_names(model, params)
     by_name = dict(zip(names, params, strict=True))
-    unknown = [key for key in state["state"] if _plain(key) not in by_name]
+    unknown = [key for key in state["state"] if plain_name(str(key)) not in by_name]
     if unknown:
         raise ParameterStateError(
             f"optim_state_dict_to_load: the state has {len(unknown)} name(s) that the optimizer's parameters do not "
             f"have: {', '.join(map(str, unknown[:5]))}"
         )
-    saved = {_plain(key): entries for key, entries in state["state"].items()}
+    saved = {plain_name(str(key)): entries for key, entries in state["state"].items()}
     keys: dict[str, Any] = {name: number for number, name in enumerate(names)}
     if keeps_names:  # its keys are names with the attributes of wrappers, perhaps
-        own = {_plain(key): key for group in groups for key in group["params"]}
+        own = {plain_name(str(key)): key for group in groups for key in group["params"]}
         keys = {name: own.get(name, name) for name in names}
     values = {
         keys[name]: {each: _received(value, by_name[name], name) for each, value in saved[name].items()}
@@ -167,7 +167,9 @@ def _groups_to_load(
     for place, group in enumerate(groups):
         own = names[start : start + len(group["params"])]
         start += len(group["params"])
-        match = next((each for each in saved if own and own[0] in map(_plain, each["params"])), None)
+        match = next(
+            (each for each in saved if own and own[0] in map(plain_name, map(str, each["params"]))), None
+        )
         options = match if match is not None else (saved[place] if place < len(saved) else group)
         result.append({**copy.deepcopy(options), "params": [keys[name] for name in own]})
     return result
@@ -216,10 +218,6 @@ def _numbered_names(model: nn.Module, params: list[nn.Parameter]) -> list[str]:
             f"shapes {foreign[:5]}; pass the model whose parameters() the optimizer got"
         )
     return [names[param] for param in params]
-
-
-def _plain(name: Any) -> str:
-    return clean_name(str(name)).replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
 def _sent(value: Any, kind: StateDictType, meshes: Iterable[Meshes], *, to_cpu: bool) -> Any:

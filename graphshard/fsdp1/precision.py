@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from .._compat_fsdp1 import WRAPPED
 from ..fsdp import Unit, cast_tensors, owner_of, slots_of, tensors_in
-from .wrapper_state import WrapperState, own_modules, wrappers_in
+from .wrapper_state import WrapperState, own_modules, plain_name, wrappers_in
 
 
 def cast_buffers(module: nn.Module, state: WrapperState) -> None:
@@ -26,7 +26,7 @@ def cast_buffers(module: nn.Module, state: WrapperState) -> None:
             continue
         for name, buffer in each._buffers.items():
             if buffer is not None and buffer.is_floating_point():
-                state.buffer_dtypes[f"{path}.{name}" if path else name] = buffer.dtype
+                state.buffer_dtypes[plain_name(f"{path}.{name}")] = buffer.dtype
                 each._buffers[name] = buffer.to(dtype)
 
 
@@ -79,7 +79,7 @@ def restore_buffers(module: nn.Module, state: WrapperState) -> None:
     """Casts the buffers that :func:`cast_buffers` has cast back."""
     for path, each in own_modules(module):
         for name, buffer in each._buffers.items():
-            dtype = state.buffer_dtypes.get(f"{path}.{name}" if path else name)
+            dtype = state.buffer_dtypes.get(plain_name(f"{path}.{name}"))
             if buffer is not None and dtype is not None:
                 each._buffers[name] = buffer.to(dtype)
 

@@ -25,7 +25,7 @@ from ..fsdp import mesh_device, refuse_lost_data, slots_of
 from .meshes import on_mesh
 from .summon import whole_tensor
 from .training_state import own_state
-from .wrapper_state import WrapperState, clean_name, own_modules
+from .wrapper_state import WrapperState, clean_name, own_modules, plain_name
 
 
 def register_hooks(wrapper: nn.Module) -> None:
@@ -73,7 +73,7 @@ def _after_state_dict(
         if not is_kept:
             state_dict.pop(key, None)
         elif key in state_dict:
-            dtype = state.buffer_dtypes.get(key.removeprefix(f"{prefix}{WRAPPED}."))
+            dtype = state.buffer_dtypes.get(plain_name(key.removeprefix(prefix)))
             value = state_dict[key] if dtype is None else state_dict[key].to(dtype)
             state_dict[key] = value.cpu() if to_cpu else value
     inner = f"{prefix}{WRAPPED}."

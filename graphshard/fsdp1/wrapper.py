@@ -257,8 +257,9 @@ class FullyShardedDataParallel(StateMethods, nn.Module):
         """
         check_root(self, "clip_grad_norm_")
         check_idle(self, "clip_grad_norm_")
-        device = torch.device("cpu") if self._state.options.offloads else self.compute_device
-        return clip_gradients(self.parameters(), max_norm, norm_type, device)
+        # Ranks compare norms on the device of their process group, also if gradients are kept on the CPU.
+        norm = clip_gradients(self.parameters(), max_norm, norm_type, self.compute_device)
+        return norm.cpu() if self._state.options.offloads else norm
 
     @staticmethod
     def summon_full_params(

@@ -27,6 +27,9 @@ from .options import Options
 #: Attribute of a wrapper that holds its :class:`WrapperState`.
 STATE = "_graphshard_fsdp1"
 
+#: Attributes by which modules hold a module that they wrap.
+_WRAPPERS = frozenset({WRAPPED, "_checkpoint_wrapped_module", "_orig_mod"})
+
 
 def _default_settings() -> StateDictSettings:
     return StateDictSettings(
@@ -47,7 +50,7 @@ class WrapperState:
         is_root: no other wrapper holds this one.
         ignored_modules, ignored_params: what is not sharded, that of inner wrappers too.
         settings: what ``state_dict()`` returns.
-        buffer_dtypes: the dtypes of the wrapper's buffers before ``buffer_dtype`` changed them, by buffer.
+        buffer_dtypes: the dtypes of the wrapper's buffers before ``buffer_dtype`` changed them, by plain name.
         is_summoned: ``summon_full_params`` shows full parameters.
         no_sync_depth: how many ``no_sync`` contexts are open.
         has_comm_hook: ``register_comm_hook`` was called.
@@ -113,3 +116,8 @@ def own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
 def clean_name(name: str) -> str:
     """A name without the attribute by which wrappers hold their modules."""
     return ".".join(part for part in name.split(".") if part != WRAPPED)
+
+
+def plain_name(name: str) -> str:
+    """A name as if no module had been wrapped, by a wrapper, ``checkpoint_wrapper`` or ``torch.compile``."""
+    return ".".join(part for part in name.split(".") if part and part not in _WRAPPERS)

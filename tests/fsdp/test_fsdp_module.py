@@ -91,8 +91,14 @@ def test_state_is_that_of_the_unit(fake_group: Mesh) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle",
-        "fully_shard", "register_fsdp_forward_method", "share_comm_ctx",
+        "CPUOffloadPolicy",
+        "FSDPModule",
+        "MixedPrecisionPolicy",
+        "OffloadPolicy",
+        "UnshardHandle",
+        "fully_shard",
+        "register_fsdp_forward_method",
+        "share_comm_ctx",
     ],
 )
 def test_what_torch_exports_is_exported(name: str) -> None:
@@ -112,7 +118,12 @@ REFUSED: list[tuple[str, tuple[Any, ...], type[Exception], str]] = [
     ("set_custom_all_gather", (print,), ValueError, "is no collective; it needs allocate"),
     ("set_custom_reduce_scatter", (object(),), ValueError, "a object is no collective"),
     ("set_all_reduce_hook", (3,), ValueError, "3 is not callable"),
-    ("set_reduce_scatter_unused_params", (1,), ValueError, "reduce_scatter_unused_params=1 must be True or False"),
+    (
+        "set_reduce_scatter_unused_params",
+        (1,),
+        ValueError,
+        "reduce_scatter_unused_params=1 must be True or False",
+    ),
     ("set_allocate_memory_from_process_group_for_comm", (True,), NotImplementedError, "belong to Inductor"),
     ("set_symm_mem_for_comm", (), NotImplementedError, "set_symm_mem_for_comm is not supported"),
     ("set_symm_mem_for_comm", ("MPI",), ValueError, "backend='MPI' must be 'NCCL'"),
@@ -252,7 +263,9 @@ def test_a_shard_that_is_replaced_is_told(fake_group: Mesh, is_between: bool) ->
     model = _sharded(fake_group(2))
     loss = model(torch.ones(2, 4)).sum()
     model[0]._parameters["weight"] = nn.Parameter(torch.ones(4, 4))
-    with pytest.raises(RuntimeError, match=r"0\.weight was replaced by a Parameter.*use distribute_tensor") as caught:
+    with pytest.raises(
+        RuntimeError, match=r"0\.weight was replaced by a Parameter.*use distribute_tensor"
+    ) as caught:
         loss.backward() if is_between else model(torch.ones(2, 4))
     assert isinstance(caught.value, GraphShardError)
 
@@ -314,7 +327,9 @@ def test_a_move_that_changes_nothing_is_allowed_in_a_step(fake_group: Mesh) -> N
     output = model(torch.ones(2, 4))
     model.to("cpu").float()
     output.sum().backward()
-    assert all(one is other and one.grad is not None for one, other in zip(model.parameters(), shards, strict=True))
+    assert all(
+        one is other and one.grad is not None for one, other in zip(model.parameters(), shards, strict=True)
+    )
     with pytest.raises(RuntimeError, match="swap"):
         kept = model(torch.ones(2, 4))
         model.double()

@@ -94,3 +94,120 @@ def test_the_shard_has_the_gradient_without_a_detour(fake_group, num_backwards):
     assert not detached
     assert all(grad is seen[0] for grad in seen)
     assert type(seen[0]) is DTensor and seen[0].placements == model.weight.placements
+
+
+def two_layers(mesh):
+    """A unit whose forward uses the first of its two layers."""
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(6, 4))
+    model.forward = lambda x: model[0](x)
+    return graphshard.fully_shard(model, mesh=mesh)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
+def test_gradients_of_gradients_of_shards_are_refused(fake_group):
+    """Not left out in silence: a penalty on them would train nothing."""
+    model = graphshard.fully_shard(nn.Linear(6, 4), mesh=fake_group(2))
+    model(torch.ones(2, 6)).square().sum().backward(create_graph=True)
+    penalty = sum(param.grad.to_local().square().sum() for param in model.parameters())
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        penalty.backward()
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_what_is_frozen_before_the_backward_gets_no_gradient(fake_group, reshards):
+    """Also while the module shows what it keeps for the backward."""
+    model = graphshard.fully_shard(nn.Linear(6, 4), mesh=fake_group(2), reshard_after_forward=reshards)
+    loss = model(torch.ones(2, 6)).sum()
+    model.weight.requires_grad_(False)
+    assert not model.weight.requires_grad
+    loss.backward()
+    assert model.weight.grad is None and model.bias.grad is not None
+    model(torch.ones(2, 6)).sum()
+    model.weight.requires_grad = True
+    model(torch.ones(2, 6)).sum().backward()
+    assert type(model.weight) is DTensor and model.weight.requires_grad and model.weight.grad is not None
+
+
+@pytest.mark.parametrize("syncs", [(True, True), (False, True)])
+def test_gradients_have_the_dtype_that_the_parameter_asks_for(fake_group, syncs):
+    model = graphshard.fully_shard(nn.Linear(6, 4, dtype=torch.bfloat16), mesh=fake_group(2))
+    model.weight.grad_dtype, model.bias.grad_dtype = torch.float32, None
+    for is_on in syncs:
+        model.set_requires_gradient_sync(is_on)
+        model(torch.ones(2, 6, dtype=torch.bfloat16)).sum().backward()
+    assert [param.grad.dtype for param in model.parameters()] == [torch.float32, torch.bfloat16]
+
+
+def test_hooks_are_not_called_without_a_gradient(fake_group):
+    """Of a parameter that the forward does not use, and while gradients wait; handles remove hooks later, too."""
+    model = two_layers(fake_group(2))
+    seen, handles = [], []
+    for name, param in model.named_parameters():
+        handles.append(param.register_hook(lambda grad, name=name: seen.append((name, grad.shape))))
+        handles.append(
+            param.register_post_accumulate_grad_hook(
+                lambda param, name=name: seen.append((name, param.grad.shape))
+            )
+        )
+    for is_on in (False, True, True):
+        model.set_requires_gradient_sync(is_on)
+        seen.clear()
+        model(torch.ones(2, 6)).sum().backward()
+        used = [("0.weight", (4, 6)), ("0.bias", (4,))] if is_on else []
+        assert sorted(seen) == sorted(used * 2)
+    assert model[1].weight.grad is None
+    for handle in handles:
+        handle.remove()
+    seen.clear()
+    model(torch.ones(2, 6)).sum().backward()
+    assert not seen
+
+
+def test_hooks_see_a_gradient_from_elsewhere(fake_group):
+    """The gather gives none; a penalty on the shard does."""
+    model = two_layers(fake_group(2))
+    shard, seen = model[1].weight, []
+    shard.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.to_local().sum().item()))
+    for _ in range(2):
+        (model(torch.ones(2, 6)).sum() + shard.to_local().sum()).backward()
+    assert seen == [shard.to_local().numel(), 2 * shard.to_local().numel()]
+
+
+def test_computed_shards_need_no_hooks(fake_group):
+    """They are no leaves; one of them gets no gradient. Afterwards the model has its own shards again."""
+    model = two_layers(fake_group(2))
+    own = list(model.parameters())
+    shards = {name: param * 2 for name, param in model.named_parameters()}
+    torch.func.functional_call(model, shards, torch.ones(2, 6)).sum().backward()
+    assert [param.grad is not None for param in own] == [True, True, False, False]
+    assert all(one is other for one, other in zip(model.parameters(), own, strict=True))
+    model(torch.ones(2, 6)).sum().backward()
+
+
+def test_hooks_after_one_that_drops_the_gradient_are_called(fake_group):
+    model, seen = graphshard.fully_shard(nn.Linear(6, 4, bias=False), mesh=fake_group(2)), []
+
+    def drop(param):
+        seen.append("drop")
+        param.grad = None
+
+    model.weight.register_post_accumulate_grad_hook(drop)
+    model.weight.register_post_accumulate_grad_hook(lambda param: seen.append("after"))
+    for is_on in (False, True):
+        model.set_requires_gradient_sync(is_on)
+        model(torch.ones(2, 6)).sum().backward()
+    assert seen == ["drop", "after"]
+
+
+def test_settings_between_forward_and_backward_count(fake_group):
+    """The fake group leaves what it sends as it is, so the sum is that of this rank."""
+    gradients = []
+    for factor in (2.0, 8.0):
+        torch.manual_seed(0)
+        model = graphshard.fully_shard(nn.Linear(6, 4), mesh=fake_group(2))
+        model.set_force_sum_reduction_for_comms(True)
+        loss = model(torch.ones(2, 6)).sum()
+        model.set_gradient_divide_factor(factor)
+        loss.backward()
+        gradients.append(model.bias.grad.to_local())
+    torch.testing.assert_close(gradients[0], 4 * gradients[1])

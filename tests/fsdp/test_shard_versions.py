@@ -124,7 +124,9 @@ def test_each_assignment_to_data_is_seen(fake_group):
     model(torch.ones(2, 4)).sum().backward()
     for _ in range(4):
         model.weight.grad.data = model.weight.grad * 0.5
-        with pytest.raises(ParameterStateError, match=r"the \.data of the gradient of weight was assigned to"):
+        with pytest.raises(
+            ParameterStateError, match=r"the \.data of the gradient of weight was assigned to"
+        ):
             optimizer.step()
     for _ in range(4):
         model.weight.data = model.weight.detach() * 0.5

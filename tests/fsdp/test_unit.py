@@ -6,9 +6,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard import FSDPModule, fully_shard
 from graphshard.fsdp import Tree, Unit
+from graphshard.fsdp.parameter_slot import stored_parameters
 from graphshard.fsdp.tree import UnitSettings
 from graphshard.ir import UNIT
 
@@ -95,3 +97,29 @@ def test_a_copied_unit_leaves_state_behind():
     assert not copied.is_waiting and not copied.tree.waiting and not list(copied.held())
     unit.drop_iteration()
     assert not unit.is_waiting
+
+
+def test_a_replaced_shard_is_gathered_anew(fake_group):
+    """Its versions may be those of the one before it, which the unit has gathered and keeps."""
+    model = fully_shard(
+        nn.Linear(6, 4, bias=False),
+        mesh=fake_group(1),
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    )
+    model.set_reshard_after_backward(False)
+    x = torch.ones(2, 6)
+    first = model(x)
+    first.sum().backward()
+    assert model.__dict__[UNIT].is_gathered
+    stored_parameters(model)["weight"] = nn.Parameter(model.weight.detach() * 2)
+    torch.testing.assert_close(model(x), 2 * first)
+
+
+def test_unshard_in_inference_mode_shows_full_parameters(fake_group):
+    model = fully_shard(nn.Linear(6, 4), mesh=fake_group(2))
+    with torch.inference_mode():
+        model.unshard()
+        assert type(model.weight) is nn.Parameter and model.weight.shape == (4, 6)
+        model(torch.ones(2, 6))
+    model(torch.ones(2, 6)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())

@@ -16,7 +16,12 @@ NUM_RANKS = 4
 
 
 def pre_all_gather(
-    self: TwoTensor, mesh: DeviceMesh, size: torch.Size, stride: tuple[int, ...], module: nn.Module, policy: Any
+    self: TwoTensor,
+    mesh: DeviceMesh,
+    size: torch.Size,
+    stride: tuple[int, ...],
+    module: nn.Module,
+    policy: Any,
 ) -> tuple[tuple[Tensor, ...], int]:
     assert mesh.ndim == 1 and mesh.size() == NUM_RANKS // 2, mesh
     assert size == (6, 4) and isinstance(module, nn.Linear)
@@ -24,7 +29,12 @@ def pre_all_gather(
 
 
 def post_all_gather(
-    self: TwoTensor, gathered: tuple[Tensor, ...], metadata: int, dtype: torch.dtype, *, out: Tensor | None = None
+    self: TwoTensor,
+    gathered: tuple[Tensor, ...],
+    metadata: int,
+    dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     assert metadata == 7
     return TwoTensor(*gathered), gathered

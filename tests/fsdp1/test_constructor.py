@@ -37,16 +37,22 @@ LINEARS = ModuleWrapPolicy({nn.Linear})
 
 def wrapper_paths(model: nn.Module) -> list[str]:
     kinds = (FullyShardedDataParallel, TorchWrapper)
-    return [clean(f"{path}.").removesuffix(".") for path, each in model.named_modules() if isinstance(each, kinds)]
+    return [
+        clean(f"{path}.").removesuffix(".") for path, each in model.named_modules() if isinstance(each, kinds)
+    ]
 
 
 POLICIES: dict[str, Any] = {
     "classes": ModuleWrapPolicy({Block}),
     "custom": CustomPolicy(lambda module: isinstance(module, (Block, nn.Embedding))),
     "custom with arguments": CustomPolicy(
-        lambda module: {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if isinstance(module, Block) else False
+        lambda module: (
+            {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if isinstance(module, Block) else False
+        )
     ),
-    "function": functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.LayerNorm)),
+    "function": functools.partial(
+        lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.LayerNorm)
+    ),
     "size": functools.partial(size_based_auto_wrap_policy, min_num_params=1000),
     "small size": functools.partial(size_based_auto_wrap_policy, min_num_params=200),
 }
@@ -101,8 +107,17 @@ def test_children_of_a_container_form_one_unit(fake_group):
     assert first.__dict__[UNIT] is inner.__dict__[UNIT] is not last.__dict__[UNIT]
     assert UNIT not in container[2].__dict__
     with FullyShardedDataParallel.summon_full_params(ours):
-        assert [tuple(param.shape) for param in ours.parameters()] == [(2, 2), (2,), (3, 2), (3,), (4, 3), (4,)]
-    with pytest.raises(ShardingError, match=r"ParameterList has no forward.*holds itself \(0, 1\); wrap a module"):
+        assert [tuple(param.shape) for param in ours.parameters()] == [
+            (2, 2),
+            (2,),
+            (3, 2),
+            (3,),
+            (4, 3),
+            (4,),
+        ]
+    with pytest.raises(
+        ShardingError, match=r"ParameterList has no forward.*holds itself \(0, 1\); wrap a module"
+    ):
         wrap("sharded", nn.ModuleList([nn.ParameterList([torch.ones(2), torch.ones(2)])]))
 
 
@@ -116,12 +131,16 @@ def test_a_module_is_wrapped_again(fake_group):
     assert second.check_is_root() and not module[0].check_is_root()
     assert list(second.state_dict()) == list(first.state_dict())
     assert copy.deepcopy(second).module.__dict__[UNIT] is not module.__dict__[UNIT]
-    with pytest.raises(ShardingError, match="Sequential is wrapped already, with another sharding_strategy: what is"):
+    with pytest.raises(
+        ShardingError, match="Sequential is wrapped already, with another sharding_strategy: what is"
+    ):
         wrap("sharded", module, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
 
 
 def test_the_signature_is_that_of_fsdp1():
-    ours, of_torch = (inspect.signature(cls.__init__).parameters for cls in (FullyShardedDataParallel, TorchWrapper))
+    ours, of_torch = (
+        inspect.signature(cls.__init__).parameters for cls in (FullyShardedDataParallel, TorchWrapper)
+    )
     assert list(ours) == list(of_torch)
     assert [each.default for each in ours.values()] == [each.default for each in of_torch.values()]
 
@@ -160,7 +179,9 @@ def bad_calls() -> dict[str, tuple[type[Exception], str, Any]]:
     """What FSDP1 refuses, its type of error, and what ours says."""
 
     def hybrid_below() -> None:
-        policy = CustomPolicy(lambda module: {"sharding_strategy": HYBRID} if isinstance(module, nn.Linear) else False)
+        policy = CustomPolicy(
+            lambda module: {"sharding_strategy": HYBRID} if isinstance(module, nn.Linear) else False
+        )
         wrap("sharded", build_mlp((4, 4)), auto_wrap_policy=policy)
 
     def policy_on_wrapped() -> None:
@@ -188,12 +209,24 @@ def bad_calls() -> dict[str, tuple[type[Exception], str, Any]]:
             "all parameters or all modules, but holds: Linear, Parameter",
             on(ignored_states=[nn.Linear(1, 1), nn.Parameter(torch.ones(1))]),
         ),
-        "parameter as module": (ValueError, "must be modules", on(ignored_modules=[nn.Parameter(torch.ones(1))])),
+        "parameter as module": (
+            ValueError,
+            "must be modules",
+            on(ignored_modules=[nn.Parameter(torch.ones(1))]),
+        ),
         "ignored number": (TypeError, "ignored_modules is a int", on(ignored_modules=3)),
         "ignored wrapper": (ValueError, "holds a FullyShardedDataParallel", ignored_wrapper),
         "hybrid by hand": (ValueError, "needs process_group or device_mesh", on(sharding_strategy=HYBRID)),
-        "hybrid mesh": (ValueError, "needs a 2-D device_mesh", on(sharding_strategy=HYBRID, device_mesh=mesh(4))),
-        "hybrid group": (ValueError, "a tuple of two process", on(sharding_strategy=HYBRID, process_group=world)),
+        "hybrid mesh": (
+            ValueError,
+            "needs a 2-D device_mesh",
+            on(sharding_strategy=HYBRID, device_mesh=mesh(4)),
+        ),
+        "hybrid group": (
+            ValueError,
+            "a tuple of two process",
+            on(sharding_strategy=HYBRID, process_group=world),
+        ),
         "hybrid nodes": (
             ValueError,
             "cannot tell the nodes of 4 ranks",
@@ -209,14 +242,26 @@ def bad_calls() -> dict[str, tuple[type[Exception], str, Any]]:
             "unknown argument(s) shard",
             on(auto_wrap_policy=CustomPolicy(lambda module: {"shard": 1})),
         ),
-        "strategy": (TypeError, "give a torch.distributed.fsdp.ShardingStrategy", on(sharding_strategy="FULL_SHARD")),
-        "prefetch": (TypeError, "give a torch.distributed.fsdp.BackwardPrefetch", on(backward_prefetch="pre")),
+        "strategy": (
+            TypeError,
+            "give a torch.distributed.fsdp.ShardingStrategy",
+            on(sharding_strategy="FULL_SHARD"),
+        ),
+        "prefetch": (
+            TypeError,
+            "give a torch.distributed.fsdp.BackwardPrefetch",
+            on(backward_prefetch="pre"),
+        ),
         "device": (ValueError, "is cuda, but this process has no", on(device_id=torch.device("cuda", 0))),
         "device number": (ValueError, "is an accelerator's, but this process has no", on(device_id=0)),
         "no dims": (ValueError, "scalar", lambda: wrap("sharded", WithScalar())),
         "no reset": (RuntimeError, "has no reset_parameters", meta(WithScalar())),
         "init": (ValueError, "param_init_fn=3 cannot be called", meta(nn.Linear(2, 2), param_init_fn=3)),
-        "no init": (RuntimeError, "has left weight, bias on the meta", meta(nn.Linear(2, 2), param_init_fn=print)),
+        "no init": (
+            RuntimeError,
+            "has left weight, bias on the meta",
+            meta(nn.Linear(2, 2), param_init_fn=print),
+        ),
     }
 
 
@@ -250,9 +295,13 @@ def test_a_device_without_an_index(fake_group):
     from graphshard.fsdp1.options import Options
 
     with pytest.warns(UserWarning, match="has no index; the current device"):
-        move_to_device(nn.Linear(1, 1), Options(device_id=torch.device("cuda")), torch.device("cpu"), set(), set())
+        move_to_device(
+            nn.Linear(1, 1), Options(device_id=torch.device("cuda")), torch.device("cpu"), set(), set()
+        )
     with pytest.raises(ShardingError, match="but the process group computes on cpu"):
-        move_to_device(nn.Linear(1, 1), Options(device_id=torch.device("cuda", 1)), torch.device("cpu"), set(), set())
+        move_to_device(
+            nn.Linear(1, 1), Options(device_id=torch.device("cuda", 1)), torch.device("cpu"), set(), set()
+        )
     with pytest.raises(ParameterStateError, match=r"\(weight, meta\)"):
         move_to_device(nn.Linear(1, 1, device="meta"), Options(), torch.device("cpu"), set(), set())
 
@@ -261,7 +310,9 @@ def test_a_wrapper_of_an_ignored_module(fake_group):
     fake_group(2)
     for name in ("ignored_modules", "ignored_states"):
         model = nn.Linear(2, 2)
-        with pytest.warns(UserWarning, match=f"{name} holds the module that is wrapped, so nothing is sharded"):
+        with pytest.warns(
+            UserWarning, match=f"{name} holds the module that is wrapped, so nothing is sharded"
+        ):
             wrapper = FullyShardedDataParallel(model, **{name: [model]})
         assert not any(isinstance(param, DTensor) for param in wrapper.parameters())
 
@@ -291,4 +342,7 @@ def test_prefetches_that_constrain_a_plan(fake_group):
 
     assert orders_of() == orders_of(backward_prefetch=BackwardPrefetch.BACKWARD_PRE) == ("", "")
     assert orders_of(limit_all_gathers=False, backward_prefetch=None) == ("", "none")
-    assert orders_of(backward_prefetch=BackwardPrefetch.BACKWARD_POST, forward_prefetch=True) == ("pre", "post")
+    assert orders_of(backward_prefetch=BackwardPrefetch.BACKWARD_POST, forward_prefetch=True) == (
+        "pre",
+        "post",
+    )

@@ -77,6 +77,23 @@ def count_hooks(implementation: str, reshard_after_forward: bool) -> None:
         lockstep.update(step)
 
 
+def hooks_of_gradients_that_wait(implementation: str) -> None:
+    """Hooks run once, with the gradient: not in the backward whose gradients wait. FSDP2 calls no tensor hooks."""
+    lockstep = start_lockstep(WORKLOAD, implementation)
+    seen: list[str] = []
+    for name, parameter in lockstep.model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda ready, name=name: seen.append((name, ready.grad.shape))
+        )
+        if implementation != "fsdp2":
+            parameter.register_hook(lambda grad, name=name: seen.append((name, grad.shape)))
+    shapes = [(name, parameter.shape) for name, parameter in lockstep.model.named_parameters()]
+    for step, is_on in enumerate((False, True)):
+        lockstep.model.set_requires_gradient_sync(is_on)
+        WORKLOAD.loss(lockstep.forward, WORKLOAD.batch_of(dist.get_rank(), step)).backward()
+        assert sorted(seen) == (sorted(shapes * (1 if implementation == "fsdp2" else 2)) if is_on else [])
+
+
 def step_in_hooks(implementation: str, reshard_after_forward: bool) -> None:
     """An AdamW and a StepLR for each parameter, run by its hook, against one for all after the backward: same bits."""
     normal, hooked = (
@@ -171,7 +188,10 @@ def differentiate_in_part(implementation: str) -> None:
     inputs, expected, mine, found = both()
     (gradient,) = torch.autograd.grad(found, mine)
     assert_close(gradient, torch.autograd.grad(expected, inputs[rank])[0] * world_size)
-    shards = [model.first.weight, model.second.bias]  # behind a forward, a unit that is kept shows full parameters
+    shards = [
+        model.first.weight,
+        model.second.bias,
+    ]  # behind a forward, a unit that is kept shows full parameters
     inputs, expected, mine, found = both()
     for one, other in zip(
         torch.autograd.grad(expected, [reference.first.weight, reference.second.bias]),
@@ -315,6 +335,11 @@ def change_between_forward_and_backward(
 @pytest.mark.parametrize("implementation", EVERY)
 def test_hook_runs_once_per_parameter(run_on_gloo_ranks, implementation):
     run_on_gloo_ranks(2, count_hooks, implementation, True)
+
+
+@pytest.mark.parametrize("implementation", EVERY)
+def test_hooks_wait_for_the_gradient(run_on_gloo_ranks, implementation):
+    run_on_gloo_ranks(2, hooks_of_gradients_that_wait, implementation)
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])

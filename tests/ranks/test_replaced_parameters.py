@@ -52,7 +52,8 @@ def train_with_hooks_and_another_class(implementation: str) -> None:
         forward(batch_of(micro_batch)).sum().backward()
         reference(batch_of(micro_batch)).sum().backward()
     check_sharded_parity(reference, model)
-    assert called.count(DTensor) == called.count(nn.Parameter) == 2
+    # The gradient of the first micro-batch waits, so the shard's hook is called once, as by FSDP2.
+    assert called.count(DTensor) == 1 and called.count(nn.Parameter) == 2
 
 
 @pytest.mark.parametrize("implementation", GRAPHSHARD)
