@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 #: The rooms, lowest first. A room may import from the rooms in front of its own line; those of one line are apart.
 ROOMS: tuple[tuple[str, ...], ...] = (
-    ("graphshard.periods", "graphshard.units"),
+    ("graphshard.periods", "graphshard.tensor_trees", "graphshard.units"),
     (
         "graphshard.errors", "graphshard._compat", "graphshard._compat_autograd", "graphshard._compat_composable",
         "graphshard._compat_dtensor", "graphshard._compat_frames", "graphshard._compat_fsdp1",

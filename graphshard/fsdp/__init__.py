@@ -8,7 +8,7 @@ A unit in parts: ``parameter_slot``, ``waiting_gradients``, ``tree`` (the units 
 Where shards are: ``placements``, ``shard_parameter``, ``shard_versions`` (has a shard changed).
 Without a compiler: ``eager_autograd``, ``saved_parameters``, ``eager_collectives``, ``plain_gathers``,
 ``gather_extensions``, ``gradient_hooks``.
-Further: ``deepcopy``, ``tensor_trees``.
+Further: ``deepcopy``.
 """
 
 from .eager_autograd import Writable
@@ -36,7 +36,6 @@ from .read_parameter import GatherExtended, slot_of_read
 from .shard_parameter import mesh_device
 from .shard_versions import Version, refuse_lost_data, version_of
 from .sharded_class import place_of_forward_in_python, register_fsdp_forward_method
-from .tensor_trees import cast_tensors, tensors_in
 from .tree import ROOT, SLOTS, Tree, TreeUnit
 from .unit import Unit, owner_of, unit_of
 from .waiting_gradients import zero_gradients
@@ -57,7 +56,6 @@ __all__ = [
     "Version",
     "Writable",
     "as_complex",
-    "cast_tensors",
     "cut_extended",
     "expect_no_gradient",
     "fully_shard",
@@ -73,7 +71,6 @@ __all__ = [
     "slot_of_read",
     "slot_of_shard",
     "slots_of",
-    "tensors_in",
     "unit_of",
     "version_of",
     "why_untraceable",

@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor
 from .._compat import gradients_are_boxed, in_backward, in_recomputation, is_tracing
 from .._compat_autograd import accumulates_in_leaf
 from ..ir import COMMS
+from ..tensor_trees import tensors_in
 from .eager_collectives import reduce_together
 from .gradient_hooks import expect_no_gradient
 from .parameter_slot import ParameterSlot, add_to_grad, as_complex, local_shard, shard_data
 from .saved_parameters import ForwardReads, GatheredOnce, Span, can_hook
 from .shard_versions import FullRead, version_of
-from .tensor_trees import tensors_in
 from .tree import Tree, TreeUnit
 from .unit import Unit, owner_of
 

@@ -28,6 +28,7 @@ from .._compat_frames import (
 )
 from ..errors import ShardingError, UnsupportedShardingError
 from ..ir import UNIT
+from ..tensor_trees import cast_tensors, move_tensors
 from .eager_autograd import (
     drop_prefetched,
     finish_reads,
@@ -39,7 +40,6 @@ from .eager_autograd import (
 from .fsdp_module import FSDPModule, refuse_torch_sharding
 from .parameter_slot import ParameterSlot, slots_of, stored_parameters
 from .read_parameter import empty_names, empty_property, is_reading, read_ahead, read_parameter
-from .tensor_trees import cast_tensors, move_tensors
 from .tree import SLOTS, STORED, Tree, relabel
 from .unit import Unit, owner_of, unit_of
 

@@ -211,3 +211,29 @@ def test_settings_between_forward_and_backward_count(fake_group):
         loss.backward()
         gradients.append(model.bias.grad.to_local())
     torch.testing.assert_close(gradients[0], 4 * gradients[1])
+
+
+def test_hooks_of_the_node_that_accumulates(fake_group):
+    """Of autograd's own node: one that runs after it is called with the gradient in `.grad`, one before with None."""
+    model = graphshard.fully_shard(nn.Linear(6, 4, bias=False), mesh=fake_group(2))
+    node, seen = torch.autograd.graph.get_gradient_edge(model.weight).node, []
+    node.register_prehook(lambda grads: seen.append(grads))
+    node.register_hook(lambda _, grads: seen.append(model.weight.grad is not None))
+    model(torch.ones(2, 6)).sum().backward()
+    assert seen == [(None,), True]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning")
+def test_pre_hooks_of_inner_modules_read_full_parameters(fake_group):
+    """On one rank, where what is gathered has its values."""
+    plain, inner = (nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)) for _ in range(2))
+    inner.load_state_dict(plain.state_dict())
+    for each in (plain, inner):
+        nn.utils.weight_norm(each[0])
+    model = graphshard.fully_shard(inner, mesh=fake_group(1))
+    expected, found = plain(torch.ones(2, 6)), model(torch.ones(2, 6))
+    torch.testing.assert_close(found, expected)
+    expected.sum().backward()
+    found.sum().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.to_local(), theirs.grad)

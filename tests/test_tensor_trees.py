@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from graphshard.fsdp.tensor_trees import cast_tensors, move_tensors
+from graphshard.tensor_trees import cast_tensors, move_tensors
 
 Point = namedtuple("Point", ["x", "label"])
 
