@@ -41,6 +41,9 @@ def _held(value: Any, placement: Placement, axis: Axis, what: str) -> Any:
     if not isinstance(value, Tensor):
         return value
     if isinstance(placement, Shard) and not -value.ndim <= placement.dim < value.ndim:
+        if not torch.compiler.is_compiling():
+            # Where a hook has raised, Dynamo traces no hook any more: once this is corrected, marks would be left out.
+            torch.compiler.reset()
         raise ShardingError(
             f"parallelize: {what} of shape {list(value.shape)} has no dim {placement.dim}: give Shard of a dim that it "
             "has, or Replicate()"

@@ -1,6 +1,7 @@
 """parallelize: what it states, and one error for all that is wrong. Training is tested on real ranks."""
 
 import re
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import pytest
@@ -124,6 +125,21 @@ def test_values_that_lack_the_dim_are_named(tp, compiled):
             step(torch.ones(3, 4))
 
 
+def test_marks_hold_in_models_that_are_compiled_after_an_error(tp):
+    """Dynamo leaves out the code that calls hooks for the rest of the process, once a hook has raised."""
+    for dim in (5, 0):
+        model = graphshard.parallelize(nn.Sequential(nn.ReLU()), tp, {}, outputs={"0": Shard(dim)})
+        graphs = []
+
+        def keep(gm, _, graphs=graphs):
+            graphs.append(gm)
+            return gm.forward
+
+        with pytest.raises(ShardingError) if dim == 5 else nullcontext():
+            torch.compile(model, backend=keep)(torch.ones(4, 4))
+    assert [gm.code.count("'Shard(0)'") for gm in graphs] == [2]
+
+
 class Pair(NamedTuple):
     """What a module may return."""
 
@@ -142,7 +158,6 @@ class Packed(nn.Module):
 
 @pytest.mark.parametrize("kind", [dict, Pair])
 def test_values_in_dicts_and_named_tuples_are_held(tp, kind):
-    torch.compiler.reset()  # after an error in a hook Dynamo skips the code that calls hooks
     model = nn.Sequential(Packed(kind))
     graphshard.parallelize(model, tp, {}, outputs={"0": Shard(1)})
     graphs = []
