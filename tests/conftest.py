@@ -20,7 +20,6 @@ from support.sampling import mark_unsampled
 from support.small_models import MODELS, example_batch, shard_units
 from support.thorough import is_thorough, note_run
 from support.unmeasured_guards import leave_guards_unmeasured
-from support.untimed_planning import plan_without_a_clock
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -35,7 +34,6 @@ os.environ["GRAPHSHARD_CACHE"] = ""
 # As torchrun starts ranks: what kernels allocate depends on it.
 torch.set_num_threads(1)
 leave_guards_unmeasured()
-plan_without_a_clock()
 
 # The same examples in every run and nothing written to disk; captures and fake tensors are slow at first.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)

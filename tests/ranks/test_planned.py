@@ -34,6 +34,7 @@ def train_split(card: str, folder: str) -> None:
     rank = dist.get_rank()
     lockstep = start_lockstep(mlp_workload((1024, 2048), (2048, 5)), "sharded")
     options = {"hardware": card, "bucket": "auto", "memory_budget": "1GiB", "dump": f"{folder}/rank{rank}"}
+    options["planning_seconds"] = 600.0  # else a slow machine plans less
     lockstep.forward = compile_if_asked("compiled", lockstep.model, verify="full", **options)
     lockstep.train(2)
 

@@ -38,7 +38,6 @@ from support.brief_search import briefly
 from support.interpreted_halves import interpreted_halves
 from support.thorough import note_thorough
 from support.unmeasured_guards import leave_guards_unmeasured
-from support.untimed_planning import plan_without_a_clock
 
 CALL_TIMEOUT_S = 240.0
 """A call that takes longer is a hang. Generous: a slow machine compiles a small transformer within it."""
@@ -185,7 +184,6 @@ def serve_rank(setup: RankSetup, connection: Connection) -> None:
     torch.set_num_threads(1)
     torch._inductor.config.compile_threads = 1
     leave_guards_unmeasured()
-    plan_without_a_clock()
     store = dist.TCPStore("127.0.0.1", setup.store_port, is_master=False, wait_for_workers=False)
     dist.init_process_group(
         "gloo",

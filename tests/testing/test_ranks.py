@@ -42,6 +42,7 @@ def test_all_gather():
         ("sum", lambda values: values[0] + values[1] + values[2]),
         ("avg", lambda values: (values[0] + values[1] + values[2]) / 3),
         ("max", lambda values: torch.stack(values).amax(0)),
+        ("product", lambda values: torch.stack(values).prod(0)),
         ("min", lambda values: torch.stack(values).amin(0)),
     ],
 )
@@ -183,8 +184,8 @@ def test_an_unknown_collective_is_an_error():
 
 
 def test_an_unknown_reduction_is_an_error():
-    with pytest.raises(CollectiveMismatchError, match="reduction 'product' is not among"):
-        run_on_all_ranks(_collective(ALL_REDUCE, "product"), [[value] for value in _values(3, 2)], MESH)
+    with pytest.raises(CollectiveMismatchError, match="reduction 'band' is not among"):
+        run_on_all_ranks(_collective(ALL_REDUCE, "band"), [[value] for value in _values(3, 2)], MESH)
 
 
 def test_inputs_for_every_rank_are_required():
