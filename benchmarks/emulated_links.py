@@ -130,6 +130,15 @@ class EmulatedGroup(dist.ProcessGroup):
 
         return self._run("reduce_scatter", whole.nbytes, (output, whole), copy)
 
+    def allgather(self, outputs: Sequence[Sequence[Tensor]], parts: Sequence[Tensor], opts: Any = None) -> _Work:
+        def copy() -> None:
+            for each, part in zip(outputs, parts, strict=True):
+                for output in each:
+                    output.copy_(part)
+
+        held = [*parts, *(output for each in outputs for output in each)]
+        return self._run("all_gather", sum(output.nbytes for each in outputs for output in each), held, copy)
+
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[Tensor], parts: Sequence[Tensor], opts: Any = None
     ) -> _Work:
@@ -164,6 +173,13 @@ class EmulatedGroup(dist.ProcessGroup):
     allreduce_coalesced = allreduce
 
 
+def _gather_into(part: Tensor, num_ranks: int, group_name: str, *, out: Tensor) -> Tensor:
+    """``all_gather_into_tensor_out``, whose C++ form calls what a group written in Python cannot give."""
+    work = c10d._resolve_process_group(group_name)._allgather_base(out, part)
+    torch._C._distributed_c10d._register_work(out, work)
+    return out
+
+
 @contextmanager
 def emulated_ranks(size: int, device: torch.device, price: Price) -> Iterator[EmulatedGroup]:
     """The default process group: rank 0 of ``size``. Others are asked for nothing, as in torch's fake group."""
@@ -171,9 +187,12 @@ def emulated_ranks(size: int, device: torch.device, price: Price) -> Iterator[Em
     name = f"emulated{next(_NUMBERS)}"
     dist.Backend.register_backend(name, lambda *_: group, devices=["cpu", "cuda"])
     dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=size)
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    library.impl("all_gather_into_tensor_out", _gather_into, device.type.upper())
     try:
         # graphshard asks no other ranks for anything where the group is called a fake one.
         c10d._world.pg_map[group] = ("fake", c10d._world.pg_map[group][1])
         yield group
     finally:
+        library._destroy()
         dist.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import statistics
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import graphshard
 from emulated_links import EmulatedGroup, emulated_ranks
+from gpu_memory import live_at_peak
 from gpu_subjects import (
     Place,
     Subject,
@@ -41,6 +43,7 @@ from graphshard.cost import (
     calibrate,
     load_card,
 )
+from simple_fsdp import compile_with_overlap, shard_simply
 
 NUM_RANKS = 8
 #: Whose links a card of one GPU takes.
@@ -49,6 +52,8 @@ LIKE = "h100-sxm"
 LINKS = (100, 200, 400)
 #: Sequences of a step over emulated links.
 LINK_BATCH = 2
+#: Placed by rules, as `hardware=None` has it: one bucket a unit, overlap where the predicted memory stays.
+RULES = {"hardware": None, "bucket": "unit"}
 #: What the profiler calls the kernels of each class.
 PROFILED = {
     "attention": ("aten::_scaled_dot_product_", "aten::_flash_attention", "aten::_efficient_attention", "aten::_cudnn"),
@@ -126,7 +131,7 @@ def memory(place: Place, way: str) -> dict[str, Any]:
     ``way``: "unit", "auto", or "budget": as "auto", with a budget of :func:`_budget`.
     """
     subject = llama_subject(place)
-    options: dict[str, Any] = {"verify": "full"}
+    options: dict[str, Any] = {"verify": "full", **RULES}
     if way != "unit":
         options |= {"hardware": place.measured_card(), "bucket": "auto"}
     if way == "budget":
@@ -143,7 +148,8 @@ def memory(place: Place, way: str) -> dict[str, Any]:
             step()
         held = sum(parameter.to_local().nbytes for parameter in model.parameters())
         held += sum(each.nbytes for each in subject.batch)
-        return {"measured_bytes": held + min(_peak_bytes(model, step, place) for _ in range(3))}
+        peak = min(_peak_bytes(model, step, place) for _ in range(3))
+        return {"measured_bytes": held + peak, "live_at_peak": live_at_peak(step) if place.is_gpu else []}
 
 
 def _budget(report: graphshard.Report) -> int:
@@ -263,7 +269,10 @@ def links(place: Place, gbits: int) -> dict[str, Any]:
     with emulated_ranks(NUM_RANKS, place.device, price) as group:
         mesh = init_device_mesh(place.device.type, (NUM_RANKS,))
         steps = {"fsdp2": _fsdp2(subject, place, mesh)}
-        for name, given in {"unit": {}, "auto": {"hardware": link_card, "bucket": "auto"}}.items():
+        if place.is_gpu:
+            simple = shard_simply(make(subject, place), mesh.get_group())
+            steps["inductor"] = runner(simple, compile_with_overlap(simple, price), subject.batch)
+        for name, given in {"unit": RULES, "auto": {"hardware": link_card, "bucket": "auto"}}.items():
             model = shard(make(subject, place), subject, mesh, mp_policy=policy())
             call = torch.compile(model, backend="graphshard", fullgraph=True, options=given)
             steps[name] = runner(model, call, subject.batch)
@@ -284,7 +293,7 @@ def links(place: Place, gbits: int) -> dict[str, Any]:
         "without_links_seconds": without,
         "link_seconds": {name: sum(seconds for _, _, seconds in rows) for name, rows in asked.items()},
         "collectives": {name: len(rows) for name, rows in asked.items()},
-        "ratio_to_fsdp2": {name: ratio(found, name, "fsdp2") for name in ("unit", "auto")},
+        "ratio_to_fsdp2": {name: ratio(found, name, "fsdp2") for name in steps if name != "fsdp2"},
         "exposed_seconds": {name: step_seconds[name] - without[name] for name in steps},
     }
 
@@ -317,7 +326,7 @@ def cuda_graphs(place: Place, plan: str) -> dict[str, Any]:
     """Inductor's CUDA graphs around a step of eight emulated ranks: losses with and without."""
     subject = llama_subject(replace(place, device=torch.device("cpu")))
     subject = replace(subject, batch=tuple(each.to(place.device) for each in subject.batch))
-    hardware = {"hardware": place.measured_card(), "bucket": "auto"} if plan == "auto" else {}
+    hardware = {"hardware": place.measured_card(), "bucket": "auto"} if plan == "auto" else RULES
     with emulated_ranks(NUM_RANKS, place.device, lambda kind, num_bytes: 0.0):
         mesh = init_device_mesh(place.device.type, (NUM_RANKS,))
         losses: dict[str, list[float]] = {}
@@ -361,6 +370,47 @@ def offload(place: Place) -> dict[str, Any]:
     }
 
 
+def float8(place: Place) -> dict[str, Any]:
+    """torchao's float8 linears on links of 200 Gbit/s, gathered in bfloat16 or in float8, against bfloat16."""
+    if importlib.util.find_spec("torchao") is None:
+        return {"skipped": "torchao is not installed"}
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    subject = llama_subject(place, layers=2)
+    card = _with_links(place.measured_card(), 200)
+    prices = CostModel(card=card, groups={"all": GroupTopology(num_ranks=NUM_RANKS, ranks_per_node=1)})
+    steps, first = {}, {}
+    with emulated_ranks(
+        NUM_RANKS, place.device, lambda kind, num_bytes: prices.collective_seconds(kind, num_bytes, "all")
+    ) as group:
+        mesh = init_device_mesh(place.device.type, (NUM_RANKS,))
+        for name in ("bfloat16", "float8", "float8 gathers"):
+            model = make(subject, place)
+            if name != "bfloat16":
+                config = Float8LinearConfig(
+                    enable_fsdp_float8_all_gather=name == "float8 gathers", emulate=not place.is_gpu
+                )
+                convert_to_float8_training(
+                    model, config=config, module_filter_fn=lambda module, path: path.startswith("layers.")
+                )
+            shard(model, subject, mesh, mp_policy=policy())
+            options = {"hardware": card, "bucket": "auto"}
+            call = torch.compile(model, backend="graphshard", fullgraph=True, options=options)
+            steps[name] = runner(model, call, subject.batch)
+        losses = {name: timed_first(name, steps, first) for name in steps}
+        with place.alone():
+            found = time_in_turns(steps, place, rounds=2)
+            asked = {name: _asked(group, step) for name, step in steps.items()}
+    return {
+        "losses": losses,
+        "first_seconds": first,
+        "step_seconds": {name: statistics.median(each) for name, each in found.items()},
+        "gathered_bytes": {
+            name: sum(size for kind, size, _ in rows if kind == "all_gather") for name, rows in asked.items()
+        },
+    }
+
+
 def _parts() -> dict[str, Callable[[Place], dict[str, Any]]]:
     parts: dict[str, Callable[[Place], dict[str, Any]]] = {"card": card}
     for gbits in LINKS:
@@ -375,6 +425,7 @@ def _parts() -> dict[str, Callable[[Place], dict[str, Any]]]:
     for plan in ("unit", "auto"):
         parts[f"cudagraphs {plan}"] = functools.partial(cuda_graphs, plan=plan)
     parts["offload"] = offload
+    parts["float8"] = float8
     return parts
 
 

@@ -136,9 +136,10 @@ def policy() -> graphshard.MixedPrecisionPolicy:
 
 def runner(model: nn.Module, call: Callable[..., Tensor], batch: Sequence[Tensor]) -> Callable[[], Tensor]:
     """A forward and a backward that leave fresh gradients."""
+    parameters = list(model.parameters())
 
     def step() -> Tensor:
-        for parameter in model.parameters():
+        for parameter in parameters:
             parameter.grad = None
         loss = call(*batch)
         loss.backward()
