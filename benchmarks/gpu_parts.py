@@ -371,7 +371,7 @@ def offload(place: Place) -> dict[str, Any]:
 
 
 def float8(place: Place) -> dict[str, Any]:
-    """torchao's float8 linears on links of 200 Gbit/s, gathered in bfloat16 or in float8, against bfloat16."""
+    """Linears of torchao in float8 on links of 200 Gbit/s, gathered in bfloat16 or in float8, against bfloat16."""
     if importlib.util.find_spec("torchao") is None:
         return {"skipped": "torchao is not installed"}
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
