@@ -21,8 +21,9 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from .._compat import detect_fake_mode, is_to_local
+from .._compat_autograd import accumulates_in_leaf
 from ..errors import ParameterStateError
-from ..fsdp import Version, as_complex, refuse_lost_data, slot_of_shard, unit_of, version_of
+from ..fsdp import Version, add_to_grad, as_complex, refuse_lost_data, slot_of_shard, unit_of, version_of
 from ..ir import UNSHARD, ExtendedInputs, UnshardCall, padded_shape, unshard_outside_transforms
 from .extended_gathers import ExtendedEntrance, enter_extended, entrances, inputs_of_extended
 from .parameter_writes import (
@@ -382,7 +383,7 @@ def padded_local(param: DTensor, crossing: Crossing) -> Tensor:
 
     The gather drops the padding, whatever its values are.
     """
-    refuse_lost_data(param, crossing.names[0] if crossing.names else f"of shape {tuple(param.shape)}")
+    refuse_lost_data(param, crossing.names[0] if crossing.names else "")
     if crossing.is_carrier:
         device = param._local_tensor.device
         return torch.empty(1, dtype=param.dtype, device=device).expand(crossing.shape)
@@ -416,8 +417,8 @@ class _PaddedLocals(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         result: list[Any] = [None]
-        for crossing, spec, shape, grad in zip(
-            ctx.crossings, ctx.specs, ctx.local_shapes, grads, strict=True
+        for (leaf, _), crossing, spec, shape, grad in zip(
+            ctx.next_functions, ctx.crossings, ctx.specs, ctx.local_shapes, grads, strict=True
         ):
             if grad is not None:
                 if grad.shape[crossing.dim] != shape[crossing.dim]:
@@ -426,5 +427,9 @@ class _PaddedLocals(torch.autograd.Function):
                     grad = as_complex(grad)
                 # What DTensor(...) does, without its __init__, which is empty and takes 2 us.
                 grad = DTensor.__new__(DTensor, grad.contiguous(), spec, requires_grad=False)
+                if accumulates_in_leaf(leaf, grad):
+                    # That node would detach the DTensor, through the dispatch of DTensors for each parameter.
+                    add_to_grad(leaf.variable, grad)
+                    grad = None
             result.append(grad)
         return tuple(result)

@@ -28,6 +28,7 @@ from .gradient_hooks import expect_no_gradient
 from .parameter_slot import (
     SUMMONED,
     ParameterSlot,
+    add_to_grad,
     as_complex,
     slot_of_shard,
     slots_of,
@@ -55,6 +56,7 @@ __all__ = [
     "UnshardHandle",
     "Version",
     "Writable",
+    "add_to_grad",
     "as_complex",
     "cut_extended",
     "expect_no_gradient",
