@@ -143,6 +143,7 @@ def _rank_one_fails(how: str, folder: str) -> tuple[str, float]:
         ("dump", "rank 1 could not begin to compile a graph: .*cannot be made"),
         ("card", "rank 1 could not read the options of the backend: no hardware card"),
     ],
+    ids=["Inductor", "dump", "card"],
 )
 def test_what_fails_on_one_rank_reaches_the_others_in_seconds(
     run_on_gloo_ranks: Callable[..., list[Any]], tmp_path: Path, how: str, told: str
