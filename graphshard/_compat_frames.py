@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 from torch._C._dynamo.eval_frame import set_code_exec_strategy  # checked: 2.13
+from torch._dynamo.exc import ShortenTraceback as ShortenTraceback  # checked: 2.11, 2.13
 from torch._dynamo.exc import TorchRuntimeError as TorchRuntimeError  # checked: 2.13
 from torch._dynamo.exc import UnspecializeRestartAnalysis  # checked: 2.13
 from torch._dynamo.symbolic_convert import InstructionTranslator  # checked: 2.13

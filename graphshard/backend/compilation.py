@@ -53,6 +53,7 @@ from .inductor import (
     emitted_order,
     memory_patch,
     name_groups_by_axis,
+    named,
     order_difference,
     pinning_patch,
     planned_order,
@@ -271,7 +272,7 @@ def hand_over(task: HalfTask, half: HalfGraph) -> CompiledVariant:
     has_budget = options.memory_budget is not None
     fusions = memory_patch(options.inductor) if has_budget else nullcontext()
     pinned = pinning_patch(releases=has_budget and _is_on_gloo(task, gm))
-    name_groups_by_axis(gm, half.context.mesh)
+    names = name_groups_by_axis(gm, half.context.mesh)
     is_run_here = not task.graph.is_ahead or has_symbolic_sizes(gm)
     without_computing = None if is_run_here else _empty_results(gm)  # what follows edits the graph
     with task.observer.inductor(half.stage), fusions, pinned:
@@ -279,7 +280,7 @@ def hand_over(task: HalfTask, half: HalfGraph) -> CompiledVariant:
     if planned and task.graph.are_ranks_compared:
         _check_order(planned, getattr(compiled, "source_code", None), task)
     run = compiled if copied_from is None else waiting(compiled, copied_from)
-    return CompiledVariant(run=without_computing or run, regathered=regathered)
+    return CompiledVariant(run=without_computing or named(run, names), regathered=regathered)
 
 
 def _empty_results(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:

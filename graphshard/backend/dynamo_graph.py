@@ -120,6 +120,15 @@ class DynamoGraph:
         return not self.is_broken and bool(units - {ROOT}) and missing <= units | {ROOT}
 
 
+def groups_of(example_inputs: Sequence[Any]) -> tuple[str, ...]:
+    """The process groups of the models that a graph with these inputs is a part of."""
+    return tuple(dict.fromkeys(name for tree in _trees_of(example_inputs) for name in tree.groups()))
+
+
+def _trees_of(example_inputs: Sequence[Any]) -> list[Tree]:
+    return list({id(unit.tree): unit.tree for unit in filter(None, map(unit_of, example_inputs))}.values())
+
+
 def read_graph(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: BackendOptions, *, is_ahead: bool = False
 ) -> DynamoGraph:
@@ -137,15 +146,16 @@ def read_graph(
     Raises:
         OptionError: an Inductor option that cannot be set, or a folder that cannot be made.
     """
-    inductor = config_patches(options.inductor, has_budget=options.memory_budget is not None)
     _warn_if_never_sharded(gm, example_inputs)
-    trees = list({id(unit.tree): unit.tree for unit in filter(None, map(unit_of, example_inputs))}.values())
+    trees = _trees_of(example_inputs)
     is_shared = options.verify != "off"
-    index = next_index(options.dump)
-    groups = tuple(dict.fromkeys(name for tree in trees for name in tree.groups())) if is_shared else ()
+    groups = groups_of(example_inputs) if is_shared else ()
     is_own = options.hardware == AUTO
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     progress = ShownProgress(is_on=options.progress and is_first)
+    with refusing(groups, "begin to compile a graph"):
+        inductor = config_patches(options.inductor, has_budget=options.memory_budget is not None)
+        index = next_index(options.dump)
     with (
         refusing(groups, f"compile graph {index}"),
         progress.stage("finding the hardware card of this machine"),
@@ -153,6 +163,7 @@ def read_graph(
         options = _with_own_card(
             options, gm, example_inputs, trees, what=f"graph {index}", report=progress.tell
         )
+        kernels = _measurements_beside(options.card, is_cached=is_own)
     given = options
     for settings in [tree.units()[0].settings for tree in trees]:
         options = options.with_orders(settings.forward_order, settings.backward_order)
@@ -171,7 +182,7 @@ def read_graph(
         parameters={slot.name: unit.label for tree in trees for unit in tree.units() for slot in unit.slots},
         is_broken=any(tree.graph_breaks for tree in trees),
         waiting=_waiting_units(example_inputs),
-        kernels=_measurements_beside(options.card),
+        kernels=kernels,
         are_shards_pinned=any(
             _is_pinned(slot.param) for tree in trees for unit in tree.units() for slot in unit.slots
         ),
@@ -239,8 +250,9 @@ def _is_pinned(parameter: torch.nn.Parameter) -> bool:
     return any(value.device.type == "cpu" and value.is_pinned() for value in held)
 
 
-def _measurements_beside(card: HardwareCard | None) -> KernelMeasurements:
-    return KernelMeasurements(table_beside(card.file) if card is not None and card.file is not None else None)
+def _measurements_beside(card: HardwareCard | None, *, is_cached: bool) -> KernelMeasurements:
+    file = table_beside(card.file) if card is not None and card.file is not None else None
+    return KernelMeasurements(file, is_cached=is_cached)
 
 
 def _waiting_units(inputs: Sequence[Any]) -> frozenset[str]:

@@ -15,11 +15,12 @@ from typing import Any
 from torch import fx
 
 from .._compat_frames import inline_regions, leave_frames_to_python
+from ..coordination import refusing
 from ..errors import OptionError
 from ..memory import outputs_with_parameters, take_back_donations
 from .compilation import HalfTask, compile_half
 from .dtensor_boundary import enter_boundary
-from .dynamo_graph import DynamoGraph, read_graph
+from .dynamo_graph import DynamoGraph, groups_of, read_graph
 from .inductor import JOINT_PASS, JointPass, compile_fx, functorch_patch, type_rng_states
 from .joint import ExtendedInputsOf, JointResult, run_joint_passes
 from .observer import Observer
@@ -51,13 +52,17 @@ def graphshard(
         RefusedError: another rank has stopped with an error.
         InfeasibleBudgetError: no plan keeps the user's memory budget.
     """
-    if mode is not None:
-        raise OptionError(
-            f"graphshard backend: mode={mode!r} is for Inductor alone; give the settings that it stands for "
-            f"(torch._inductor.list_mode_options({mode!r})) in options={{'inductor': {{...}}}}"
-        )
     leave_frames_to_python("graphshard.backend")
-    return compile_graph(gm, example_inputs, BackendOptions.parse(options))
+    with refusing(
+        groups_of(example_inputs), "read the options of the backend"
+    ):  # a card's file may lack on one node
+        if mode is not None:
+            raise OptionError(
+                f"graphshard backend: mode={mode!r} is for Inductor alone; give the settings that it stands for "
+                f"(torch._inductor.list_mode_options({mode!r})) in options={{'inductor': {{...}}}}"
+            )
+        parsed = BackendOptions.parse(options)
+    return compile_graph(gm, example_inputs, parsed)
 
 
 def compile_graph(

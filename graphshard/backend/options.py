@@ -13,7 +13,7 @@ from ..budget_text import parse_bytes
 from ..cost import HardwareCard, load_card
 from ..errors import OptionError
 from ..pipeline import Pass
-from ..user_cache import cache_folder
+from ..user_cache import is_switched_off
 
 #: Options that need a hardware card.
 _NEED_HARDWARE = ("memory_budget", "bucket", "limit_all_gathers", "backward_prefetch", "forward_prefetch")
@@ -228,7 +228,7 @@ class BackendOptions:
 
 def default_hardware() -> str:
     """The default of ``hardware``: none where ``GRAPHSHARD_CACHE`` is empty, since nothing measured could be kept."""
-    return NO_CARD if cache_folder() is None else AUTO
+    return NO_CARD if is_switched_off() else AUTO
 
 
 def _read_passes(given: Any) -> dict[str, tuple[Pass, ...]]:

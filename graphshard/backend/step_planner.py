@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from torch import fx
 
@@ -25,6 +26,7 @@ from ..coordination import (
     read_plan,
 )
 from ..cost import CostModel, HardwareCard
+from ..errors import PlanError
 from ..ir import (
     UNSHARD,
     UnshardCall,
@@ -33,10 +35,12 @@ from ..ir import (
     group_name,
     is_collective,
     remembered_results,
+    size_hint,
+    tensors_of,
     text_fingerprint,
 )
 from ..machine import Machine
-from ..memory import UNMEASURED, KernelMeasurements, ScratchTable, step_bytes
+from ..memory import DONATED, UNMEASURED, KernelMeasurements, ScratchTable, step_bytes
 from ..pipeline import KnownPlan, PassContext, PassRecord, Pipeline
 from ..planner import PlannedGraph, topologies
 from ..progress import LOGGER, PlanningTime, TimeLimit, say_nothing
@@ -46,6 +50,11 @@ from .inductor import partitioner_settings, saved_share
 from .pipelines import half_pipelines
 from .step_choice import StepChoice
 from .step_trials import JointTrials
+
+Result = TypeVar("Result")
+
+#: Follows a plan, or makes one of None.
+Follow = Callable[[Mapping[str, Any] | None], Decision[Result]]
 
 #: Shares of the planning time that is left, for the choice for both halves and then for each half. Later variants of a
 #: half get what remains.
@@ -138,8 +147,7 @@ class StepPlanner:
         key = self._key(half, unplanned, chosen, *held)
         kept = self._kept_key(key, gm, context)
 
-        def decide(plan: Mapping[str, Any] | None) -> Decision[list[PassRecord]]:
-            is_new = plan is None and (plan := self._read(kept)) is None
+        def follow(plan: Mapping[str, Any] | None) -> Decision[list[PassRecord]]:
             known = None if plan is None else KnownPlan.from_dict(self._adopt(plan))
             scratch = self.kernels.of(gm, context.device_type)
             measured = self.kernels.rows_of(gm, context.device_type)
@@ -148,10 +156,9 @@ class StepPlanner:
             planned = records[-1].report.planned
             assert isinstance(planned, PlannedGraph)
             decided = plan if plan is not None else _with_scratch(planned.known.to_dict(), measured)
-            if is_new and self.is_shared:
-                keep_plan(kept, decided)
             return Decision(plan=decided, result=records)
 
+        decide = partial(self._decide, kept, follow)
         return decide_together(self._stores(groups), key, decide, what=f"{self.what} ({half})")
 
     def choose(
@@ -204,8 +211,7 @@ class StepPlanner:
         settings = f"{memory_budget} {sorted(waiting)} {keeps_between} {tag} {partitioner_settings()}"
         kept_key = self._kept_key(f"{key} {settings}", gm, context)
 
-        def decide(plan: Mapping[str, Any] | None) -> Decision[KeptUnits]:
-            is_new = plan is None and (plan := self._read(kept_key)) is None
+        def follow(plan: Mapping[str, Any] | None) -> Decision[KeptUnits]:
             if plan is None:
                 scratch = self.kernels.of(gm, context.device_type)
                 # Trials never reach Inductor, which tells values apart by their fake tensors.
@@ -220,11 +226,10 @@ class StepPlanner:
             records = Pipeline(step, given=tag.given).run(gm, context)
             result = KeptUnits(choice=choice, records=tuple(records))
             decided = plan if plan is not None else _with_scratch(choice.to_dict(), rows)
-            if is_new and self.is_shared:
-                keep_plan(kept_key, decided)
             return Decision(plan=decided, result=result)
 
         stores = self._stores(dict.fromkeys([*of_group, *self.groups]))
+        decide = partial(self._decide, kept_key, follow)
         kept = decide_together(stores, key, decide, what=f"{self.what} (joint)")
         if kept.choice.input_bytes != trials.input_bytes():  # made for a step of other sizes
             kept = replace(kept, choice=replace(kept.choice, peak_bytes=None))
@@ -281,12 +286,30 @@ class StepPlanner:
     def _key(self, *parts: str) -> str:
         return text_fingerprint("\n".join([str(self.halves), repr(self.card), *parts]))
 
-    def _read(self, key: str) -> Mapping[str, Any] | None:
-        """The plan of an earlier process. Ranks that each make a plan take none, since another may have none."""
-        return read_plan(key) if self.is_shared else None
+    def _decide(self, key: str, follow: Follow[Result], plan: Mapping[str, Any] | None) -> Decision[Result]:
+        """Follows a plan that is given, or that of an earlier process, or makes one and keeps it.
+
+        Ranks that each make a plan take none of an earlier process, since another may have none. One that cannot be
+        followed (its file is damaged) is replaced: no file of the cache stops a run.
+        """
+        if plan is not None or not self.is_shared or not key:
+            return follow(plan)
+        if (found := read_plan(key)) is not None:
+            try:
+                return follow(found)
+            except (PlanError, LookupError, TypeError, ValueError) as error:
+                LOGGER.info("%s: the plan of an earlier run cannot be followed (%r)", self.what, error)
+        decision = follow(None)
+        keep_plan(key, decision.plan)
+        return decision
 
     def _kept_key(self, key: str, gm: fx.GraphModule, context: PassContext) -> str:
-        """All that a plan depends on: what ``key`` says, the graph, what passes know, the machine, torch and source."""
+        """All that a plan depends on: what ``key`` says, the graph, what passes know, the machine, torch and source.
+
+        "" if the source of a pass is not known: then nothing may be kept.
+        """
+        if not (source := self.halves.uuid()):
+            return ""
         labels = group_labels(gm, context.mesh)
         groups = sorted(
             (labels.get(name, name), repr(group)) for name, group in self._prices(gm).groups.items()
@@ -294,9 +317,10 @@ class StepPlanner:
         known = replace(context.without_group_names(), prices=None, known_plan=None, scratch=UNMEASURED)
         parts = [
             key,
-            self.halves.uuid(),
+            source,
             graph_text(gm, mesh=context.mesh, parameters=context.parameters),
             repr(known),
+            repr([_seen(node) for node in gm.graph.find_nodes(op="placeholder")]),
             repr(groups),
             repr(Machine.here()),
             repr(self.planning_seconds),
@@ -307,6 +331,12 @@ class StepPlanner:
         """The stores where the ranks of each group find a plan."""
         shared = [name for name in groups if self.is_shared and can_wait_in_compilation(name)]
         return [PlanStore.of_group(name, self.models.get(name, "")) for name in shared]
+
+
+def _seen(node: fx.Node) -> tuple[Any, ...]:
+    """What a plan takes from an input beside its text: symbolic sizes as they are now, and whether it is given away."""
+    sizes = [size_hint(size) for value in tensors_of(node.meta.get("val")) for size in value.shape]
+    return (*sizes, bool(node.meta.get(DONATED)))
 
 
 def _with_scratch(decided: Mapping[str, Any], measured: ScratchTable) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from ..cost import HardwareCard, load_card
 from ..errors import UsageError
 from ..progress import StageLines
 from ..setting_checks import LAUNCH_VARIABLES, check_card_file, check_spawned_ranks
-from ..user_cache import CACHE_VARIABLE, cache_folder
+from ..user_cache import CACHE_VARIABLE, cache_folder, is_switched_off
 
 
 def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +86,8 @@ def _check_that_it_is_found(device: str, num_ranks: int, ranks_here: int) -> Non
 
     why = ""
     if cache_folder() is None:
-        why = f"{CACHE_VARIABLE} is empty, so no card is kept"
+        reason = f"{CACHE_VARIABLE} is empty" if is_switched_off() else "there is no home folder"
+        why = f"{reason}, so no card is kept"
     elif num_ranks == 1:
         why = "a card of one rank has no collectives, and the backend looks for those of its process groups"
     elif ranks_here != num_ranks:

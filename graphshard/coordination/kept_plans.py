@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..progress import LOGGER
-from ..user_cache import cache_folder, write_in_one_step
+from ..user_cache import cache_folder, keep_newest, write_in_one_step
 
 #: The most plans that are kept; of more, the oldest are deleted.
 _MOST_PLANS = 1000
@@ -27,7 +27,7 @@ def read_plan(key: str) -> dict[str, Any] | None:
     with suppress(OSError, ValueError, KeyError, TypeError):
         data = json.loads(file.read_text())
         if data["key"] == key:
-            plan: dict[str, Any] = data["plan"]
+            plan: dict[str, Any] = dict(data["plan"])
             LOGGER.info("the plan of an earlier run is used: %s", file)
             return plan
     return None
@@ -36,12 +36,8 @@ def read_plan(key: str) -> dict[str, Any] | None:
 def keep_plan(key: str, plan: Mapping[str, Any]) -> None:
     """Keeps a plan for later processes, where there is a cache folder that can be written."""
     file = _file_of(key)
-    if file is None or not write_in_one_step(file, json.dumps({"key": key, "plan": dict(plan)})):
-        return
-    with suppress(OSError):
-        oldest_first = sorted(file.parent.glob("*.json"), key=lambda each: each.stat().st_mtime)
-        for each in oldest_first[:-_MOST_PLANS]:
-            each.unlink(missing_ok=True)
+    if file is not None and write_in_one_step(file, json.dumps({"key": key, "plan": dict(plan)})):
+        keep_newest(file.parent, _MOST_PLANS)
 
 
 def _file_of(key: str) -> Path | None:

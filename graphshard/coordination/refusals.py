@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from .._compat import TorchDynamoException, group_by_name
+from .._compat_frames import ShortenTraceback
 from ..errors import AgreementError, RefusedError
 from .group_store import group_store, is_fake_group
 
@@ -178,9 +179,10 @@ def refusing(groups: Iterable[str], what: str) -> Iterator[None]:
     rounds = [board.round() for board in boards]
     try:
         yield
-    except TorchDynamoException:
-        raise  # no refusal: Dynamo starts again, or leaves the graph alone
     except Exception as error:
+        # Dynamo starts again, or leaves the graph alone. What compilers raise (Inductor's errors) goes to the user.
+        if isinstance(error, TorchDynamoException) and not isinstance(error, ShortenTraceback):
+            raise
         told = (
             str(error)
             if isinstance(error, RefusedError)

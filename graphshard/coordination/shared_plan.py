@@ -69,8 +69,13 @@ class PlanStore:
             refusals=Refusals.of_group(name),
         )
 
-    def read(self, key: str, *, what: str) -> dict[str, Any] | None:
+    def read(self, key: str, *, what: str, compiles: str = "") -> dict[str, Any] | None:
         """The plan of this key; None on rank 0 if there is none yet.
+
+        Args:
+            key: of the plan.
+            what: names the graph in errors.
+            compiles: as for :meth:`~graphshard.coordination.refusals.Refusals.wait_until`.
 
         Raises:
             AgreementError: rank 0 has no plan at the time limit.
@@ -81,7 +86,7 @@ class PlanStore:
         if not self.store.check([key]):
             if self.rank == 0:
                 return None
-            if not self.refusals.wait(self.store, [key], number, self.timeout_seconds):
+            if not self.refusals.wait(self.store, [key], number, self.timeout_seconds, compiles=compiles):
                 raise AgreementError(
                     f"rank 0 has no plan of {what} after {self.timeout_seconds:.0f} s; it may have stopped "
                     "with an error of its own: look at its output"
@@ -101,6 +106,7 @@ def decide_together(
     decide: Callable[[Mapping[str, Any] | None], Decision[Result]],
     *,
     what: str,
+    compiles: str = "",
 ) -> Result:
     """Calls ``decide`` with the plan of this key, or with None on the one rank that has to make it.
 
@@ -111,6 +117,7 @@ def decide_together(
         key: equal on all ranks for equal collectives and options.
         decide: follows a plan, or makes one.
         what: names the graph in errors.
+        compiles: the graph, where the ranks have not yet agreed that all compile it.
 
     Returns:
         The result of this rank's decision.
@@ -121,7 +128,7 @@ def decide_together(
     """
     plan: Mapping[str, Any] | None = None
     for store in sorted(stores, key=lambda store: store.rank == 0):
-        if (plan := store.read(key, what=what)) is not None:
+        if (plan := store.read(key, what=what, compiles=compiles)) is not None:
             break
     decision = decide(plan)
     for store in stores:

@@ -17,12 +17,15 @@ from ..cost import HardwareCard, read_kept_card
 from ..errors import CardError
 from ..ir import text_fingerprint
 from ..machine import this_processor
-from ..memory import table_beside
-from ..user_cache import cache_folder, write_in_one_step
+from ..memory import TABLE_END, table_beside
+from ..user_cache import cache_folder, keep_newest, write_in_one_step
 from .machine_need import GroupNeed, MachineNeed
 
 #: Settings that choose the network of a process group.
 _NETWORK = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE")
+
+#: The most cards that are kept; of more, the oldest are deleted. Each container has a key of its own.
+_MOST_CARDS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +133,10 @@ def keep_card(key: Mapping[str, str], need: MachineNeed, card: HardwareCard) -> 
     """Writes a card and returns its file; None, with a line in the log, if the folder cannot be written."""
     file = file_of(key)
     data: dict[str, Any] = {"key": dict(key), "need": need.as_data(), "card": card.as_dict()}
-    return file if file is not None and write_in_one_step(file, json.dumps(data, indent=1) + "\n") else None
+    if file is None or not write_in_one_step(file, json.dumps(data, indent=1) + "\n"):
+        return None
+    keep_newest(file.parent, _MOST_CARDS, beside=TABLE_END)
+    return file
 
 
 def kept_cards() -> list[KeptCard]:

@@ -3,8 +3,8 @@
 1. Every rank writes the name of its host into the stores of its groups. A rank that finds a card for this need in a
    store takes it: it compiles alone, later than the others.
 2. Rank 0 takes the shipped card of its GPU, or a card that an earlier run has kept, and writes it into the stores.
-3. If it has none, it asks for measuring. All ranks of the groups measure; the card of rank 0 goes to the others, and
-   into the cache folder of rank 0's user.
+3. If it has none, it asks for measuring. All ranks of the groups agree that they will, and measure; the card of rank 0
+   goes to the others, and into the cache folder of rank 0's user.
 
 Ranks that are not rank 0 never look into their own cache, so what lies there cannot make them differ.
 """
@@ -27,6 +27,7 @@ from .._compat import group_by_name
 from ..coordination import (
     Decision,
     PlanStore,
+    agree_on_group,
     can_wait_in_compilation,
     decide_together,
 )
@@ -86,11 +87,14 @@ def own_card(
         if store.store.check([f"measured/{number}"]):
             return _read(json.loads(store.store.get(f"measured/{number}")))
         store.store.set(f"host/{store.rank}", platform.node())
-    ranks = _Ranks(need=need, groups=groups, stores=stores, device=device)
-    answer = decide_together(stores, f"asked/{number}", ranks.answer, what=f"the hardware card of {what}")
+    ranks = _Ranks(need=need, groups=groups, stores=stores, device=device, what=what)
+    about = f"the hardware card of {what}"
+    answer = decide_together(stores, f"asked/{number}", ranks.answer, what=about, compiles=what)
     is_first = all(store.rank == 0 for store in stores)
     if answer["answer"] != _MEASURE:
         return _read(answer, is_own=is_first)
+    for name in groups:  # collectives follow: a rank that compiles alone must not begin with them
+        agree_on_group(name, [f"measurements of {json.dumps(answer['need'])}"], what=what)
     measured = MachineNeed.from_data(answer["need"])
     per_node = int(answer["ranks_per_node"])
     began = time.perf_counter()
@@ -111,7 +115,7 @@ def own_card(
         found = {"answer": _CARD, "card": card.as_dict(), "file": "" if file is None else str(file)}
         return Decision(plan=found, result=found)
 
-    found = decide_together(stores, f"measured/{number}", publish, what=f"the hardware card of {what}")
+    found = decide_together(stores, f"measured/{number}", publish, what=about)
     return _read(found, is_own=is_first)
 
 
@@ -134,6 +138,7 @@ class _Ranks:
     groups: Sequence[str]
     stores: Sequence[PlanStore]
     device: torch.device
+    what: str
 
     def answer(self, known: Mapping[str, Any] | None) -> Decision[Mapping[str, Any]]:
         """What rank 0 answers, or has answered."""
@@ -182,7 +187,8 @@ class _Ranks:
             RefusedError: a rank has stopped with an error.
         """
         keys = [f"host/{rank}" for rank in range(group_by_name(name).size())]
-        if not store.refusals.wait(store.store, keys, store.refusals.round(), store.timeout_seconds):
+        number = store.refusals.round()
+        if not store.refusals.wait(store.store, keys, number, store.timeout_seconds, compiles=self.what):
             missing = [rank for rank, key in enumerate(keys) if not store.store.check([key])]
             raise AgreementError(
                 f"rank(s) {missing} of process group {name!r} did not compile a graph within "

@@ -11,12 +11,14 @@ which kernels, ``scratch_measured``, ``scratch_table``, ``scratch_bound`` and ``
 from .budget import resident_bytes, step_bytes, waiting_bytes
 from .donations import donated_inputs, mark_donated, outputs_with_parameters, take_back_donations
 from .kept_inputs import held_tensors, kept_bytes, kept_inputs
-from .model import Buffer, MemoryModel, copied_bytes, memory_timeline
+from .model import DONATED, Buffer, MemoryModel, copied_bytes, memory_timeline
 from .scratch import UNMEASURED, KernelScratch
 from .scratch_measured import KernelMeasurements, scratch_of_card
-from .scratch_table import ScratchTable, table_beside
+from .scratch_table import TABLE_END, ScratchTable, table_beside
 
 __all__ = [
+    "DONATED",
+    "TABLE_END",
     "UNMEASURED",
     "Buffer",
     "KernelMeasurements",

@@ -24,8 +24,10 @@ import torch
 from torch import fx
 
 from .._compat import allocated_bytes
+from ..errors import TableError
 from ..ir import tensor_bytes
 from ..machine import Machine
+from ..progress import LOGGER
 from .scratch import UNMEASURED, KernelScratch
 from .scratch_bound import is_blas
 from .scratch_calls import KernelCall, TensorSpec, kernel_calls
@@ -40,11 +42,24 @@ class KernelMeasurements:
 
     Args:
         file: where measurements are kept from one process to the next; None to keep none.
+        is_cached: the file lies in the user's cache, which no user reads: what is no table there counts as none.
+
+    Raises:
+        TableError: the file cannot be read, or is no table, and does not lie in the user's cache.
     """
 
-    def __init__(self, file: Path | None = None) -> None:
-        self._file = file
-        self.table = ScratchTable() if file is None else ScratchTable.load(file)
+    def __init__(self, file: Path | None = None, *, is_cached: bool = False) -> None:
+        self._file, self._is_cached = file, is_cached
+        self.table = ScratchTable() if file is None else self._kept(file)
+
+    def _kept(self, file: Path) -> ScratchTable:
+        try:
+            return ScratchTable.load(file)
+        except TableError as error:
+            if not self._is_cached:
+                raise
+            LOGGER.info("measured again: %s", error)
+            return ScratchTable()
 
     def scratch(self) -> KernelScratch:
         """What kernels of this process allocate, as far as it was measured; nothing is run."""
@@ -81,8 +96,11 @@ class KernelMeasurements:
         if self._file is None:
             return
         try:
-            ScratchTable.load(self._file).updated(new).save(self._file)
+            self._kept(self._file).updated(new).save(self._file)
         except OSError as error:
+            if self._is_cached:
+                LOGGER.info("%s cannot be written (%s), so it is not kept", self._file, error)
+                return
             warnings.warn(
                 f"graphshard: what kernels allocate was measured, but cannot be kept in {self._file} "
                 f"({error.strerror}), so the next process measures it again; make the folder of the card writable",

@@ -13,6 +13,9 @@ from typing import Any
 from ..errors import TableError
 from ..machine import Machine
 
+#: The end of the name of a file of measured bytes, which lies beside that of a card.
+TABLE_END = ".scratch.json"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScratchTable:
@@ -87,4 +90,4 @@ class ScratchTable:
 
 def table_beside(card: Path) -> Path:
     """The file of the table that belongs to a card's file: ``here.scratch.json`` beside ``here.json``."""
-    return card.with_name(f"{card.stem}.scratch.json")
+    return card.with_name(card.stem + TABLE_END)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import hashlib
 import inspect
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,6 +27,9 @@ from ..errors import PassError, PipelineError
 from ..ir import graph_text, is_collective, operands, output_values, text_fingerprint
 from .context import PassContext
 from .facts import CHECKERS, Fact
+
+#: What the ``repr`` of a function, and of an object that has none of its own, says of this process.
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,10 +151,19 @@ class Pipeline:
         Source is all files of graphshard, and for a pass from elsewhere its class and all files of the package it is
         in (its own file if it is in none). So the key covers what passes call there; it does not cover what they call
         in further packages.
+
+        "" if there is no such key, so that nothing may be cached: Python finds no source of a pass (a class of a
+        notebook, for instance), a file cannot be read, or an option is a function or an object that does not show
+        what it holds.
         """
         classes = [type(step) for step in self.passes]
-        sources = sorted({inspect.getsource(kind) for kind in classes if not _is_own(kind)})
-        contents = [text_fingerprint(file.read_text()) for file in source_files(classes)]
+        if any(_ADDRESS.search(repr(value)) for step in self.passes for _, value in _options_of(step)):
+            return ""
+        try:
+            sources = sorted({inspect.getsource(kind) for kind in classes if not _is_own(kind)})
+            contents = [hashlib.sha256(file.read_bytes()).hexdigest() for file in source_files(classes)]
+        except (OSError, TypeError):
+            return ""
         return text_fingerprint("\n".join([str(self), torch.__version__, *sources, *contents]))
 
     def run(self, gm: fx.GraphModule, ctx: PassContext, *, before: str | None = None) -> list[PassRecord]:
@@ -211,12 +225,32 @@ def _folder_of(kind: type[Pass]) -> Path:
 
 
 def _pass_text(step: Pass) -> str:
-    options = ", ".join(
-        f"{option.name}={getattr(step, option.name)!r}"
-        for option in dataclasses.fields(step)  # type: ignore[arg-type]
-        if getattr(step, option.name) != option.default
-    )
+    options = ", ".join(f"{name}={_value_text(value)}" for name, value in _options_of(step))
     return f"{step.name}({options})" if options else step.name
+
+
+def _options_of(step: Pass) -> list[tuple[str, Any]]:
+    """Names and values of the options that are not the default."""
+    found = [
+        (option.name, getattr(step, option.name), option.default)
+        for option in dataclasses.fields(step)  # type: ignore[arg-type]
+    ]
+    return [(name, value) for name, value, default in found if value != default]
+
+
+def _value_text(value: Any) -> str:
+    """The ``repr`` of an option as it is in every process: without addresses, and with sets in order."""
+    if isinstance(value, (set, frozenset)) and value:
+        text = f"{{{', '.join(sorted(map(_value_text, value)))}}}"
+        return text if isinstance(value, set) else f"frozenset({text})"
+    if type(value) is tuple:
+        return f"({', '.join(map(_value_text, value))}{',' * (len(value) == 1)})"
+    if type(value) is list:
+        return f"[{', '.join(map(_value_text, value))}]"
+    if type(value) is dict:
+        items = (f"{_value_text(key)}: {_value_text(each)}" for key, each in value.items())
+        return f"{{{', '.join(items)}}}"
+    return _ADDRESS.sub("", repr(value))
 
 
 def _parse_pass(text: str, known: Mapping[str, type[Any]]) -> Pass:

@@ -1,12 +1,16 @@
 """Names of process groups in what Inductor gets: equal on all ranks, and resolved to the groups of this rank."""
 
+import pytest
 import torch
 import torch.distributed as dist
+from support.small_models import MODELS, example_batch, shard_units
 from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
 from graphshard._compat import group_by_name
-from graphshard.backend.inductor import name_groups_by_axis
+from graphshard._compat_groups import register_group_name
+from graphshard.backend.inductor import name_groups_by_axis, named
+from graphshard.errors import AgreementError
 from graphshard.ir import MeshLayout, axis_of, group_name, is_collective
 
 
@@ -67,3 +71,33 @@ def test_a_group_that_is_gone_leaves_its_name_to_no_other(fake_group):
     second = sums_over(dist.new_group().group_name)
     name_groups_by_axis(second, MeshLayout())
     assert names_in(first) != names_in(second)
+
+
+def test_code_runs_on_groups_that_were_made_anew(fake_group, interpreted):
+    """Dynamo compiles nothing for a model like one before, on a group of the same name."""
+    torch.compiler.reset()
+    for _ in range(2):
+        model = shard_units(MODELS["two_linears"](), fake_group(2))
+        compiled = torch.compile(model, backend="graphshard", options={"hardware": None})
+        compiled(example_batch("two_linears")).sum().backward()
+    assert model.first.weight.grad is not None
+    torch.compiler.reset()
+
+
+def test_code_does_not_run_on_another_group_that_has_the_name(fake_group):
+    """Its collectives would be those of other ranks."""
+    fake_group(4)
+    name = dist.new_group().group_name
+    gm = sums_over(name)
+    ran = []
+    run = named(ran.append, name_groups_by_axis(gm, MeshLayout()))
+    run([])
+    fake_group(4)
+    assert dist.new_group().group_name == name
+    run([])
+    fake_group(4)
+    other = dist.new_group()
+    register_group_name("graphshard.group0.0", dist.group.WORLD)
+    with pytest.raises(AgreementError, match=r"groups that are gone, .*torch\.compiler\.reset"):
+        run([])
+    assert len(ran) == 2 and other.group_name == name

@@ -22,7 +22,7 @@ def test_a_plan_reads_back_under_its_whole_key(cache):
     assert read_plan(OTHER) is None  # the name of its file is the same
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"key": "other"}', '{"plan": {}}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"key": "other"}', '{"plan": {}}', f'{{"key": "{KEY}", "plan": 1}}'])
 def test_a_file_that_is_no_plan_is_none(cache, text):
     keep_plan(KEY, {})
     (file,) = cache.glob("*.json")

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from torch._inductor.exc import InductorError
 
 from graphshard._compat import TorchDynamoException
 from graphshard.coordination import group_store, refusals, rendezvous
@@ -133,6 +134,16 @@ def test_what_dynamo_does_about_a_graph_is_no_refusal(groups):
     with pytest.raises(TorchDynamoException), refusing(["a"], "compile graph 0"):
         raise TorchDynamoException
     assert groups["a"][0].round() == 0
+
+
+def test_an_error_of_inductor_is_one(groups):
+    """To torch it is an exception of Dynamo, too; it reaches the user."""
+    with pytest.raises(InductorError), refusing(["a"], "compile graph 0"):
+        raise InductorError(RuntimeError("no C++ compiler"), None)
+    mine, other = groups["a"]
+    assert mine.round() == 1
+    with pytest.raises(RefusedError, match=r"rank 5 could not compile graph 0: RuntimeError: no C\+\+ compiler"):
+        other.check(0)
 
 
 def test_a_refusal_ends_a_meeting_and_the_next_one_begins_anew(monkeypatch):

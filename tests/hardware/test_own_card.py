@@ -1,6 +1,8 @@
 """The card of this machine without ranks: names of devices, needs, the cache folder, and where there is no card."""
 
 import logging
+import os
+import sys
 from dataclasses import replace
 
 import pytest
@@ -14,6 +16,7 @@ from graphshard.cost import known_cards, load_card
 from graphshard.errors import CardError, OptionError
 from graphshard.hardware import GroupNeed, MachineNeed, OwnCard, kept_cards, named_devices, shipped_card_of
 from graphshard.hardware.kept_cards import file_of, keep_card, read_kept
+from graphshard.memory import table_beside
 
 GIB = 2**30
 KEY = {"host": "here", "ranks": "2 in all", "torch": "2.13"}
@@ -92,6 +95,27 @@ def test_a_cache_that_cannot_be_written_is_no_error(cache, caplog):
     with caplog.at_level(logging.INFO, "graphshard"):
         assert keep_card(KEY, NEED, load_card("cpu-loopback")) is None
     assert "cannot be written" in caplog.text
+
+
+def test_the_oldest_cards_are_deleted_with_their_tables(cache, monkeypatch):
+    monkeypatch.setattr(sys.modules["graphshard.hardware.kept_cards"], "_MOST_CARDS", 2)
+    files = []
+    for number in range(3):
+        files.append(keep_card({"host": str(number)}, NEED, load_card("cpu-loopback")))
+        table_beside(files[-1]).write_text("[]")
+        os.utime(files[-1], (number, number))
+    keep_card({"host": "last"}, NEED, load_card("cpu-loopback"))
+    assert [file.exists() for file in files] == [False, False, True]
+    assert [table_beside(file).exists() for file in files] == [False, False, True]
+
+
+def test_a_broken_table_beside_a_kept_card_stops_no_run(narrow_card, cache, monkeypatch, fake_group, interpreted):
+    file = keep_card(KEY, NEED, load_card("cpu-loopback"))
+    table_beside(file).write_text("{")
+    card = replace(load_card("cpu-loopback"), file=file)
+    monkeypatch.setattr(dynamo_graph, "own_card", lambda *arguments, **more: OwnCard(card=card))
+    model = shard_units(MODELS["two_linears"](), fake_group(2))
+    torch.compile(model, backend="graphshard", options={"hardware": "auto"})(example_batch("two_linears"))
 
 
 def test_cards_lists_kept_cards_and_deletes_them(cache, capsys):

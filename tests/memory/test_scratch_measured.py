@@ -266,6 +266,25 @@ def test_a_folder_that_cannot_be_written_is_told_of(runs, tmp_path: Path):
         assert kernels.of(gm).bytes_of(node, "cpu") == 12_345
 
 
+@pytest.mark.parametrize("is_broken_now", [True, False])
+def test_a_broken_table_in_the_users_cache_is_measured_again(runs, tmp_path: Path, is_broken_now):
+    gm, node = _graph()
+    file = tmp_path / "here.scratch.json"
+    if is_broken_now:
+        file.write_text("[1")
+    kernels = KernelMeasurements(file, is_cached=True)
+    file.write_text("[1")  # by another process
+    assert kernels.of(gm).bytes_of(node, "cpu") == 12_345
+    assert len(ScratchTable.load(file).known(Machine.here())) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_no_warning(runs, tmp_path: Path, recwarn):
+    gm, node = _graph()
+    kernels = KernelMeasurements(tmp_path / "missing" / "here.scratch.json", is_cached=True)
+    assert kernels.of(gm).bytes_of(node, "cpu") == 12_345
+    assert not recwarn.list
+
+
 def test_a_rank_that_follows_takes_the_numbers_of_the_one_that_plans(runs, monkeypatch):
     gm, node = _graph()
     planner, follower = KernelMeasurements(), KernelMeasurements()

@@ -362,6 +362,27 @@ def test_uuid_changes_with_what_a_pass_calls(tmp_path, monkeypatch):
     assert pipeline.uuid() == uuids[-1]
 
 
+def test_there_is_no_uuid_of_a_class_that_was_typed_in():
+    typed = {"__name__": "notebook", "Scripted": Scripted}
+    exec("class Typed(Scripted):\n    pass", typed)
+    assert Pipeline(typed["Typed"]()).uuid() == ""
+
+
+def test_the_text_of_options_is_the_same_in_every_process():
+    """Ranks find each other's plans by it: addresses, and the order of a set, are those of one process."""
+    names = frozenset(map(str, range(9)))
+    shown = str(Pipeline(Scripted(edit=({"skip": [print, Scripted.run]}, names, {1}, (), set()))))
+    assert shown == (
+        "scripted(edit=({'skip': [<built-in function print>, <function Scripted.run>]}, "
+        f"frozenset({{{', '.join(map(repr, sorted(names)))}}}), {{1}}, (), set()))"
+    )
+
+
+def test_there_is_no_uuid_of_a_pass_that_holds_a_function():
+    """What the function does is in no text."""
+    assert Pipeline(Scripted(edit=lambda gm: None)).uuid() == "" != Pipeline(Scripted(edit=1)).uuid()
+
+
 def test_uuid_covers_what_the_passes_of_graphshard_call():
     """The files of its rooms, and those of passes/ where that is another folder."""
     from graphshard.pipeline import pipeline as module

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,11 +25,14 @@ import graphshard
 from graphshard.backend import dynamo_graph
 from graphshard.cost import ProbeSizes, load_card
 from graphshard.cost.cards import MeasuredCollective
-from graphshard.errors import GraphShardError
-from graphshard.hardware import MachineNeed, keep_calibrated, kept_cards
+from graphshard.errors import AgreementError, GraphShardError
+from graphshard.hardware import GroupNeed, MachineNeed, OwnCard, keep_calibrated, kept_cards, own_card
 
 #: By its name: the door gives the function of that name.
 MODULE = sys.modules["graphshard.hardware.own_card"]
+
+#: Of a group one of whose ranks does not come.
+LIMIT_S = 10.0
 
 
 def quick_sizes(need: MachineNeed, group: Any = None) -> ProbeSizes:
@@ -191,3 +195,33 @@ def test_a_rank_that_fails_before_measuring_tells_the_others(
     run_on_gloo_ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
     assert run_on_gloo_ranks(2, fail_to_measure, str(tmp_path)) == ["GraphShardError", "RefusedError"]
+
+
+def need_more_alone(folder: str) -> int:
+    """Rank 0 compiles what needs more than was measured, and rank 1 does not; how often this rank has measured."""
+    name = dist.new_group(timeout=timedelta(seconds=LIMIT_S)).group_name
+    group = GroupNeed.of_parameters(2, ("all_gather", "reduce_scatter"), 2**20)
+    need = MachineNeed(device_type="cpu", groups=(group,), dtypes=("float32",))
+    measure = mock.Mock(wraps=MODULE.measure_card)
+
+    def come(need: MachineNeed) -> OwnCard:
+        return own_card(need, [name], torch.device("cpu"), what="graph 0", report=lambda line: None)
+
+    with (
+        mock.patch.dict(os.environ, {"GRAPHSHARD_CACHE": f"{folder}/rank{dist.get_rank()}"}),
+        mock.patch.object(MachineNeed, "sizes", quick_sizes),
+        mock.patch.object(MODULE, "measure_card", measure),
+    ):
+        assert come(need).card is not None
+        if dist.get_rank() == 0:
+            with pytest.raises(AgreementError, match=r"rank\(s\) \[1\] did not compile a graph"):
+                come(replace(need, dtypes=("bfloat16", "float32")))
+    dist.barrier()
+    return measure.call_count
+
+
+def test_a_rank_that_compiles_alone_does_not_measure(
+    run_on_gloo_ranks: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    """Its collectives would meet those of a step of the others."""
+    assert run_on_gloo_ranks(2, need_more_alone, str(tmp_path)) == [1, 1]

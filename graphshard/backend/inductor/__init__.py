@@ -8,7 +8,7 @@ generated code), ``gloo_release`` (waits that free memory), ``host_copies`` (res
 """
 
 from .emitted_order import emitted_order, order_difference, planned_order
-from .group_aliases import name_groups_by_axis
+from .group_aliases import name_groups_by_axis, named
 from .host_copies import start_copies, waiting
 from .inductor_config import (
     JOINT_PASS,
@@ -47,6 +47,7 @@ __all__ = [
     "inductor_decompositions",
     "memory_patch",
     "name_groups_by_axis",
+    "named",
     "order_difference",
     "partition_as_inductor",
     "partitioner_settings",

@@ -46,4 +46,5 @@ def waiting(run: Callable[[list[Any]], Any], device: torch.device) -> Callable[[
         torch.accelerator.current_stream(device).synchronize()
         return results
 
+    run_and_wait._boxed_call = True  # type: ignore[attr-defined]
     return run_and_wait
