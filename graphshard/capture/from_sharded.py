@@ -31,13 +31,19 @@ class FoundRules(ShardingRules):
     Attributes:
         calls: the ``unshard`` call of each parameter, by its path.
         extended: the shards of parameters with gather extensions, by path.
+        casting: the paths of the modules given to ``fully_shard``; "" is the root.
     """
 
     calls: Mapping[str, UnshardCall]
+    casting: frozenset[str]
     extended: Mapping[str, ExtendedShard] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Checks nothing: axes have the names of the model's own mesh."""
+
+    def casts_at(self, path: str) -> bool:
+        """Whether the module of this path was given to ``fully_shard``."""
+        return path in self.casting
 
     def call_of(self, path: str, shape: torch.Size, is_float: bool) -> UnshardCall:
         """The ``unshard`` call that training makes for the parameter."""
@@ -73,6 +79,7 @@ def plain_copy(model: nn.Module) -> tuple[nn.Module, FoundRules]:
         units=[unit.label for unit in units.values() if unit.label != "root"],
         mp_policy=first.unit.settings.mp_policy,
         calls={slot.name: UnshardCall(None, None, *slot.arguments) for slot in slots.values()},
+        casting=frozenset(path for path, part in model.named_modules() if UNIT in part.__dict__),
         extended={slot.name: ExtendedShard.of(slot) for slot in slots.values() if slot.is_extended},
     )
     return _copied(model), rules
