@@ -103,6 +103,8 @@ class HfFactory:
             ) from error
 
     def _model(self, transformers: Any, config: Any) -> Any:
+        import torch
+
         if hasattr(config, "use_cache"):
             config.use_cache = False
         for architecture in config.architectures or ():
@@ -112,7 +114,7 @@ class HfFactory:
         for name in _AUTO_CLASSES:
             auto = getattr(transformers, name)
             if type(config) in auto._model_mapping:
-                return auto.from_config(config)
+                return auto.from_config(config, dtype=torch.float32)  # as a class does when it is called
         raise UsageError(
             f"--hf {self.config}: no language model of transformers has a {type(config).__name__}; write a factory "
             "that returns the model and its inputs"

@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+import torch
 from support.cost_cards import ROUND_CARD
 
 from graphshard.cli.hf_model import HfFactory
@@ -58,6 +59,14 @@ def test_architectures_of_the_file_come_first(here):
     (here / "named.json").write_text(json.dumps(named))
     model, _, _ = HfFactory("named.json", 8)(1)
     assert type(model).__name__ == "LlamaForCausalLM" and model.config.use_cache is False
+
+
+@pytest.mark.parametrize("architectures", [[], ["LlamaForCausalLM"]])
+def test_weights_are_float32_whatever_the_file_says(here, architectures):
+    named = TINY | {"architectures": architectures, "dtype": "bfloat16"}
+    (here / "half.json").write_text(json.dumps(named))
+    model, _, _ = HfFactory("half.json", 8)(1)
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
