@@ -371,14 +371,14 @@ class _Work:
         began = time.perf_counter()
 
         def capture(limited: Settings) -> CapturedStep:
-            return capture_step(
-                module, args, kwargs, rules=settings.rules, loss=self._loss, checkpoint=settings.checkpoint,
-                needs_loss=True, device_type=settings.card.device_type, is_brief=True,
-                choose=partial(choose_inspected, limited, module),
-            )  # fmt: skip
+            with remembered_results():
+                return capture_step(
+                    module, args, kwargs, rules=settings.rules, loss=self._loss, checkpoint=settings.checkpoint,
+                    needs_loss=True, device_type=settings.card.device_type, is_brief=True,
+                    choose=partial(choose_inspected, limited, module),
+                )  # fmt: skip
 
-        with remembered_results():
-            captured = _within_budget(settings, capture)
+        captured = _within_budget(settings, capture)
         self.result.num_captures += 1
         self.result.capture_seconds += time.perf_counter() - began
         return captured
