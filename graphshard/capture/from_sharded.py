@@ -119,6 +119,8 @@ def _copied(model: nn.Module) -> nn.Module:
             memo.setdefault(id(slot.param), nn.Parameter(full, requires_grad=slot.param.requires_grad))
     for module in modules:
         entries = {name: value for name, value in module.__dict__.items() if not _is_left_out(name, value)}
+        if "forward" in entries:  # one that a trainer has set, which runs as a forward of the unit
+            entries["forward"] = getattr(entries["forward"], "_graphshard_runs", entries["forward"])
         copied = memo[id(module)]
         copied.__dict__.update(copy.deepcopy(entries, memo))
         copied._state_dict_pre_hooks, copied._load_state_dict_pre_hooks = {}, {}

@@ -71,7 +71,8 @@ class HfFactory:
         """Model, positional and keyword inputs: tokens, which are their own labels.
 
         Raises:
-            UsageError: transformers is missing, the configuration cannot be read, or its model takes no tokens.
+            UsageError: transformers is missing, the configuration cannot be read, its model takes no tokens or cannot be
+                made.
         """
         import torch
 
@@ -83,7 +84,7 @@ class HfFactory:
             ) from error
         config = self._read(transformers)
         with torch.device("meta"):
-            model = self._model(transformers, config)
+            model = self._made(transformers, config)
             tokens = torch.zeros(batch, self._length(config), dtype=torch.long)
         return model, (), {"input_ids": tokens, "labels": tokens}
 
@@ -100,6 +101,18 @@ class HfFactory:
             raise UsageError(
                 f"--hf {self.config}: there is no such file or folder, transformers has no such model type, and the "
                 "local cache has no such name; nothing is downloaded: give the path of a config.json"
+            ) from error
+
+    def _made(self, transformers: Any, config: Any) -> Any:
+        try:
+            return self._model(transformers, config)
+        except UsageError:
+            raise
+        except Exception as error:  # what does not fit together in a configuration shows in many ways
+            first = (str(error).strip().splitlines() or [""])[0]
+            raise UsageError(
+                f"--hf {self.config}: transformers cannot make the model of this configuration: "
+                f"{type(error).__name__}: {first}; correct the configuration"
             ) from error
 
     def _model(self, transformers: Any, config: Any) -> Any:

@@ -1,5 +1,6 @@
 """A report of small models: what adds up, what is counted by hand, what does not depend on the machine."""
 
+import functools
 import io
 import itertools
 import json
@@ -652,6 +653,20 @@ def test_a_sharded_model_costs_what_the_plain_one_costs(name, fake_group):
     assert found.memory == expected.memory
     assert found.halves == expected.halves
     assert [step.text for step in found.passes] == [step.text for step in expected.passes]
+
+
+def test_a_sharded_model_whose_forward_was_set_by_a_trainer(fake_group):
+    model, group = MODELS["two_linears"](), fake_group(2)
+    model.forward = functools.partial(_run_forward, model.forward)
+    patched = shard_units(model, group)
+    options = {"hardware": CARD, "loss": mean_square}
+    found = graphshard.inspect(patched, [example_batch("two_linears")], **options)
+    plain = graphshard.inspect(shard_units(MODELS["two_linears"](), group), [example_batch("two_linears")], **options)
+    assert (found.step_seconds, found.memory.categories) == (plain.step_seconds, plain.memory.categories)
+
+
+def _run_forward(forward, *args):
+    return forward(*args)
 
 
 def test_options_that_a_sharded_model_knows(fake_group):
