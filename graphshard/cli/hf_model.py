@@ -71,8 +71,8 @@ class HfFactory:
         """Model, positional and keyword inputs: tokens, which are their own labels.
 
         Raises:
-            UsageError: transformers is missing, the configuration cannot be read, its model takes no tokens or cannot be
-                made.
+            UsageError: transformers is missing, the configuration cannot be read, or its model takes no tokens or
+                cannot be made.
         """
         import torch
 

@@ -58,7 +58,8 @@ def rate_of(point: SweepPoint) -> float:
 def sweep_plot(sweep: Sweep, path: str | Path) -> None:
     """Plots throughput, memory of a rank and exposed fraction over devices, with one line for each batch size.
 
-    Meshes with replicas, and sizes of an axis of placements, have lines of their own. Points that do not fit are hollow.
+    Meshes with replicas, and sizes of an axis of placements, have lines of their own. Points that do not fit are
+    hollow.
 
     Raises:
         UsageError: matplotlib is not installed, or cannot write the file.

@@ -85,7 +85,7 @@ def test_what_cannot_be_read_says_so(here, config, sequence, complaint):
 
 def test_a_configuration_that_makes_no_model(here):
     (here / "odd.json").write_text(json.dumps(TINY | {"pad_token_id": 64}))
-    with pytest.raises(UsageError, match="--hf odd.json: transformers cannot make the model .* Padding_idx"):
+    with pytest.raises(UsageError, match=r"--hf odd\.json: transformers cannot make the model .* Padding_idx"):
         HfFactory("odd.json", 8)(1)
 
 

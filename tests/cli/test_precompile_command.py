@@ -43,7 +43,7 @@ def test_ranks_that_differ_by_nothing_share_one_compilation(here, capsys, interp
     ("arguments", "message"),
     [
         (["--mesh", "a=2,b=2"], "--mesh shard=4,a=2,b=2: one axis of shards, or replicas and then shards"),
-        (["--mesh", "tp=2"], "--mesh shard=4,tp=2: one axis of shards, or replicas and then shards; a model on a further"),
+        (["--mesh", "tp=2"], "--mesh shard=4,tp=2: one axis of shards, or replicas and then shards; a model"),
         (["--rank", "4"], "--rank 4: the mesh has ranks 0 to 3"),
         (["--threads", "0"], "give whole numbers, at least 1"),
         (["--option", "bucket"], "write NAME=VALUE"),

@@ -115,7 +115,7 @@ def test_nothing_is_sent_on_an_axis_of_one_rank(found, mesh):
 
 @pytest.mark.parametrize("mesh", [{"shard": 1}, {"replicate": 2, "shard": 1}], ids=str)
 def test_a_reference_that_gathers_nothing_is_refused(mesh):
-    with pytest.raises(OptionError, match="gather nothing.*; give a mesh with two shards at least"):
+    with pytest.raises(OptionError, match=r"gather nothing.*; give a mesh with two shards at least"):
         graphshard.formulas(*inputs(3, 12), dynamic={"batch": 0}, mesh=mesh, **OPTIONS)
 
 

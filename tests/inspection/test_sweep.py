@@ -589,7 +589,9 @@ def test_each_size_of_another_axis_has_a_line(swept, monkeypatch):
 
     pytest.importorskip("matplotlib")
     points = [
-        replace(swept.points[0], mesh={"shard": size, "tp": tp}, num_ranks=size * tp) for size in (2, 4) for tp in (1, 2)
+        replace(swept.points[0], mesh={"shard": size, "tp": tp}, num_ranks=size * tp)
+        for size in (2, 4)
+        for tp in (1, 2)
     ]
     drawn = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: drawn.append(figure))
