@@ -9,7 +9,7 @@ def size_text(num_bytes: float) -> str:
     """Bytes as text: "1.24 GiB"."""
     for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(num_bytes) >= size:
-            return f"{num_bytes / size:.4g} {unit}"
+            return f"{_rounded(num_bytes / size, 4)} {unit}"
     return f"{num_bytes:.0f} B"
 
 
@@ -17,16 +17,21 @@ def time_text(seconds: float) -> str:
     """Seconds as text: "12.3 ms"."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= size:
-            return f"{seconds / size:.4g} {unit}"
-    return f"{float(f'{seconds * 1e6:.3g}'):g} us"  # .3g alone writes 999.9 as 1e+03
+            return f"{_rounded(seconds / size, 4)} {unit}"
+    return f"{_rounded(seconds * 1e6, 3)} us"
 
 
 def count_text(number: int) -> str:
     """A count as text: "12.6 million"."""
-    for unit, size in (("billion", 1e9), ("million", 1e6), ("thousand", 1e3)):
+    for unit, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6), ("thousand", 1e3)):
         if number >= size:
-            return f"{number / size:.3g} {unit}"
+            return f"{_rounded(number / size, 3)} {unit}"
     return str(number)
+
+
+def _rounded(value: float, digits: int) -> str:
+    """A number with so many digits that count, without an exponent: .3g alone writes 999.9 as 1e+03."""
+    return f"{float(f'{value:.{digits}g}'):.15g}"
 
 
 def exact_size(num_bytes: int) -> str:

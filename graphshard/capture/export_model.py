@@ -50,7 +50,15 @@ from .extended_parameters import (
     name_axis,
     read_extended,
 )
-from .fake_step import LossAndOthers, StepModule, export_step, fake_copy, fake_inputs, trace_step
+from .fake_step import (
+    LossAndOthers,
+    StepModule,
+    cast_at_units,
+    export_step,
+    fake_copy,
+    fake_inputs,
+    trace_step,
+)
 from .from_sharded import FoundRules
 from .gc_pauses import no_garbage_collection
 from .gpu_attention import use_gpu_attention
@@ -134,7 +142,8 @@ def export_model(
     if placed is not None:
         placed.hold(fake)
     _checkpoint(fake, checkpoint)
-    fake_args, fake_kwargs = fake_inputs((tuple(args), dict(kwargs or {})), mode, rules.mp_policy)
+    cast_at_units(fake, rules)
+    fake_args, fake_kwargs = fake_inputs((tuple(args), dict(kwargs or {})), mode)
     paths = {id(param): path for path, param in reversed(list(fake.named_parameters()))}
     held = read_extended(fake, shards, rules, mode)
     stack.enter_context(torch.enable_grad())  # a step has a backward, even if the caller is under no_grad
@@ -143,7 +152,7 @@ def export_model(
     stack.enter_context(no_garbage_collection())
     stack.enter_context(mode)
     own_name = stack.enter_context(group_for_extensions(shards, rules))
-    traced = trace_step(StepModule(fake, loss, finds_loss=needs_loss), fake_args, fake_kwargs)
+    traced = trace_step(StepModule(fake, loss, rules, finds_loss=needs_loss), fake_args, fake_kwargs)
     merge_reads(traced)
     has_others = returns_tuple_of(traced, LossAndOthers)
     if device_type == "cuda":

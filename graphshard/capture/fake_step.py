@@ -6,12 +6,12 @@ import copy
 import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .._compat import (
     DATA_DEPENDENT,
@@ -25,8 +25,10 @@ from .._compat_frames import TorchRuntimeError, failures_unlogged, inline_region
 from ..backend import inductor_decompositions
 from ..errors import CaptureError
 from ..ir import value_text
+from ..tensor_trees import cast_tensors
 from .export_blocks import export_joint_of_blocks
 from .extended_parameters import ExtendedShard, carrier_of
+from .rules import ShardingRules
 
 #: A frame of a traceback.
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+?)(?:, code: |\n)\s*([^\n]*)')
@@ -38,6 +40,10 @@ _NOT_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 #: The message of fake tensors that meet a real one.
 _REAL_TENSOR = re.compile(r"convert all Tensors to FakeTensors first.*(size=\([^)]*\))", re.DOTALL)
+
+
+#: The dtypes of what a forward takes and of what it returns; None for those that values have.
+Casts = tuple[torch.dtype | None, torch.dtype | None]
 
 
 class LossAndOthers(NamedTuple):
@@ -68,18 +74,25 @@ class StepModule(nn.Module):
     Args:
         model: the model.
         loss: turns its output into a scalar; None if the output holds one.
+        rules: what the root casts.
         finds_loss: without ``loss``, take the loss that the output holds; see :func:`loss_in`.
     """
 
     def __init__(
-        self, model: nn.Module, loss: Callable[[Any], Tensor] | None, *, finds_loss: bool = False
+        self,
+        model: nn.Module,
+        loss: Callable[[Any], Tensor] | None,
+        rules: ShardingRules,
+        *,
+        finds_loss: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
+        self._casts = _casts_at("", rules)
         self._loss = loss_in if loss is None and finds_loss else loss
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.model(*args, **kwargs)
+        output = _cast_around(self._casts, self.model, *args, **kwargs)
         if self._loss is None:
             return output
         loss = self._loss(output)
@@ -118,14 +131,39 @@ def fake_copy(
     return copy.deepcopy(model, memo)
 
 
-def fake_inputs(values: Any, mode: FakeTensorMode, policy: MixedPrecisionPolicy) -> Any:
+def fake_inputs(values: Any, mode: FakeTensorMode) -> Any:
     def convert(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        is_cast = policy.cast_forward_inputs and value.dtype.is_floating_point
-        return _fake(value, mode, policy.param_dtype if is_cast else None).requires_grad_(value.requires_grad)
+        return _fake(value, mode, None).requires_grad_(value.requires_grad)
 
     return tree_map(convert, values)
+
+
+def cast_at_units(model: nn.Module, rules: ShardingRules) -> None:
+    """Lets each unit inside of a model cast what its forward takes and returns, as ``fully_shard`` does.
+
+    The root is left to :class:`StepModule`: Dynamo calls the forward of an exported program's class.
+    """
+    for path, module in model.named_modules():
+        casts = _casts_at(path, rules)
+        if path and casts != (None, None):
+            module.forward = partial(_cast_around, casts, module.forward)
+
+
+def _casts_at(path: str, rules: ShardingRules) -> Casts:
+    policy = rules.mp_policy
+    if not rules.casts_at(path):
+        return None, None
+    return (policy.param_dtype if policy.cast_forward_inputs else None), policy.output_dtype
+
+
+def _cast_around(casts: Casts, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    taken, returned = casts
+    if taken is not None:
+        args, kwargs = cast_tensors((args, kwargs), taken)
+    outputs = forward(*args, **kwargs)
+    return outputs if returned is None else cast_tensors(outputs, returned)
 
 
 def _fake(value: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Tensor:

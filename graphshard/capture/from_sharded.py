@@ -31,13 +31,19 @@ class FoundRules(ShardingRules):
     Attributes:
         calls: the ``unshard`` call of each parameter, by its path.
         extended: the shards of parameters with gather extensions, by path.
+        casting: the paths of the modules given to ``fully_shard``; "" is the root.
     """
 
     calls: Mapping[str, UnshardCall]
+    casting: frozenset[str]
     extended: Mapping[str, ExtendedShard] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Checks nothing: axes have the names of the model's own mesh."""
+
+    def casts_at(self, path: str) -> bool:
+        """Whether the module of this path was given to ``fully_shard``."""
+        return path in self.casting
 
     def call_of(self, path: str, shape: torch.Size, is_float: bool) -> UnshardCall:
         """The ``unshard`` call that training makes for the parameter."""
@@ -73,6 +79,7 @@ def plain_copy(model: nn.Module) -> tuple[nn.Module, FoundRules]:
         units=[unit.label for unit in units.values() if unit.label != "root"],
         mp_policy=first.unit.settings.mp_policy,
         calls={slot.name: UnshardCall(None, None, *slot.arguments) for slot in slots.values()},
+        casting=frozenset(path for path, part in model.named_modules() if UNIT in part.__dict__),
         extended={slot.name: ExtendedShard.of(slot) for slot in slots.values() if slot.is_extended},
     )
     return _copied(model), rules
@@ -112,6 +119,8 @@ def _copied(model: nn.Module) -> nn.Module:
             memo.setdefault(id(slot.param), nn.Parameter(full, requires_grad=slot.param.requires_grad))
     for module in modules:
         entries = {name: value for name, value in module.__dict__.items() if not _is_left_out(name, value)}
+        if "forward" in entries:  # one that a trainer has set, which runs as a forward of the unit
+            entries["forward"] = getattr(entries["forward"], "_graphshard_runs", entries["forward"])
         copied = memo[id(module)]
         copied.__dict__.update(copy.deepcopy(entries, memo))
         copied._state_dict_pre_hooks, copied._load_state_dict_pre_hooks = {}, {}

@@ -85,6 +85,10 @@ class ShardingRules:
         """Whether the module of this path is a unit."""
         return any(re.fullmatch(as_regex(pattern), path) for pattern in self.units)
 
+    def casts_at(self, path: str) -> bool:
+        """Whether the module of this path casts what it takes and returns by ``mp_policy``; "" is the root."""
+        return not path or self.is_unit(path)
+
     def call_of(self, path: str, shape: torch.Size, is_float: bool) -> UnshardCall:
         """The ``unshard`` call of the parameter with this path, without its tensors."""
         unit = self.unit_of(path)

@@ -71,7 +71,8 @@ class HfFactory:
         """Model, positional and keyword inputs: tokens, which are their own labels.
 
         Raises:
-            UsageError: transformers is missing, the configuration cannot be read, or its model takes no tokens.
+            UsageError: transformers is missing, the configuration cannot be read, or its model takes no tokens or
+                cannot be made.
         """
         import torch
 
@@ -83,7 +84,7 @@ class HfFactory:
             ) from error
         config = self._read(transformers)
         with torch.device("meta"):
-            model = self._model(transformers, config)
+            model = self._made(transformers, config)
             tokens = torch.zeros(batch, self._length(config), dtype=torch.long)
         return model, (), {"input_ids": tokens, "labels": tokens}
 
@@ -102,7 +103,21 @@ class HfFactory:
                 "local cache has no such name; nothing is downloaded: give the path of a config.json"
             ) from error
 
+    def _made(self, transformers: Any, config: Any) -> Any:
+        try:
+            return self._model(transformers, config)
+        except UsageError:
+            raise
+        except Exception as error:  # what does not fit together in a configuration shows in many ways
+            first = (str(error).strip().splitlines() or [""])[0]
+            raise UsageError(
+                f"--hf {self.config}: transformers cannot make the model of this configuration: "
+                f"{type(error).__name__}: {first}; correct the configuration"
+            ) from error
+
     def _model(self, transformers: Any, config: Any) -> Any:
+        import torch
+
         if hasattr(config, "use_cache"):
             config.use_cache = False
         for architecture in config.architectures or ():
@@ -112,7 +127,7 @@ class HfFactory:
         for name in _AUTO_CLASSES:
             auto = getattr(transformers, name)
             if type(config) in auto._model_mapping:
-                return auto.from_config(config)
+                return auto.from_config(config, dtype=torch.float32)  # as a class does when it is called
         raise UsageError(
             f"--hf {self.config}: no language model of transformers has a {type(config).__name__}; write a factory "
             "that returns the model and its inputs"

@@ -73,8 +73,7 @@ def run_precompile(options: argparse.Namespace) -> int:
     """Fills a folder and says how a later run finds it."""
     mesh = parse_mesh(options.mesh)
     given = dict(map(_read_option, options.option))
-    if len(mesh) > 2:
-        raise UsageError(f"--mesh {mesh}: one axis of shards, or replicas and shards")
+    _check_mesh(mesh)
     if options.threads < 1 or options.micro_batches < 1:
         raise UsageError("--threads and --micro-batches: give whole numbers, at least 1")
     num_ranks = math.prod(mesh.values())
@@ -124,6 +123,22 @@ def run_precompile(options: argparse.Namespace) -> int:
         f"a run finds this with {CACHE_VARIABLE}={folder} {INDUCTOR_CACHE_VARIABLE}={folder / INDUCTOR_FOLDER}"
     )
     return 0
+
+
+def _check_mesh(mesh: dict[str, int]) -> None:
+    """Refuses meshes that have another axis than those of shards and replicas, or an axis without ranks.
+
+    Raises:
+        UsageError: that.
+    """
+    shown = ",".join(f"{name}={size}" for name, size in mesh.items())
+    if len(mesh) > 2 or (len(mesh) == 2 and next(iter(mesh)) == "shard"):
+        raise UsageError(
+            f"--mesh {shown}: one axis of shards, or replicas and then shards; a model on a further axis is "
+            "parallelized and sharded by its factory"
+        )
+    if not all(mesh.values()):
+        raise UsageError(f"--mesh {shown}: an axis has one rank at least")
 
 
 def _factory(options: argparse.Namespace) -> Callable[[], tuple[Any, tuple[Any, ...], dict[str, Any]]]:

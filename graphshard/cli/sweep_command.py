@@ -125,7 +125,7 @@ def run_sweep(options: argparse.Namespace) -> int:
         )
         bar.update(task, description="done")
     console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(f"{found.model} on {found.hardware}", sweep_table(found), sep="\n\n")
+    console.print(f"{found.model} on {found.hardware}", sweep_table(found), sep="\n\n", markup=False)
     print(
         f"\n{len(found.points)} points, {found.num_captures} captures in {time.perf_counter() - began:.1f} s: "
         f"a capture {found.capture_seconds / found.num_captures:.1f} s, "

@@ -67,7 +67,7 @@ def walk(problem: Problem, steps: Sequence[Step]) -> Walk:
     resumed = {run.members: run.resumed for run in simulation.runs}
     stream: list[StreamEvent] = []
     taken: list[StepEvent] = []
-    waited = 0.0
+    waited = busy = 0.0
 
     def note(kind: str, start: float, end: float, task: int = -1, members: tuple[int, ...] = ()) -> None:
         if end > start:
@@ -83,6 +83,7 @@ def walk(problem: Problem, steps: Sequence[Step]) -> Walk:
         note("wait", before.seconds, arrived, members=step.members)
         note("copy", arrived, after.seconds, members=step.members)
         clock = after.seconds if step.is_start else before.seconds
-        taken.append(StepEvent(members=step.members, is_start=step.is_start, busy_seconds=clock - waited))
+        busy = max(busy, clock - waited)  # the difference may fall by a rounding
+        taken.append(StepEvent(members=step.members, is_start=step.is_start, busy_seconds=busy))
         waited += arrived - before.seconds
     return Walk(stream=tuple(stream), flights=simulation.runs, steps=tuple(taken), seconds=simulation.seconds)

@@ -50,8 +50,13 @@ def _resized(axis: MeshAxis, outermost: str, before: int, size: int) -> MeshAxis
 
 
 def _sizes(mesh: Mapping[str, int], layout: MeshLayout, ranks_per_node: int) -> list[int]:
-    """Sizes of the outermost axis for which ranks fill nodes; the size of the mesh is among them."""
+    """Sizes of the outermost axis for which ranks fill nodes; the size of the mesh is among them.
+
+    On one rank of the axis the graphs lack the collectives of more, so there is no other size then.
+    """
     (name, outermost), *inner = mesh.items()
+    if outermost == 1:
+        return [1]
     parts = [axis for axis in layout.axes if axis.part_of == name and axis.size < outermost]
     others = math.prod(size for _, size in inner)
     found = []

@@ -64,7 +64,7 @@ def _persistent(
         "parameters": parameters,
         "optimizer": optimizer.num_states * trained,
         "gradients": gradient_bytes,
-        "inputs": sum(tensor_bytes(node.meta.get("val")) for node in inputs),
+        "inputs": sum(stored_bytes(node.meta.get("val")) for node in inputs),
         "trained": trained,
         "elements": elements,
     }

@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from .._compat import tree_leaves, tree_map
 from ..backend import BackendOptions, half_pipelines, joint_pipeline
 from ..budget_text import parse_bytes
 from ..capture import ShardingRules, can_reshard, is_sharded, plain_copy, plain_module
@@ -286,10 +287,11 @@ class resized:  # noqa: N801 - used as a function, and must pickle
         """
         model, args, kwargs = self.example()
         named = [*((f"args[{index}]", value) for index, value in enumerate(args)), *kwargs.items()]
-        tensors = {name: value for name, value in named if isinstance(value, torch.Tensor)}
-        sizes = {tuple(value.shape[:1]) for value in tensors.values()}
+        leaves = [(name, leaf) for name, value in named for leaf in tree_leaves(value)]
+        tensors = [(name, leaf) for name, leaf in leaves if isinstance(leaf, torch.Tensor)]
+        sizes = {tuple(value.shape[:1]) for _, value in tensors}
         if len(sizes) != 1 or sizes == {()}:
-            shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in tensors.items())
+            shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in tensors)
             raise CaptureError(
                 f"the batch cannot be resized: dim 0 of the inputs ({shapes or 'no tensors'}) is not one size; "
                 "give a factory that takes the batch size: def factory(batch)"
@@ -301,12 +303,13 @@ class resized:  # noqa: N801 - used as a function, and must pickle
             shape = (batch, *value.shape[1:])
             return torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
 
-        return model, tuple(map(fitted, args)), {name: fitted(value) for name, value in kwargs.items()}
+        args, kwargs = tree_map(fitted, (tuple(args), dict(kwargs)))
+        return model, args, kwargs
 
 
 def count_tokens(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """Elements of the first integer input; None without one."""
-    for value in (*args, *kwargs.values()):
+    """Elements of the first integer input, inside of containers too; None without one."""
+    for value in tree_leaves((tuple(args), dict(kwargs))):
         if isinstance(value, torch.Tensor) and value.dtype in (torch.int32, torch.int64) and value.dim():
             return value.numel()
     return None

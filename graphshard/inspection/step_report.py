@@ -201,7 +201,7 @@ def throughput(
     executed = sum(half.repeats * half.flops for half in report.halves if half.name != "optimizer")
     needed = repeats * sum(joint_flops.values())
     available = card.peak(dtype) * report.step_seconds
-    per_rank = None if tokens is None else repeats * tokens / report.step_seconds
+    in_all = None if tokens is None else repeats * tokens * report.num_batches / report.step_seconds
     return Throughput(
         model_flops=needed,
         executed_flops=executed,
@@ -210,8 +210,8 @@ def throughput(
         mfu=needed / available,
         hfu=executed / available,
         tokens=tokens,
-        tokens_per_second_per_rank=per_rank,
-        tokens_per_second=None if per_rank is None else per_rank * report.num_batches,
+        tokens_per_second_per_rank=None if in_all is None else in_all / report.num_ranks,
+        tokens_per_second=in_all,
     )
 
 

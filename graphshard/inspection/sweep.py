@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -34,11 +35,11 @@ from ..capture import (
     step_between,
 )
 from ..cost import warn_of
-from ..errors import CaptureError, OptionError
+from ..errors import BudgetError, CaptureError, OptionError
 from ..ir import remembered_results
 from ..processes import process_context
 from ..progress import Stages
-from ..report import Sweep, SweepPoint, sweep_point
+from ..report import Report, Sweep, SweepPoint, sweep_point
 from ..setting_checks import AUTO_PLACEMENTS
 from .placement_choice import PlacementChoice, PlacementChooser
 from .settings import (
@@ -53,6 +54,8 @@ from .settings import (
 )
 from .step_choice import choose_inspected
 from .step_inspection import Inspection
+
+ResultT = TypeVar("ResultT")
 
 #: Values of ``sweep(captures=...)``.
 CAPTURES = ("ends", "all")
@@ -84,7 +87,7 @@ def sweep(
         progress: takes what is being done, the number of points done, and the number of all points.
         options: other options of :func:`graphshard.inspect`: hardware, tables, units, mp_policy, reshard_after_forward,
             optimizer, micro_batches, plan, checkpoint, placements, and ``memory_budget``, which decides whether a point
-            fits but is no error to exceed.
+            fits. Plans keep it where they can; a point that exceeds it is no error, and planned without it.
 
     Raises:
         OptionError: there are no meshes or batch sizes, or they are not whole numbers; an option or ``captures`` is
@@ -366,12 +369,16 @@ class _Work:
     ) -> CapturedStep:
         self._tell(f"capture batch {batch}", False)
         began = time.perf_counter()
-        choose = partial(choose_inspected, replace(settings, budget_bytes=None), module)
-        with remembered_results():
-            captured = capture_step(
-                module, args, kwargs, rules=settings.rules, loss=self._loss, checkpoint=settings.checkpoint,
-                needs_loss=True, device_type=settings.card.device_type, is_brief=True, choose=choose,
-            )  # fmt: skip
+
+        def capture(limited: Settings) -> CapturedStep:
+            with remembered_results():
+                return capture_step(
+                    module, args, kwargs, rules=settings.rules, loss=self._loss, checkpoint=settings.checkpoint,
+                    needs_loss=True, device_type=settings.card.device_type, is_brief=True,
+                    choose=partial(choose_inspected, limited, module),
+                )  # fmt: skip
+
+        captured = _within_budget(settings, capture)
         self.result.num_captures += 1
         self.result.capture_seconds += time.perf_counter() - began
         return captured
@@ -407,15 +414,25 @@ def _point(
     tokens: int | None,
     choice: PlacementChoice | None,
 ) -> SweepPoint:
-    step = reshard_step(captured, settings.rules.mesh)
-    unlimited = replace(settings, budget_bytes=None)
-    inspection = Inspection(settings=unlimited, captured=step, stages=Stages(None), is_brief=True)
-    point = sweep_point(inspection.report(name, module, tokens), batch, settings.limit_bytes)
+    def report(limited: Settings) -> Report:
+        step = reshard_step(captured, settings.rules.mesh)
+        inspection = Inspection(settings=limited, captured=step, stages=Stages(None), is_brief=True)
+        return inspection.report(name, module, tokens)
+
+    point = sweep_point(_within_budget(settings, report), batch, settings.limit_bytes)
     return (
         point
         if choice is None
         else replace(point, placements=choice.name, stated=tuple(choice.stated.texts()))
     )
+
+
+def _within_budget(settings: Settings, make: Callable[[Settings], ResultT]) -> ResultT:
+    """What ``make`` makes within the budget, if there is a plan that could keep it; else without a budget."""
+    if settings.plan == "auto" and settings.budget_bytes is not None:
+        with suppress(BudgetError):
+            return make(settings)
+    return make(replace(settings, budget_bytes=None))
 
 
 def _mesh_text(settings: Settings) -> str:

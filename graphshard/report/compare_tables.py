@@ -49,7 +49,7 @@ def _table(changes: Sequence[Change], text: Callable[[Any], str]) -> Table:
     for index, column in enumerate(("", "before", "after", "change")):
         table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
     for row in folded(list(_rows(changes, text))):
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # names may look like markup
     return table
 
 

@@ -324,7 +324,8 @@ class Throughput:
         peak_flops: FLOP/s of the card in ``dtype``, the dtype of most operations.
         mfu, hfu: model and executed FLOPs divided by the FLOPs at the peak in the time of the step.
         tokens: elements of the first integer input, for one rank and micro-batch; None without such an input.
-        tokens_per_second_per_rank, tokens_per_second: rates of a rank, and of all ranks of the mesh.
+        tokens_per_second: rate of all ranks of the mesh; a batch that the ranks of an axis share counts once.
+        tokens_per_second_per_rank: that divided by the number of ranks.
     """
 
     model_flops: int

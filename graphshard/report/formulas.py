@@ -32,8 +32,9 @@ class Formulas:
         traffic: bytes of all collectives of a step by kind, in the mesh axes; a collective counts with the larger of
             input and output. "all_reduce of reshards" and the like are those over the further axis, in the dims.
         seconds: "forward compute", "backward compute", "optimizer", "forward communication", "backward communication",
-            and "step", in which a half takes the longer of its compute and its communication. With a further axis also
-            "forward reshards" and "backward reshards", which are added to compute.
+            and "step", in which a half takes the longer of its compute and its communication. With several
+            micro-batches also "accumulation": adding the gradients of one of them to those before. With a further axis
+            also "forward reshards" and "backward reshards", which are added to compute.
         communication: the seconds of communication in lines for people: a formula for each kind of collective, with
             four digits, and the sums of them.
         checked: points at which another capture agreed to the byte.
@@ -90,7 +91,7 @@ class Formulas:
 #: The composition of the step; its expression would repeat the parts.
 _STEP = (
     "optimizer + micro-batches * (Max(forward compute, forward communication) + "
-    "Max(backward compute, backward communication))"
+    "Max(backward compute, backward communication){accumulation})"
 )
 
 
@@ -101,7 +102,7 @@ def formulas_text(formulas: Formulas) -> str:
 
 def _lines(formulas: Formulas) -> Iterator[str]:
     reference = ", ".join(f"{name}={size}" for name, size in formulas.reference.items())
-    step = _STEP
+    step = _STEP.format(accumulation=" + accumulation" if "accumulation" in formulas.seconds else "")
     if "forward reshards" in formulas.seconds:
         step = step.replace("forward compute", "forward compute + forward reshards")
         step = step.replace("backward compute", "backward compute + backward reshards")

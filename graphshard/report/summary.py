@@ -67,6 +67,11 @@ def _table(*columns: str, left: int = 1) -> Table:
     return table
 
 
+def _add(table: Table, *cells: str) -> None:
+    """Adds a row of plain texts: names of modules may look like rich's markup ("[/b]")."""
+    table.add_row(*map(Text, cells))
+
+
 def _candidates(report: Report) -> tuple[Text, Table]:
     table = _table("placements", "step", "exposed", "peak memory", "verdict")
     table.columns[4].justify = "left"
@@ -74,14 +79,15 @@ def _candidates(report: Report) -> tuple[Text, Table]:
         numbers = ("-", "-", "-")
         if one.step_seconds is not None and one.exposed_seconds is not None and one.peak_bytes is not None:
             numbers = (time_text(one.step_seconds), time_text(one.exposed_seconds), size_text(one.peak_bytes))
-        table.add_row(one.name, *numbers, one.verdict)
+        _add(table, one.name, *numbers, one.verdict)
     return _titled("Placements that were compared", table)
 
 
 def _halves(report: Report) -> tuple[Text, Table]:
     table = _table("", "times", "each", "compute", "exposed", "bound", "gap", "peak memory")
     for half in report.halves:
-        table.add_row(
+        _add(
+            table,
             half.name,
             str(half.repeats),
             time_text(half.seconds),
@@ -105,14 +111,15 @@ def _memory(report: Report) -> tuple[Text, Table]:
     table = _table("", "bytes", "share")
     for name, num_bytes in memory.categories.items():
         if num_bytes:
-            table.add_row(name, size_text(num_bytes), f"{100 * num_bytes / memory.peak_bytes:.1f} %")
+            _add(table, name, size_text(num_bytes), f"{100 * num_bytes / memory.peak_bytes:.1f} %")
     return _titled(title, table)
 
 
 def _collectives(report: Report) -> tuple[Text, Table]:
     table = _table("half", "kind", "group", "bytes", "count", "each", "exposed", left=3)
     for one in report.collectives[:20]:
-        table.add_row(
+        _add(
+            table,
             one.half,
             one.kind,
             one.group,
@@ -124,7 +131,8 @@ def _collectives(report: Report) -> tuple[Text, Table]:
     if len(report.collectives) > 20:
         rest = report.collectives[20:]
         exposed = sum(one.exposed_seconds for one in rest)
-        table.add_row(
+        _add(
+            table,
             f"{len(rest)} smaller kinds", "", "", "", str(sum(one.count for one in rest)), "",
             time_text(exposed) if exposed else "-",
         )  # fmt: skip
@@ -134,7 +142,8 @@ def _collectives(report: Report) -> tuple[Text, Table]:
 def _reshards(report: Report) -> tuple[Text, Table]:
     table = _table("half", "reshard", "of a value in", "as", "bytes", "count", "each", "exposed", left=4)
     for one in report.reshards[:20]:
-        table.add_row(
+        _add(
+            table,
             one.half, one.reshard, one.module, one.kind, size_text(one.num_bytes), str(one.count),
             time_text(one.seconds), time_text(one.exposed_seconds) if one.exposed_seconds else "-",
         )  # fmt: skip
@@ -152,7 +161,8 @@ def _exposures(report: Report) -> tuple[Text, Table]:
     table.columns[2].justify = table.columns[3].justify = "left"
     for one in report.exposures:
         which = one.collective
-        table.add_row(
+        _add(
+            table,
             f"{one.half} {which.kind} {which.title}",
             time_text(one.step_seconds),
             which.reason,

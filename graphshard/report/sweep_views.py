@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from ..errors import UsageError
 from ..units import GIB, size_text, time_text
@@ -26,7 +27,7 @@ def sweep_table(sweep: Sweep) -> Table:
         table.add_column(column, justify="left" if column in ("mesh", "placements", "") else "right")
     for point in sweep.points:
         per_second = rate_of(point)
-        table.add_row(
+        cells = (
             mesh_text(point),
             str(point.num_ranks),
             str(point.batch),
@@ -40,6 +41,7 @@ def sweep_table(sweep: Sweep) -> Table:
             size_text(point.peak_bytes),
             "" if point.fits else "does not fit",
         )
+        table.add_row(*map(Text, cells))  # names may look like markup
     return table
 
 
@@ -56,7 +58,8 @@ def rate_of(point: SweepPoint) -> float:
 def sweep_plot(sweep: Sweep, path: str | Path) -> None:
     """Plots throughput, memory of a rank and exposed fraction over devices, with one line for each batch size.
 
-    Meshes with replicas have lines of their own. Points that do not fit are hollow.
+    Meshes with replicas, and sizes of an axis of placements, have lines of their own. Points that do not fit are
+    hollow.
 
     Raises:
         UsageError: matplotlib is not installed, or cannot write the file.
@@ -67,8 +70,10 @@ def sweep_plot(sweep: Sweep, path: str | Path) -> None:
         raise UsageError("a plot needs matplotlib: pip install graphshard[plots]") from error
     lines: dict[str, list[SweepPoint]] = {}
     for point in sweep.points:
-        copies = point.mesh.get("replicate", 1)
+        others = {name: size for name, size in point.mesh.items() if name != "shard" and size > 1}
+        copies = others.pop("replicate", 1)
         label = f"batch {point.batch}" + (f", {copies} copies" if copies > 1 else "")
+        label += "".join(f", {name}={size}" for name, size in others.items())
         lines.setdefault(label, []).append(point)
     has_tokens = any(point.tokens_per_second is not None for point in sweep.points)
     panels: tuple[tuple[str, Callable[[SweepPoint], float]], ...] = (

@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+import torch
 from support.cost_cards import ROUND_CARD
 
 from graphshard.cli.hf_model import HfFactory
@@ -60,6 +61,14 @@ def test_architectures_of_the_file_come_first(here):
     assert type(model).__name__ == "LlamaForCausalLM" and model.config.use_cache is False
 
 
+@pytest.mark.parametrize("architectures", [[], ["LlamaForCausalLM"]])
+def test_weights_are_float32_whatever_the_file_says(here, architectures):
+    named = TINY | {"architectures": architectures, "dtype": "bfloat16"}
+    (here / "half.json").write_text(json.dumps(named))
+    model, _, _ = HfFactory("half.json", 8)(1)
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+
+
 @pytest.mark.parametrize(
     ("config", "sequence", "complaint"),
     [
@@ -72,6 +81,12 @@ def test_architectures_of_the_file_come_first(here):
 def test_what_cannot_be_read_says_so(here, config, sequence, complaint):
     with pytest.raises(UsageError, match=complaint):
         HfFactory(config, sequence)(1)
+
+
+def test_a_configuration_that_makes_no_model(here):
+    (here / "odd.json").write_text(json.dumps(TINY | {"pad_token_id": 64}))
+    with pytest.raises(UsageError, match=r"--hf odd\.json: transformers cannot make the model .* Padding_idx"):
+        HfFactory("odd.json", 8)(1)
 
 
 def test_without_transformers(monkeypatch):

@@ -42,7 +42,8 @@ def test_ranks_that_differ_by_nothing_share_one_compilation(here, capsys, interp
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mesh", "a=2,b=2"], "one axis of shards, or replicas and shards"),
+        (["--mesh", "a=2,b=2"], "--mesh shard=4,a=2,b=2: one axis of shards, or replicas and then shards"),
+        (["--mesh", "tp=2"], "--mesh shard=4,tp=2: one axis of shards, or replicas and then shards; a model"),
         (["--rank", "4"], "--rank 4: the mesh has ranks 0 to 3"),
         (["--threads", "0"], "give whole numbers, at least 1"),
         (["--option", "bucket"], "write NAME=VALUE"),
@@ -56,6 +57,12 @@ def test_ranks_that_differ_by_nothing_share_one_compilation(here, capsys, interp
 def test_mistakes(here, capsys, arguments, message):
     assert main([*GOOD, "--hardware", "none", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_axis_without_ranks(here, capsys):
+    words = ["precompile", "factories:short", "--mesh", "shard=0", "--out", "made", "--hardware", "none"]
+    assert main(words) == 2
+    assert "--mesh shard=0: an axis has one rank at least" in capsys.readouterr().err
 
 
 def test_a_budget_that_no_plan_keeps(here, capsys, interpreted):

@@ -105,6 +105,57 @@ def test_the_reference_is_the_simulated_one(found):
     assert found.value(found.memory["largest unit"]) == 2 * max(10 * 7 + 7, 7 * 11 + 11, 13 * 10)
 
 
+@pytest.mark.parametrize("mesh", [{"replicate": 3, "shard": 1}, {"replicate": 1, "shard": 3}], ids=str)
+def test_nothing_is_sent_on_an_axis_of_one_rank(found, mesh):
+    report = graphshard.inspect(*inputs(3, 12), mesh=mesh, **OPTIONS)
+    for kind, one in found.traffic.items():
+        sent = sum(each.num_bytes * each.count for each in report.collectives if each.kind == kind)
+        assert found.value(one, **mesh) == sent
+
+
+@pytest.mark.parametrize("mesh", [{"shard": 1}, {"replicate": 2, "shard": 1}], ids=str)
+def test_a_reference_that_gathers_nothing_is_refused(mesh):
+    with pytest.raises(OptionError, match=r"gather nothing.*; give a mesh with two shards at least"):
+        graphshard.formulas(*inputs(3, 12), dynamic={"batch": 0}, mesh=mesh, **OPTIONS)
+
+
+def test_gradients_of_micro_batches_are_added():
+    options = OPTIONS | {"micro_batches": 3}
+    several = graphshard.formulas(*inputs(3, 12), dynamic={"batch": 0}, mesh={"shard": 4}, **options)
+    for shard in (4, 16):
+        report = graphshard.inspect(*inputs(3, 12), mesh={"shard": shard}, **options)
+        seconds = {name: several.value(one, shard=shard) for name, one in several.seconds.items()}
+        added = report.half("backward").compute[-1]
+        assert added.label == "accumulate gradients"
+        assert seconds["accumulation"] == pytest.approx(added.seconds, rel=1e-6)
+        halves = (max(seconds[f"{half} compute"], seconds[f"{half} communication"]) for half in ("forward", "backward"))
+        expected = 3 * (sum(halves) + seconds["accumulation"]) + seconds["optimizer"]
+        assert seconds["step"] == pytest.approx(expected)
+    assert "Max(backward compute, backward communication) + accumulation)" in formulas_text(several)
+
+
+class _OfBatch(nn.Module):
+    """Takes its inputs in one dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores = Scores()
+
+    def forward(self, batch):
+        return self.scores(batch["tokens"])
+
+
+def test_inputs_inside_of_containers(found):
+    with torch.device("meta"):
+        model, batch = _OfBatch(), {"tokens": torch.zeros(3, 12, dtype=torch.long)}
+    units = {"units": ["scores.first", "scores.second"]}
+    inside = graphshard.formulas(model, (batch,), dynamic={"batch": 0}, mesh=MESH, **(OPTIONS | units))
+    for name, one in inside.memory.items():
+        assert inside.value(one, batch=7) == found.value(found.memory[name], batch=7)
+    report = graphshard.inspect(model, (batch,), mesh=MESH, **(OPTIONS | units))
+    assert report.throughput.tokens == 3 * 12
+
+
 def _fits(batch=3, sequence=12, mesh=MESH):
     return graphshard.inspect(*inputs(batch, sequence), mesh=mesh, **OPTIONS).memory.fits
 

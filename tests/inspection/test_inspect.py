@@ -1,5 +1,7 @@
 """A report of small models: what adds up, what is counted by hand, what does not depend on the machine."""
 
+import functools
+import io
 import itertools
 import json
 import math
@@ -10,6 +12,7 @@ import jsonschema
 import pytest
 import torch
 import torch._functorch.config as functorch_config
+from rich.console import Console
 from support.cost_cards import round_card
 from support.inspected import (
     CARD,
@@ -39,7 +42,16 @@ from graphshard.inspection.exposure import CAUSES
 from graphshard.ir.collectives import is_collective
 from graphshard.memory.kept_inputs import kept_inputs
 from graphshard.memory.model import memory_timeline
-from graphshard.report import CATEGORIES, SCHEMA_VERSION, Report, report_schema
+from graphshard.report import (
+    CATEGORIES,
+    SCHEMA_VERSION,
+    Report,
+    diff_reports,
+    diff_tables,
+    print_summary,
+    report_schema,
+)
+from graphshard.report.html import html_page
 from graphshard.report.text import pass_diffs, report_text
 from graphshard.report.trace import trace_events
 
@@ -115,6 +127,51 @@ def test_saved_views_hold_all_of_the_memory_behind_them():
     report = graphshard.inspect(model, (x,), mesh={"shard": 2}, hardware="cpu-loopback")
     product, result, logarithms = 2 * 128 * 3 * 64, 2 * 128 * 64, 2 * 4 * 128
     assert report.memory.categories["activations"] == 4 * (product + result + logarithms)
+
+
+class _Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return (self.linear(x) * mask).square().mean()
+
+
+def test_an_expanded_input_counts_what_is_in_memory():
+    with torch.device("meta"):
+        model, x, mask = _Masked(), torch.zeros(64, 8), torch.zeros(8).expand(64, 8)
+    report = graphshard.inspect(model, (x, mask), mesh={"shard": 2}, hardware=CARD)
+    assert report.memory.persistent["inputs"] == 4 * (64 * 8 + 8)
+    inputs = CATEGORIES.index("inputs")
+    assert {point.num_bytes[inputs] for half in report.halves for point in half.memory} == {4 * (64 * 8 + 8)}
+
+
+class _Named(nn.Module):
+    """Modules with the names that a user may give them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("[/b]", "[red]", "<b>")})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts.values():
+            x = part(x).relu()
+        return x.mean()
+
+
+def test_names_that_look_like_markup_are_text():
+    with torch.device("meta"):
+        model, x = _Named(), torch.zeros(64, 8)
+    report = graphshard.inspect(model, (x,), mesh={"shard": 2}, hardware=CARD, units=["parts.*"])
+    console = Console(width=300, file=io.StringIO())
+    print_summary(report, console)
+    other = graphshard.inspect(model, (x,), mesh={"shard": 4}, hardware=CARD, units=["parts.*"])
+    console.print(diff_tables(diff_reports(report, other), "a", "b"))
+    for name in ("[/b]", "[red]", "<b>"):
+        assert console.file.getvalue().count(f"parts.{name}") >= 2
+    page = html_page(report)
+    assert "parts.&lt;b&gt;" in page and "parts.<b>" not in page
 
 
 class _ExponentialLoss(nn.Module):
@@ -596,6 +653,20 @@ def test_a_sharded_model_costs_what_the_plain_one_costs(name, fake_group):
     assert found.memory == expected.memory
     assert found.halves == expected.halves
     assert [step.text for step in found.passes] == [step.text for step in expected.passes]
+
+
+def test_a_sharded_model_whose_forward_was_set_by_a_trainer(fake_group):
+    model, group = MODELS["two_linears"](), fake_group(2)
+    model.forward = functools.partial(_run_forward, model.forward)
+    patched = shard_units(model, group)
+    options = {"hardware": CARD, "loss": mean_square}
+    found = graphshard.inspect(patched, [example_batch("two_linears")], **options)
+    plain = graphshard.inspect(shard_units(MODELS["two_linears"](), group), [example_batch("two_linears")], **options)
+    assert (found.step_seconds, found.memory.categories) == (plain.step_seconds, plain.memory.categories)
+
+
+def _run_forward(forward, *args):
+    return forward(*args)
 
 
 def test_options_that_a_sharded_model_knows(fake_group):

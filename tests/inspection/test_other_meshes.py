@@ -163,6 +163,13 @@ def test_worlds_fill_nodes_and_have_a_price_for_everything(llama):
     assert {world.mesh["shard"] for world in hybrid.worlds} == {8}
 
 
+@pytest.mark.parametrize("mesh", [{"shard": 1}, {"replicate": 1, "shard": 4}])
+def test_one_rank_says_nothing_of_more(mesh):
+    """Its graphs lack the collectives that more ranks of the outermost axis would need."""
+    (world,) = inspect_linears(mesh=mesh).worlds
+    assert world.mesh == mesh
+
+
 def test_parts_of_an_axis_divide_it(llama):
     """Groups of 4 of the 16 ranks stay as they are; a second group over all 16 grows with them."""
     parts = [("shard", 16, ""), ("shard/4", 4, "shard"), ("shard/reduce", 16, "shard")]

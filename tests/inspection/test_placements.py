@@ -50,7 +50,9 @@ def test_a_rank_holds_pieces(llama):
 
 def test_ranks_of_the_axis_share_their_tokens(llama):
     through = llama.throughput
-    assert through.tokens_per_second == pytest.approx(2 * through.tokens_per_second_per_rank)
+    assert through.tokens == 2 * 16 and llama.num_batches == 2
+    assert through.tokens_per_second == pytest.approx(2 * 2 * 16 / llama.step_seconds)
+    assert through.tokens_per_second_per_rank == pytest.approx(through.tokens_per_second / llama.num_ranks)
 
 
 def test_reshards_are_counted_with_their_cost(llama):

@@ -292,6 +292,27 @@ def test_a_plan_by_cost_is_planned_for_each_mesh():
         assert (point.step_seconds, point.peak_bytes) == (report.step_seconds, report.memory.peak_bytes)
 
 
+@pytest.mark.parametrize("share", [0.9, 0.01])
+def test_points_are_planned_within_a_budget(share):
+    """As by inspect, where a plan keeps it; else they are planned without it, and do not fit."""
+    small = {"hardware": ROUND_CARD, "loss": _mean_square, "units": ["0", "2", "4", "6"], "plan": "auto"}
+
+    def make(batch):
+        with torch.device("meta"):
+            layers = [layer for _ in range(4) for layer in (torch.nn.Linear(8, 8), torch.nn.Sigmoid())]
+            return torch.nn.Sequential(*layers), (torch.ones(batch, 8),), {}
+
+    free = graphshard.inspect(*make(512), mesh={"shard": 2}, **small)
+    budget = int(share * free.memory.peak_bytes)
+    swept = sweeping.sweep(make, meshes=[{"shard": 2}], batches=[512], memory_budget=budget, **small)
+    (point,) = swept.points
+    expected = free
+    if share > 0.5:
+        expected = graphshard.inspect(*make(512), mesh={"shard": 2}, memory_budget=budget, **small)
+    assert point.fits == (share > 0.5) and point.memory == expected.memory.categories
+    assert point.step_seconds == expected.step_seconds
+
+
 def test_inputs_are_resized_along_dim_0():
     def example():
         return MODELS["two_linears"](), [torch.ones(2, 4), 3.0], {"mask": torch.zeros(2, dtype=torch.bool)}
@@ -299,6 +320,14 @@ def test_inputs_are_resized_along_dim_0():
     _, args, kwargs = resized(example)(5)
     assert args[0].shape == (5, 4) and args[0].is_meta and args[1] == 3.0
     assert kwargs["mask"].shape == (5,) and kwargs["mask"].dtype == torch.bool
+
+
+def test_inputs_inside_of_containers_are_resized():
+    def example():
+        return MODELS["two_linears"](), ({"x": torch.ones(2, 4)},), {"others": [torch.zeros(2)]}
+
+    _, args, kwargs = resized(example)(5)
+    assert args[0]["x"].shape == (5, 4) and kwargs["others"][0].shape == (5,)
 
 
 @pytest.mark.parametrize(
@@ -553,6 +582,22 @@ def test_a_kind_of_picture_that_matplotlib_does_not_know(swept, tmp_path):
 
     with pytest.raises(UsageError, match=r"a plot cannot be written to .*out\.xyz"):
         sweep_plot(swept, tmp_path / "out.xyz")
+
+
+def test_each_size_of_another_axis_has_a_line(swept, monkeypatch):
+    from graphshard.report.sweep_views import sweep_plot
+
+    pytest.importorskip("matplotlib")
+    points = [
+        replace(swept.points[0], mesh={"shard": size, "tp": tp}, num_ranks=size * tp)
+        for size in (2, 4)
+        for tp in (1, 2)
+    ]
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path: drawn.append(figure))
+    sweep_plot(replace(swept, points=tuple(points)), "out.png")
+    lines = [line.get_label() for line in drawn[0].axes[0].get_lines()]
+    assert [label for label in lines if not label.startswith("_")] == ["batch 1", "batch 1, tp=2"]
 
 
 def test_a_plot_without_matplotlib(swept, tmp_path, monkeypatch):

@@ -147,6 +147,26 @@ def test_the_slider_of_devices(browser, llama, page):
     assert at_peak <= float(data["peakBytes"]) < llama.memory.peak_bytes
 
 
+def test_ranks_that_share_a_batch_count_its_tokens_once(browser, tmp_path):
+    report = inspect_llama(mesh={"shard": 2, "tp": 2}, placements="llama")
+    write_html(report, tmp_path / "page.html")
+    browser.open(tmp_path / "page.html", *DESKTOP)
+    rows = _rows(browser, "compare")
+    for name, ranks in (("Tokens/s in all", 4), ("Tokens/s a rank", 1)):
+        expected = f"{round(ranks * report.throughput.tokens_per_second_per_rank):,}"
+        assert rows[name][:2] == [expected, expected]
+
+
+def test_the_slider_of_devices_where_axes_have_names_of_their_own(browser, llama, tmp_path):
+    """As in the report of a sharded model."""
+    worlds = tuple(replace(world, mesh={"dp": world.num_ranks}) for world in llama.worlds)
+    write_html(replace(llama, mesh={"dp": 8}, worlds=worlds), tmp_path / "page.html")
+    browser.open(tmp_path / "page.html", *DESKTOP, fragment="devices=64")
+    step, _ = replay(llama, at_mesh(llama, {"shard": 64}), shard_factor=1 / 8)
+    assert float(browser.data()["stepSeconds"]) == pytest.approx(step, rel=1e-12)
+    assert float(browser.data()["peakBytes"]) < llama.memory.peak_bytes
+
+
 def _rows(browser, table):
     """First cell to the texts of the others."""
     texts = "[...row.cells].map((cell) => cell.textContent)"

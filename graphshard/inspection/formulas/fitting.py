@@ -21,13 +21,21 @@ import sympy
 import torch
 from torch import nn
 
+from ..._compat import tree_leaves
 from ...capture import has_extended_parameters, no_garbage_collection
 from ...cost import HardwareCard, Kernel, kernel_seconds, warn_of
 from ...errors import FormulaError, OptionError
 from ...report import Formulas
 from ...setting_checks import AUTO_PLACEMENTS
 from .. import PlacementChooser, plain_inputs, read_settings, refuse_sharded
-from .links import communication_lines, halves_seconds, ranks_in_node, sizes_that_fill_nodes, stops_hiding
+from .links import (
+    communication_lines,
+    halves_seconds,
+    ranks_in_node,
+    seconds_over_shards,
+    sizes_that_fill_nodes,
+    stops_hiding,
+)
 from .mesh import by_kind, largest_unit, moves_expressions, shard_bytes, traffic_expressions
 from .polynomials import Basis, expression, fit, undominated, value_at
 from .sampling import Group, Sample, Sampler, groups_of, works_of
@@ -105,6 +113,11 @@ def formulas(
     if unknown := sorted(set(options) - set(known)):
         raise OptionError(f"formulas has no option {', '.join(unknown)}; known: {', '.join(known)}")
     settings = read_settings(rules=None, mesh=mesh or {"shard": 64}, plan="unit", **{**known, **options})
+    if settings.rules.mesh["shard"] == 1:
+        raise OptionError(
+            "formulas on mesh shard=1: its graphs gather nothing, and say nothing of other sizes; give a mesh with two "
+            "shards at least"
+        )
     _, module, args, kwargs, sharded = plain_inputs(model, args, kwargs)
     refuse_sharded(sharded)
     if has_extended_parameters(module):
@@ -112,7 +125,7 @@ def formulas(
             "parameters with gather extensions (fsdp_pre_all_gather) compute with shards, whose sizes are no "
             "polynomials: inspect or sweep the sizes you need instead"
         )
-    sizes = _reference_sizes((*args, *kwargs.values()), dynamic, settings.rules.mesh)
+    sizes = _reference_sizes(tree_leaves((args, dict(kwargs))), dynamic, settings.rules.mesh)
     notes: tuple[str, ...] = ()
     if settings.rules.placements == AUTO_PLACEMENTS:
         if progress is not None:
@@ -260,15 +273,11 @@ class _Fitted:
         }
         traffic = traffic_expressions(captured, self.sample, num_shards, num_replicas)
         moves = moves_expressions(moved, self.sample, further)
-        optimizer = settings.optimizer
-        rate = card.memory_bandwidth * card.efficiency["memory"].at(
-            (optimizer.num_reads + optimizer.num_writes) * self.sample.persistent["trained"]
-        )
-        moved = (optimizer.num_reads + optimizer.num_writes) * shards["trained"] / rate
+        stepping, adding = seconds_over_shards(settings, shards, self.sample.persistent)
         seconds = halves_seconds(
             dict(zip(("forward", "backward"), compute, strict=True)), traffic, symbols, card,
-            optimizer=card.kernel_overhead_seconds + moved if optimizer.num_reads else sympy.Integer(0),
-            micro_batches=settings.micro_batches, moves=moves, further=further,
+            optimizer=stepping, accumulation=adding, micro_batches=settings.micro_batches, moves=moves,
+            further=further,
         )  # fmt: skip
         limit = settings.limit_bytes
         sizes = dict(zip(names, self.reference, strict=True))

@@ -13,6 +13,7 @@ import sympy
 
 from ...cost import HardwareCard, LinkClass
 from ...report import Formulas
+from .. import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +146,28 @@ def _rate(link: LinkClass) -> float:
     return link.bandwidth * link.efficiency
 
 
+def seconds_over_shards(
+    settings: Settings, shards: Mapping[str, sympy.Expr], at_reference: Mapping[str, int]
+) -> tuple[sympy.Expr, sympy.Expr]:
+    """Seconds of the optimizer's step, and to add the gradients of one of several micro-batches to those before.
+
+    Args:
+        settings: optimizer, card and number of micro-batches.
+        shards: bytes of "trained" shards and of their "gradients".
+        at_reference: the same at the reference, which give the efficiency of memory.
+    """
+    card, optimizer = settings.card, settings.optimizer
+
+    def streaming(what: str, times: int) -> sympy.Expr:
+        if not times * at_reference[what]:
+            return sympy.Integer(0)
+        rate = card.memory_bandwidth * card.efficiency["memory"].at(times * at_reference[what])
+        return card.kernel_overhead_seconds + times * shards[what] / rate
+
+    adding = streaming("gradients", 3) if settings.micro_batches > 1 else sympy.Integer(0)
+    return streaming("trained", optimizer.num_reads + optimizer.num_writes), adding
+
+
 def halves_seconds(
     compute: Mapping[str, sympy.Expr],
     traffic: Mapping[tuple[str, str], Traffic],
@@ -152,6 +175,7 @@ def halves_seconds(
     card: HardwareCard,
     *,
     optimizer: sympy.Expr,
+    accumulation: sympy.Expr,
     micro_batches: int,
     moves: Mapping[tuple[str, str], Traffic],
     further: int,
@@ -164,13 +188,14 @@ def halves_seconds(
         symbols: symbols by name; the mesh axes are "shard" and "replicate".
         card: the links.
         optimizer: seconds of the optimizer's step.
+        accumulation: seconds to add the gradients of one micro-batch to those before; 0 for one alone.
         micro_batches: number of runs of the halves.
         moves: reshards of one run of each half, by kind. Compute waits for them: they move values between kernels.
         further: the ranks of their axis.
     """
     in_node = ranks_in_node(symbols, card, further)
     found: dict[str, sympy.Expr] = {}
-    step = optimizer
+    step = optimizer + micro_batches * accumulation
     for half, seconds in compute.items():
         ours = (one for (name, _), one in traffic.items() if name == half)
         queues: dict[sympy.Symbol, sympy.Expr] = {}  # groups of other axes communicate at the same time
@@ -184,7 +209,8 @@ def halves_seconds(
             moving = sympy.Add(*(traffic_seconds(one, in_node[one.ranks], card) for one in ours))
             found[f"{half} reshards"], seconds = moving, seconds + moving
         step = step + micro_batches * sympy.Max(seconds, communication, evaluate=False)
-    return found | {"optimizer": optimizer, "step": step}
+    added = {"accumulation": accumulation} if accumulation else {}
+    return found | added | {"optimizer": optimizer, "step": step}
 
 
 def ranks_in_node(

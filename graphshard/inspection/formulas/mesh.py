@@ -72,11 +72,8 @@ def traffic_expressions(
             found[half, kind] = Traffic(kind=kind, num_bytes=num_bytes, count=count, ranks=num_shards)
     if reduced and num_replicas is not None:
         _, count = sample.traffic["backward", "reduce_scatter"]
-        pieces = sympy.Piecewise(
-            (sympy.Integer(0), sympy.Eq(num_replicas, 1)), (_pieces(reduced, num_shards), True)
-        )
         found["backward", "all_reduce"] = Traffic(
-            kind="all_reduce", num_bytes=pieces, count=count, ranks=num_replicas
+            kind="all_reduce", num_bytes=_pieces(reduced, num_shards), count=count, ranks=num_replicas
         )
     return found
 
@@ -105,8 +102,9 @@ def moves_expressions(
 
 
 def by_kind(traffic: Mapping[tuple[str, str], Traffic]) -> dict[str, sympy.Expr]:
-    """Bytes by kind, summed over both halves."""
+    """Bytes by kind, summed over both halves; none on an axis of one rank."""
     found: dict[str, sympy.Expr] = {}
     for (_, kind), one in traffic.items():
         found[kind] = found.get(kind, sympy.Integer(0)) + one.num_bytes
-    return found
+    ranks = {kind: one.ranks for (_, kind), one in traffic.items()}
+    return {kind: num_bytes * sympy.Min(1, ranks[kind] - 1) for kind, num_bytes in found.items()}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from ..._compat import lazy_graph_modules
+from ..._compat import lazy_graph_modules, tree_map
 from ...backend import LOWERING
 from ...capture import (
     CapturedStep,
@@ -250,7 +250,8 @@ class Sampler:
                     shape[dim] = sizes[name]
             return torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=value.requires_grad)
 
-        return tuple(map(fitted, self.args)), {name: fitted(value) for name, value in self.kwargs.items()}
+        args, kwargs = tree_map(fitted, (tuple(self.args), dict(self.kwargs)))
+        return args, kwargs
 
 
 def _before_placing(gm: fx.GraphModule, context: PassContext) -> fx.GraphModule:

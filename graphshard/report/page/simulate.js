@@ -79,8 +79,13 @@ function neutralWorld(report) {
   return report.worlds.findIndex((world) => JSON.stringify(world.mesh) === wanted);
 }
 
+// The axes of a sharded model have names of their own; there the shards are on the innermost.
+function numShards(mesh) {
+  return mesh.shard || Object.values(mesh).at(-1) || 1;
+}
+
 function shardFactor(report, world) {
-  return (report.mesh.shard || 1) / (world.mesh.shard || 1);
+  return numShards(report.mesh) / numShards(world.mesh);
 }
 
 // Bytes by category, shards so many times as large.

@@ -107,7 +107,7 @@ class WhatIf {
     if (through) {
       lines.push(["MFU", (one) => through.model_flops / (through.peak_flops * one.run.seconds), percent, 0]);
       if (through.tokens !== null) {
-        const tokens = through.tokens * report.halves[0].repeats;
+        const tokens = through.tokens_per_second_per_rank * report.step_seconds; // less than its batch, if ranks share one
         const whole = (value) => Math.round(value).toLocaleString("en-US");
         lines.push(["Tokens/s a rank", (one) => tokens / one.run.seconds, whole, 1]);
         lines.push(["Tokens/s in all", (one) => (tokens * one.ranks) / one.run.seconds, whole, 1]);
