@@ -420,8 +420,9 @@ def _refuse_unsharded_state(module: Any, state_dict: dict[str, Any], prefix: str
         for name, _ in slots_of(owner):
             key = f"{path}.{name}" if path else name
             value = state_dict.get(key)
-            is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
-            if is_plain and not is_substitute(stored_parameters(owner).get(name)):
+            if not isinstance(value, Tensor) or isinstance(value, DTensor):
+                continue
+            if not is_substitute(stored_parameters(owner).get(name)):  # summon_full_params() shows it whole
                 plain.append(f"{key} {tuple(value.shape)}")
     if plain:
         shown = ", ".join(plain[:5]) + (f" and {len(plain) - 5} more" if len(plain) > 5 else "")

@@ -81,8 +81,8 @@ def summoned(module: nn.Module, summon: Summon, *, recurse: bool) -> Iterator[No
     entries = [_entries(wrapper) for wrapper, _ in chosen]
     whole: dict[int, _Whole] = {}  # by the id of the shard: a tied parameter is one, in whichever wrappers
     with ExitStack() as stack:
-        for (wrapper, state), own in zip(chosen, entries, strict=True):
-            stack.enter_context(_one_summoned(wrapper, state, own, summon, whole))
+        for (wrapper, state), places in zip(chosen, entries, strict=True):
+            stack.enter_context(_one_summoned(wrapper, state, places, summon, whole))
         yield
 
 
