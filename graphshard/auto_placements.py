@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ._compat_groups import root_mesh
 from .coordination import agree_on_group, can_wait_in_compilation, count_in_group, refusing
 from .errors import OptionError, ShardingError
+from .fsdp import refuse_stale_optimizers
 from .ir import axis_of
 from .parallel import Held, Stated
 from .parallel import parallelize as parallelize_as_stated
@@ -66,6 +67,7 @@ def parallelize(
             parameter lacks, arguments that a module lacks, parameters that are sharded already, a mesh without a name;
             or a ready plan does not fit the model.
         OptionError: "auto" without what it needs, or with placements of values; ``inspect`` without "auto".
+        StaleOptimizerError: (a RuntimeError) an optimizer holds parameters that would be replaced.
         AgreementError: the ranks have chosen differently, or one could not choose.
     """
     stated: Mapping[str, Any] | str | Stated = placements
@@ -79,6 +81,8 @@ def parallelize(
         raise OptionError(
             f'parallelize: inspect=... is for placements="auto", not for {placements!r}; leave it out'
         )
+    places = list(module.named_parameters(remove_duplicate=False))
+    refuse_stale_optimizers(places, "parallelize", num_holders=1)
     return parallelize_as_stated(
         module, mesh, stated, inputs=inputs, outputs=outputs, src_data_rank=src_data_rank
     )

@@ -35,13 +35,14 @@ from .parameter_slot import (
 )
 from .read_parameter import GatherExtended, slot_of_read
 from .shard_parameter import mesh_device
-from .shard_versions import Version, refuse_lost_data, version_of
+from .shard_versions import LAST_SHOWN, Version, refuse_lost_data, refuse_stale_optimizers, version_of
 from .sharded_class import place_of_forward_in_python, register_fsdp_forward_method
 from .tree import ROOT, SLOTS, Tree, TreeUnit
 from .unit import Unit, owner_of, unit_of
 from .waiting_gradients import zero_gradients
 
 __all__ = [
+    "LAST_SHOWN",
     "ROOT",
     "SLOTS",
     "SUMMONED",
@@ -67,6 +68,7 @@ __all__ = [
     "owner_of",
     "place_of_forward_in_python",
     "refuse_lost_data",
+    "refuse_stale_optimizers",
     "refuse_wrapper",
     "register_fsdp_forward_method",
     "share_comm_ctx",

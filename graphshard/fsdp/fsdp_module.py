@@ -30,8 +30,8 @@ from ..errors import (
 from ..ir import UNIT
 from .deepcopy import copy_sharded
 from .eager_autograd import show_gathered
-from .parameter_slot import slots_of
-from .shard_parameter import changed_only
+from .parameter_slot import is_substitute, slots_of, stored_parameters
+from .shard_parameter import changed_only, units_read_in
 from .unit import Unit
 from .waiting_gradients import zero_gradients
 
@@ -161,7 +161,8 @@ class FSDPModule(TorchFSDPModule):
     @_untraced
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """``nn.Module._apply``, which ``.to()`` and the like call: on the shards, never on gathered parameters."""
-        self.reshard()
+        for unit in units_read_in(self):
+            unit.reshard()
         with changed_only(_unit(self), fn) as apply:
             return super(TorchFSDPModule, self)._apply(apply, recurse)
 
@@ -415,11 +416,13 @@ def _check_comm(comm: Any, method: str) -> None:
 def _refuse_unsharded_state(module: Any, state_dict: dict[str, Any], prefix: str) -> None:
     """Refuses plain tensors: they cannot be copied into a shard, and an assigned one would stay unsharded."""
     plain = []
-    for path, owner in module.named_modules(prefix=prefix.removesuffix(".")):
+    for path, owner in module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
         for name, _ in slots_of(owner):
             key = f"{path}.{name}" if path else name
             value = state_dict.get(key)
-            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            if not isinstance(value, Tensor) or isinstance(value, DTensor):
+                continue
+            if not is_substitute(stored_parameters(owner).get(name)):  # summon_full_params() shows it whole
                 plain.append(f"{key} {tuple(value.shape)}")
     if plain:
         shown = ", ".join(plain[:5]) + (f" and {len(plain) - 5} more" if len(plain) > 5 else "")
@@ -436,12 +439,8 @@ def _unit(module: Any) -> Unit:
 
 def _units(module: Any, recurse: bool) -> Iterator[Unit]:
     assert isinstance(module, nn.Module)
-    seen: set[int] = set()
-    for each in module.modules() if recurse else (module,):
-        unit = each.__dict__.get(UNIT)
-        if unit is not None and id(unit) not in seen:
-            seen.add(id(unit))
-            yield unit
+    found = (each.__dict__.get(UNIT) for each in (module.modules() if recurse else (module,)))
+    yield from dict.fromkeys(unit for unit in found if unit is not None)
 
 
 def _flag(value: Any, name: str) -> bool:

@@ -7,7 +7,6 @@ changing one import.
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 
 from .._compat_composable import (
     is_replicated_by_torch,
@@ -30,17 +30,24 @@ from ..errors import (
     AlreadyShardedError,
     GraphShardError,
     ShardingError,
-    StaleOptimizerError,
     UnsupportedShardingError,
 )
-from ..ir import NO_AXIS, UNIT, MeshAxis, axis_of
+from ..ir import NO_AXIS, READ_WHOLE, UNIT, MeshAxis, axis_of
 from .fsdp_module import FSDPModule, state_for_torch
 from .gather_extensions import has_extension, refuse_wrapper, why_untraceable
 from .parameter_slot import ParameterSlot, slots_of, store_parameters, stored_parameters
 from .placements import DataParallelAxes, Layout, layout_of
 from .read_parameter import empty_names, traced_read
-from .shard_parameter import give_places, hand_over, local_piece, mesh_device, shard_extended, shard_parameter
-from .shard_versions import SUCCESSOR, optimizers_of, watch_optimizers
+from .shard_parameter import (
+    give_places,
+    hand_over,
+    local_piece,
+    mesh_device,
+    shard_extended,
+    shard_parameter,
+    units_read_in,
+)
+from .shard_versions import SUCCESSOR, refuse_stale_optimizers, watch_optimizers
 from .sharded_class import offer_backend, sharded_class, watch_frames, wrap_own_forward
 from .tree import SLOTS, Tree, UnitSettings, relabel
 from .unit import Unit
@@ -115,7 +122,7 @@ def fully_shard(
     layouts = _choose_layouts(fresh, axes, shard_placement_fn)
     _refuse_sparse_gradients(fresh)
     _refuse_unsupported_regather(reshard_after_forward, axes, fresh, layouts)
-    _refuse_stale_optimizers(fresh)
+    refuse_stale_optimizers([(entry.path, entry.param) for entry in fresh], "fully_shard", num_holders=2)
     watch_optimizers()
     watch_frames()
     offer_backend()
@@ -288,6 +295,9 @@ def _choose_layouts(
     for entry in entries:
         if id(entry.param) in layouts:
             continue
+        # Conversions and copies of the model since parallelize() have left the attribute of the parameter behind.
+        if isinstance(entry.param, DTensor) and entry.name in entry.owner.__dict__.get(READ_WHOLE, ()):
+            setattr(entry.param, READ_WHOLE, True)
         try:
             placement = placement_fn(entry.param) if placement_fn is not None and entry.param.ndim else None
             layouts[id(entry.param)] = layout_of(entry.param, entry.path, axes, placement)
@@ -332,28 +342,6 @@ def _refuse_unsupported_regather(
             f"fully_shard: reshard_after_forward={reshard} is for one mesh of all ranks, but {reason} on another; "
             "use True or False"
         )
-
-
-def _refuse_stale_optimizers(entries: list[_Owned]) -> None:
-    """Refuses optimizers that hold parameters to be replaced: they would step those, and the model would not train."""
-    params = {id(entry.param): entry for entry in entries}
-    # A parameter that only modules hold has two references for each entry; getrefcount adds one.
-    held = {id(entry.param): 0 for entry in entries}
-    for entry in entries:
-        held[id(entry.param)] += 2  # by the module's dict and by the entry
-    if all(sys.getrefcount(entry.param) <= held[id(entry.param)] + 1 for entry in entries):
-        return
-    for optimizer in optimizers_of([entry.param for entry in entries]):
-        stale = [
-            params[id(p)].path for group in optimizer.param_groups for p in group["params"] if id(p) in params
-        ]
-        if stale:
-            shown = ", ".join(stale[:5]) + (f" and {len(stale) - 5} more" if len(stale) > 5 else "")
-            raise StaleOptimizerError(
-                f"fully_shard: this {type(optimizer).__name__} was made before sharding and holds {shown}, "
-                "which sharding replaces: make the optimizer after fully_shard "
-                "(and delete the old one)"
-            )
 
 
 def _move_buffers(modules: list[nn.Module], mesh: DeviceMesh) -> None:
@@ -427,12 +415,14 @@ def _show_shards(module: nn.Module, *_: Any) -> None:
 
     Gathered parameters stay gathered: a single rank may ask for a state dict, and must not gather alone afterwards.
     """
-    module.__dict__[UNIT].hide()
+    for unit in units_read_in(module):  # those of parameters that are tied into it, too
+        unit.hide()
 
 
 def _reshard(module: nn.Module, *_: Any) -> None:
     """A load-state-dict hook: frees gathered parameters, which loading would make stale."""
-    module.__dict__[UNIT].reshard()
+    for unit in units_read_in(module):
+        unit.reshard()
 
 
 def _plain_class(owner: nn.Module) -> Any:

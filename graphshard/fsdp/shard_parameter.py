@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from .._compat import queue_after_backward
 from ..ir import (
+    UNIT,
     ShardedShape,
     lie_in_a_row,
     moved_to_row,
@@ -29,10 +30,10 @@ from ..ir import (
 )
 from .gather_extensions import check_gather, copy_extended, cut_extended, is_quantised
 from .gradient_hooks import HookOfGradient
-from .parameter_slot import link_shard, stored_parameters
+from .parameter_slot import link_shard, slots_of, stored_parameters
 from .placements import Layout
 from .shard_versions import SUCCESSOR, note_storage
-from .unit import Unit
+from .unit import Unit, owner_of
 
 
 def shard_parameter(param: nn.Parameter, layout: Layout, offload_policy: OffloadPolicy) -> nn.Parameter:
@@ -124,16 +125,26 @@ def give_places(unit: Unit) -> None:
     lay_out(unit)
 
 
+def units_read_in(module: nn.Module) -> list[Unit]:
+    """The units of parameters that modules below ``module`` hold, and its own; a tied parameter is of one unit only."""
+    own = module.__dict__.get(UNIT)
+    found = {id(own): own} if own is not None else {}
+    for each in module.modules():
+        for _, slot in slots_of(each):
+            found[id(slot.unit)] = owner_of(slot)
+    return list(found.values())
+
+
 @contextmanager
 def changed_only(unit: Unit, fn: Callable[[Tensor], Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
     """Keeps shards that ``fn`` returns as they are from ``nn.Module._apply``; yields what to give it instead of ``fn``.
 
     ``_apply`` swaps each DTensor for its result, which torch refuses while a graph of autograd holds it: a model that
-    is moved to the device where it is could not be moved between a forward and its backward. Changed shards are laid
-    out anew at the end.
+    is moved to the device where it is could not be moved between a forward and its backward. Changed shards keep the
+    attributes and hooks of theirs, which torch would swap as well, and are laid out anew at the end.
     """
     applied: dict[int, Tensor] = {}
-    unchanged = []
+    unchanged, changed = [], []
     for slot in unit.slots:
         for params, name in [(stored_parameters(owner), name) for owner, name in slot.owners]:
             param = params.get(name)
@@ -146,6 +157,9 @@ def changed_only(unit: Unit, fn: Callable[[Tensor], Tensor]) -> Iterator[Callabl
                         param.grad = fn(param.grad)
             if applied[id(param)] is param:
                 unchanged.append((params, name, param))
+            elif isinstance(param, DTensor):
+                own_grad_dtype = (param.grad_dtype,) if param.grad_dtype != param.dtype else ()
+                changed.append((param, vars(param), _hooks(param), own_grad_dtype))
     for params, name, _ in unchanged:
         params[name] = None
     try:
@@ -153,7 +167,22 @@ def changed_only(unit: Unit, fn: Callable[[Tensor], Tensor]) -> Iterator[Callabl
     finally:
         for params, name, param in unchanged:
             params[name] = param
+    for param, attributes, hooks, own_grad_dtype in changed:
+        if vars(param) is not attributes:
+            _restore(param, attributes, hooks, own_grad_dtype)
     lay_out(unit)
+
+
+def _restore(
+    param: DTensor, attributes: dict[str, Any], hooks: tuple[Any, Any], own_grad_dtype: tuple[Any, ...]
+) -> None:
+    """Gives a shard that was swapped what it had; ``own_grad_dtype``: its ``grad_dtype``, if that was set."""
+    for key, value in attributes.items():
+        vars(param).setdefault(key, value)
+    _set_hooks(param, hooks)
+    for dtype in own_grad_dtype:
+        param.grad_dtype = dtype
+    note_storage(param)
 
 
 def lay_out(unit: Unit) -> None:
@@ -186,6 +215,7 @@ def _replace_shard(param: DTensor, local: Tensor) -> None:
     An assignment would not do: torch 2.13 can trace a DTensor only if its storage offset is that of its local tensor.
     """
     fresh = nn.Parameter(DTensor(local, param._spec, requires_grad=False), requires_grad=param.requires_grad)
+    fresh.grad_dtype = param.grad_dtype
     fresh.grad = param.grad
     vars(fresh).update(vars(param))
     hooks = _hooks(param)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,6 +41,9 @@ _GRADIENT = "_graphshard_gradient"
 #: Attribute of a parameter that ``fully_shard`` has replaced: its sharded successor and slot. A module outside of the
 #: unit that is tied to the parameter finds them here.
 SUCCESSOR = "_graphshard_successor"
+
+#: Attribute of a whole parameter that ``FullyShardedDataParallel.summon_full_params`` has shown: its name.
+LAST_SHOWN = "_graphshard_last_shown"
 
 
 class _KeptStorage:
@@ -124,6 +128,40 @@ def optimizers_of(params: Sequence[Tensor]) -> Iterator[torch.optim.Optimizer]:
     yield from optimizers.values()
 
 
+def refuse_stale_optimizers(
+    places: Sequence[tuple[str, nn.Parameter]], function: str, *, num_holders: int
+) -> None:
+    """Refuses optimizers that hold parameters to be replaced: they would step those, and the model would not train.
+
+    Args:
+        places: name and parameter for each place where a module holds one.
+        function: what replaces them.
+        num_holders: references to the parameter for each place besides that of ``places``; with no others than those,
+            no optimizer holds it.
+
+    Raises:
+        StaleOptimizerError: (a RuntimeError) it names the parameters.
+    """
+    names = {id(param): name for name, param in places}
+    held = dict.fromkeys(names, 2)  # getrefcount's own, and that of the loop
+    for key in [id(param) for _, param in places]:
+        held[key] += num_holders + 1
+    if all(sys.getrefcount(param) <= held[id(param)] for _, param in places):
+        return
+    for optimizer in optimizers_of([param for _, param in places]):
+        stale = [
+            names[id(param)]
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if id(param) in names
+        ]
+        if stale:
+            raise StaleOptimizerError(
+                f"{function}: this {type(optimizer).__name__} was made before sharding and holds {_some_of(stale)}, "
+                "which sharding replaces: make the optimizer after fully_shard (and delete the old one)"
+            )
+
+
 @functools.cache
 def watch_optimizers() -> None:
     """From the first call on, each step of an optimizer moves the version of the DTensors that it holds.
@@ -145,6 +183,13 @@ def _refuse_unsuited(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
             f"this {type(optimizer).__name__} holds {_some_of(stale)} from before sharding, which fully_shard has "
             "replaced, so its step would change nothing in the model: read model.parameters() again after fully_shard, "
             "and make the optimizer from that"
+        )
+    shown = [getattr(param, LAST_SHOWN) for param in params if hasattr(param, LAST_SHOWN)]
+    if shown:
+        raise StaleOptimizerError(
+            f"this {type(optimizer).__name__} holds {_some_of(shown)} as summon_full_params() has shown them, and "
+            "that context has ended, so its step would change nothing in the model: make the optimizer from "
+            "model.parameters() outside of the context"
         )
     lost = _lost_gradients(params)
     if lost:

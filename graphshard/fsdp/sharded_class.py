@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .._compat import is_tracing, outside_transforms, register_backend
 from .._compat_composable import watch_torch_sharding
@@ -26,7 +27,7 @@ from .._compat_frames import (
     leave_frames_to_python,
     place_run_in_python,
 )
-from ..errors import ShardingError, UnsupportedShardingError
+from ..errors import ParameterStateError, ShardingError, UnsupportedShardingError
 from ..ir import UNIT
 from ..tensor_trees import cast_tensors, move_tensors
 from .eager_autograd import (
@@ -72,8 +73,26 @@ def _register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) 
         )
     if other is not None:
         _tie(self, name, slot, other)
-    else:
-        slot.replace(self, name, param)
+        return
+    if isinstance(param, DTensor):
+        _refuse_other_placement(slot, param)
+    slot.replace(self, name, param)
+
+
+def _refuse_other_placement(slot: ParameterSlot, param: DTensor) -> None:
+    """Refuses a DTensor whose local tensor is no shard: a gather would put together other values."""
+    shard = slot.param
+    if not isinstance(shard, DTensor):
+        return
+    is_placed = param.placements == shard.placements and torch.equal(
+        param.device_mesh.mesh, shard.device_mesh.mesh
+    )
+    if not is_placed:
+        raise ParameterStateError(
+            f"parameter {slot.name} cannot be replaced by a DTensor that is {param.placements} on the ranks "
+            f"{param.device_mesh.mesh.tolist()}: it is {shard.placements} on {shard.device_mesh.mesh.tolist()}; call "
+            "redistribute() or distribute_tensor() on the new value with the mesh and placements of the parameter"
+        )
 
 
 def _slot_of(tree: Tree, param: Any) -> ParameterSlot | None:

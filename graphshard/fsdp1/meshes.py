@@ -70,9 +70,14 @@ class Meshes:
         return Meshes(shard=init_device_mesh(_device_type(options), (dist.get_world_size(),)))
 
     @property
-    def world_size(self) -> int:
+    def whole(self) -> DeviceMesh:
         """The ranks that train the model, copies included."""
-        return self.shard.size() if self.hybrid is None else self.hybrid.size()
+        return self.shard if self.hybrid is None else self.hybrid
+
+    @property
+    def world_size(self) -> int:
+        """Their number."""
+        return self.whole.size()
 
     def as_given(self, value: DTensor) -> DTensor:
         """A value for a state dict: on the mesh that the user gave."""

@@ -201,10 +201,11 @@ def rekey(state: State, kind: OptimStateKeyType, model: nn.Module, params: list[
     }
 
 
-def from_first_rank(state: State | None, group: Any) -> State:
-    """The state that the first rank has, on all ranks."""
+def from_first_rank(state: State | None, groups: Iterable[Any]) -> State:
+    """The state that the first rank has, on all ranks: sent along one axis of the mesh, then along the next."""
     holder = [state]
-    dist.broadcast_object_list(holder, group=group, group_src=0)
+    for group in groups:
+        dist.broadcast_object_list(holder, group=group, group_src=0)
     assert holder[0] is not None, "the first rank has no state"
     return holder[0]
 
@@ -231,6 +232,8 @@ def _sent(value: Any, kind: StateDictType, meshes: Iterable[Meshes], *, to_cpu: 
         else:
             for each in meshes:
                 value = each.as_given(value)
+    elif kind is StateDictType.FULL_STATE_DICT:  # whole values do not follow the training, so steps must not
+        value = value.detach().clone()
     return value.cpu() if to_cpu else value
 
 

@@ -22,13 +22,17 @@ def cast_buffers(module: nn.Module, state: WrapperState) -> None:
     dtype = given.buffer_dtype if given is not None else None
     if dtype is None:
         return
-    for path, each in own_modules(module):
-        if each in state.ignored_modules:
-            continue
-        for name, buffer in each._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                state.buffer_dtypes[plain_name(f"{path}.{name}")] = buffer.dtype
-                each._buffers[name] = buffer.to(dtype)
+    found = [
+        (plain_name(f"{path}.{name}"), each, name, buffer)
+        for path, each in own_modules(module, at_every_path=True)
+        if each not in state.ignored_modules
+        for name, buffer in each._buffers.items()
+        if buffer is not None and buffer.is_floating_point()
+    ]
+    for path, each, name, buffer in found:
+        state.buffer_dtypes[path] = buffer.dtype
+        if each._buffers[name] is buffer:  # else cast already, at another path
+            each._buffers[name] = buffer.to(dtype)
 
 
 def is_precise_in_eval() -> bool:

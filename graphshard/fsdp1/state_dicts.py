@@ -37,14 +37,14 @@ def register_hooks(wrapper: nn.Module) -> None:
 
 def _own_parameters(wrapper: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter]]:
     """The sharded parameters of a wrapper's own unit, with their keys before names are cleaned."""
-    for path, each in own_modules(wrapper):
+    for path, each in own_modules(wrapper, at_every_path=True):
         for name, slot in slots_of(each):
             yield f"{prefix}{without_checkpoint_names(path)}.{name}", slot.param
 
 
 def _own_buffers(wrapper: nn.Module, prefix: str) -> Iterator[str]:
     state = own_state(wrapper)
-    for path, each in own_modules(wrapper):
+    for path, each in own_modules(wrapper, at_every_path=True):
         if each not in state.ignored_modules:
             yield from (f"{prefix}{without_checkpoint_names(path)}.{name}" for name in each._buffers)
 
@@ -62,13 +62,14 @@ def _after_state_dict(
     for key, param in _own_parameters(wrapper, prefix):
         if isinstance(param, DTensor):
             refuse_lost_data(param, clean_name(key))
-        if key in state_dict and isinstance(state_dict[key], DTensor):
-            value = _converted(state_dict.pop(key) if not is_kept else state_dict[key], kind)
+        if key not in state_dict:
+            continue
+        value = state_dict[key] if is_kept else state_dict.pop(key)
+        if isinstance(value, DTensor):  # else summon_full_params() shows it whole
+            value = _converted(value, kind)
             value = state.meshes.as_given(value) if isinstance(value, DTensor) else value
-            if is_kept:
-                state_dict[key] = value.cpu() if to_cpu else value
-        elif not is_kept:
-            state_dict.pop(key, None)
+        if is_kept:
+            state_dict[key] = value.cpu() if to_cpu else value
     for key in _own_buffers(wrapper, prefix):
         if not is_kept:
             state_dict.pop(key, None)
@@ -84,7 +85,7 @@ def _after_state_dict(
 
 
 def _is_first(state: WrapperState) -> bool:
-    mesh = state.meshes.hybrid if state.meshes.hybrid is not None else state.meshes.shard
+    mesh = state.meshes.whole
     return all(mesh.get_local_rank(dim) == 0 for dim in range(mesh.ndim))
 
 
@@ -110,7 +111,12 @@ def _before_load(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *u
     for key, param in _own_parameters(wrapper, prefix):
         value = state_dict.get(key)
         if isinstance(value, Tensor):
-            state_dict[key] = as_shard(value, param, clean_name(key))
+            is_whole = not isinstance(param, DTensor)  # shown by summon_full_params(), which writes it back
+            state_dict[key] = _whole_value(value) if is_whole else as_shard(value, param, clean_name(key))
+
+
+def _whole_value(value: Tensor) -> Tensor:
+    return whole_tensor(value) if isinstance(value, DTensor) else value
 
 
 def _after_load(wrapper: nn.Module, incompatible_keys: Any) -> None:

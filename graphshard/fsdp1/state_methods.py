@@ -81,8 +81,8 @@ class StateMethods:
             optim.state_dict() if optim_state_dict is None else optim_state_dict,
             settings.state_dict_type if settings is not None else _FULL,
             to_cpu=getattr(config, "offload_to_cpu", True),
-            is_kept=not getattr(config, "rank0_only", False) or _rank(model, group) == 0,
-            group=_group(model, group),
+            is_kept=not getattr(config, "rank0_only", False) or _is_first(model, group),
+            group=_gathering_group(model, group),
         )
 
     @staticmethod
@@ -112,7 +112,7 @@ class StateMethods:
         settings = read_settings(model)
         config = settings.optim_state_dict_config if settings is not None else None
         if getattr(config, "rank0_only", False):
-            optim_state_dict = optimizers.from_first_rank(optim_state_dict, _group(model, group))
+            optim_state_dict = optimizers.from_first_rank(optim_state_dict, _groups(model, group))
         result = optimizers.to_optimizer(
             model,
             parameters_of(model, optim, None),
@@ -132,7 +132,7 @@ class StateMethods:
     ) -> State:
         """:meth:`optim_state_dict` with whole tensors; an empty dict on other ranks than the first."""
         _warn_of_legacy("full_optim_state_dict", "optim_state_dict", optim_input)
-        is_kept = not rank0_only or _rank(model, group) == 0
+        is_kept = not rank0_only or _is_first(model, group)
         params = parameters_of(model, optim, optim_input)
         return optimizers.by_names(
             model,
@@ -141,7 +141,7 @@ class StateMethods:
             _FULL,
             to_cpu=True,
             is_kept=is_kept,
-            group=_group(model, group),
+            group=_gathering_group(model, group),
         )
 
     @staticmethod
@@ -150,7 +150,13 @@ class StateMethods:
         _warn_of_legacy("sharded_optim_state_dict", "optim_state_dict")
         kind, params = StateDictType.SHARDED_STATE_DICT, parameters_of(model, optim, None)
         return optimizers.by_names(
-            model, params, optim.state_dict(), kind, to_cpu=False, is_kept=True, group=_group(model, group)
+            model,
+            params,
+            optim.state_dict(),
+            kind,
+            to_cpu=False,
+            is_kept=True,
+            group=_gathering_group(model, group),
         )
 
     @staticmethod
@@ -179,7 +185,7 @@ class StateMethods:
     ) -> State:
         """:meth:`optim_state_dict_to_load` of a whole state that the first rank has."""
         _warn_of_legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
-        state = optimizers.from_first_rank(full_optim_state_dict, _group(model, group))
+        state = optimizers.from_first_rank(full_optim_state_dict, _groups(model, group))
         return _load(model, optim, optim_input, state)
 
     @staticmethod
@@ -212,16 +218,25 @@ def _load(model: nn.Module, optim: Any, optim_input: Any, state: State) -> State
     return optimizers.to_optimizer(model, params, groups, state)
 
 
-def _group(model: nn.Module, group: Any) -> Any:
-    """The given process group, or the ranks of the model's wrappers; None, all ranks, without wrappers."""
-    if group is not None:
-        return group
+def _groups(model: nn.Module, group: Any) -> list[Any]:
+    """The process groups, one after the other, by which something goes from the first rank of a model to all.
+
+    That is the given group, or those of the axes of the model's wrappers; None, all ranks, without wrappers.
+    """
     first = next((state for _, state in wrappers_in(model)), None)
-    return first.meshes.shard.get_group() if first is not None and first.meshes.hybrid is None else None
+    if group is not None or first is None:
+        return [group]
+    mesh = first.meshes.whole
+    return [mesh.get_group(dim) for dim in reversed(range(mesh.ndim))]
 
 
-def _rank(model: nn.Module, group: Any) -> int:
-    return dist.get_rank(_group(model, group))
+def _gathering_group(model: nn.Module, group: Any) -> Any:
+    """The process group of the ranks that gather whole values: the shards of one copy of the model."""
+    return _groups(model, group)[0]
+
+
+def _is_first(model: nn.Module, group: Any) -> bool:
+    return all(dist.get_rank(each) == 0 for each in _groups(model, group))
 
 
 def _warn_of_legacy(name: str, new: str, optim_input: Any = None) -> None:

@@ -6,13 +6,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..errors import UnsupportedShardingError
-from ..fsdp import SUMMONED, mesh_device, refuse_lost_data, slots_of
+from ..errors import ParameterStateError, UnsupportedShardingError
+from ..fsdp import LAST_SHOWN, SUMMONED, Version, mesh_device, refuse_lost_data, slots_of, version_of
 from .training_state import check_idle
 from .wrapper_state import WrapperState, own_modules, state_of, wrappers_in
 
@@ -57,6 +58,10 @@ class Summon:
             )
 
 
+#: A place where a module holds a shard: the module, the name in it, the shard, and its name in the model.
+_Entry: TypeAlias = tuple[nn.Module, str, nn.Parameter, str]
+
+
 @contextmanager
 def summoned(module: nn.Module, summon: Summon, *, recurse: bool) -> Iterator[None]:
     """Shows whole parameters of the wrappers in a module; with ``recurse=False``, of the module alone.
@@ -70,33 +75,53 @@ def summoned(module: nn.Module, summon: Summon, *, recurse: bool) -> Iterator[No
     summon.check([state for _, state in chosen])
     for wrapper, _ in chosen:
         check_idle(wrapper, "summon_full_params")
+    for _, state in chosen:
+        if state.unit is not None:
+            state.unit.reshard()
+    entries = [_entries(wrapper) for wrapper, _ in chosen]
+    whole: dict[int, _Whole] = {}  # by the id of the shard: a tied parameter is one, in whichever wrappers
     with ExitStack() as stack:
-        for wrapper, state in chosen:
-            stack.enter_context(_one_summoned(wrapper, state, summon))
+        for (wrapper, state), places in zip(chosen, entries, strict=True):
+            stack.enter_context(_one_summoned(wrapper, state, places, summon, whole))
         yield
 
 
+@dataclass(slots=True, kw_only=True)
+class _Whole:
+    """A whole parameter that modules show.
+
+    Attributes:
+        parameter: None where it is not shown, but gathered with the other ranks.
+        version: that of the shard when it was gathered.
+        is_put_back: what was written to it is written to the shard.
+    """
+
+    parameter: nn.Parameter | None
+    version: Version
+    is_put_back: bool = False
+
+
 @contextmanager
-def _one_summoned(wrapper: nn.Module, state: WrapperState, summon: Summon) -> Iterator[None]:
-    if state.unit is not None:
-        state.unit.reshard()
-    entries = _entries(wrapper)
+def _one_summoned(
+    wrapper: nn.Module, state: WrapperState, entries: list[_Entry], summon: Summon, whole: dict[int, _Whole]
+) -> Iterator[None]:
     is_shown = not summon.rank0_only or state.meshes.shard.get_local_rank() == 0
     with torch.no_grad():
-        shown = {id(shard): _whole(shard, summon, is_shown) for shard in _shards(entries)}
+        for _, _, shard, _ in entries:
+            if id(shard) not in whole:
+                whole[id(shard)] = _gathered(shard, summon, is_shown)
     state.is_summoned = wrapper._is_summoned = True
-    if is_shown:
-        for each, name, shard in entries:
-            each._parameters[name] = shown[id(shard)]
+    for each, name, shard, _ in entries:
+        if (parameter := whole[id(shard)].parameter) is not None:
+            each._parameters[name] = parameter
     try:
         yield
     finally:
         state.is_summoned = wrapper._is_summoned = False
-        if is_shown:
-            _put_back(entries, summon)
+        _put_back(entries, summon, whole)
 
 
-def _entries(wrapper: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+def _entries(wrapper: nn.Module) -> list[_Entry]:
     """Each place where a module of the wrapper's own unit holds a shard.
 
     Raises:
@@ -108,24 +133,20 @@ def _entries(wrapper: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
             param = slot.param
             if isinstance(param, DTensor):
                 refuse_lost_data(param, slot.name)
-                found.append((each, name, param))
+                found.append((each, name, param, slot.name))
     return found
 
 
-def _shards(entries: list[tuple[nn.Module, str, nn.Parameter]]) -> list[nn.Parameter]:
-    return list({id(shard): shard for _, _, shard in entries}.values())
-
-
-def _whole(shard: nn.Parameter, summon: Summon, is_shown: bool) -> nn.Parameter | None:
-    """The whole parameter; None where it is not shown, but gathered with the other ranks."""
+def _gathered(shard: nn.Parameter, summon: Summon, is_shown: bool) -> _Whole:
+    assert isinstance(shard, DTensor)
     full = whole_tensor(shard)
     grad = whole_tensor(shard.grad) if summon.with_grads and shard.grad is not None else None
     if not is_shown:
-        return None
+        return _Whole(parameter=None, version=version_of(shard))
     parameter = nn.Parameter(full.cpu() if summon.offload_to_cpu else full, requires_grad=shard.requires_grad)
     setattr(parameter, SUMMONED, True)
     parameter.grad = grad
-    return parameter
+    return _Whole(parameter=parameter, version=version_of(shard))
 
 
 def whole_tensor(value: Tensor) -> Tensor:
@@ -138,18 +159,34 @@ def whole_tensor(value: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _put_back(entries: list[tuple[nn.Module, str, nn.Parameter]], summon: Summon) -> None:
-    """Makes modules hold shards again, with what was written to the whole parameters."""
-    done: set[int] = set()
-    for each, name, shard in entries:
-        full = each._parameters[name]
-        each._parameters[name] = shard
-        if not summon.writeback or full is None or id(shard) in done:
+def _put_back(entries: list[_Entry], summon: Summon, whole: dict[int, _Whole]) -> None:
+    """Makes modules hold shards again, with what was written to the whole parameters.
+
+    Raises:
+        ParameterStateError: (a RuntimeError) a shard was changed meanwhile, which the whole parameter would undo.
+    """
+    changed: list[str] = []
+    for each, name, shard, full_name in entries:
+        known, full = whole[id(shard)], each._parameters[name]
+        if known.parameter is None:
             continue
-        done.add(id(shard))
+        each._parameters[name] = shard
+        setattr(known.parameter, LAST_SHOWN, full_name)
+        if not summon.writeback or full is None or known.is_put_back:
+            continue
+        known.is_put_back = True
+        if version_of(shard) != known.version:
+            changed.append(full_name)
+            continue
         write_piece(shard, full.detach())
         if summon.with_grads and shard.grad is not None and full.grad is not None:
             write_piece(shard.grad, full.grad)
+    if changed:
+        raise ParameterStateError(
+            f"the shard(s) of parameter(s) {', '.join(changed)} were changed inside summon_full_params(), by "
+            "optimizer.step() for instance, and the whole parameters that it shows would undo that; nothing of them is "
+            "written back: change shards outside of it, or pass writeback=False"
+        )
 
 
 def write_piece(shard: Tensor, full: Tensor) -> None:

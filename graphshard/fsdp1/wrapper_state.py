@@ -97,17 +97,22 @@ def wrappers_in(module: nn.Module) -> Iterator[tuple[nn.Module, WrapperState]]:
             yield each, state
 
 
-def own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The modules below ``module``, itself included, down to the next wrappers, with their paths."""
+def own_modules(
+    module: nn.Module, prefix: str = "", *, at_every_path: bool = False
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules below ``module``, itself included, down to the next wrappers, with their paths.
+
+    With ``at_every_path`` a module that has several parents comes once for each, as in the keys of state dicts.
+    """
     seen: set[int] = set()
 
     def visit(path: str, each: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if id(each) in seen:
+        if id(each) in seen and not at_every_path:
             return
         seen.add(id(each))
         yield path, each
-        for name, child in each.named_children():
-            if state_of(child) is None:
+        for name, child in each._modules.items():
+            if child is not None and state_of(child) is None:
                 yield from visit(f"{path}.{name}" if path else name, child)
 
     yield from visit(prefix, module)

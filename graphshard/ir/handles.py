@@ -18,7 +18,7 @@ from .params import ReduceGradCall, UnshardCall
 #: The attribute by which a module, or a handle, holds its unit.
 UNIT = "_graphshard_unit"
 
-#: The attribute of a DTensor parameter whose forward reads the whole tensor, and no DTensor.
+#: The attribute of a DTensor parameter whose forward reads the whole tensor, and no DTensor; of a module: their names.
 READ_WHOLE = "_graphshard_read_whole"
 
 #: An input of a backward: the gradient of a result of its forward.

@@ -191,5 +191,19 @@ def _distribute(
                     placement = Shard(placement.dim % param.ndim)
                 placed = distribute_tensor(param.detach(), mesh, [placement], src_data_rank=src_data_rank)
                 replaced[id(param)] = nn.Parameter(placed, requires_grad=param.requires_grad)
+                _take_over(replaced[id(param)], param)
                 setattr(replaced[id(param)], READ_WHOLE, True)
             owner._parameters[name] = replaced[id(param)]
+            # Conversions and copies of the model drop attributes of parameters.
+            owner.__dict__.setdefault(READ_WHOLE, set()).add(name)
+
+
+def _take_over(placed: nn.Parameter, param: nn.Parameter) -> None:
+    """Gives a parameter the attributes and hooks that were set on the one that it replaces."""
+    if type(param) is nn.Parameter:  # attributes of another class may be its own
+        for key, value in vars(param).items():
+            vars(placed).setdefault(key, value)
+    if param._backward_hooks is not None:
+        placed._backward_hooks = param._backward_hooks
+    if param._post_accumulate_grad_hooks is not None:
+        placed._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks

@@ -1,5 +1,6 @@
 """parallelize: what it states, and one error for all that is wrong. Training is tested on real ranks."""
 
+import copy
 import re
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import graphshard
 from graphshard.auto_placements import _sizes
 from graphshard.backend import JOINT_PIPELINE
-from graphshard.errors import OptionError, ShardingError
+from graphshard.errors import OptionError, ShardingError, StaleOptimizerError
 from graphshard.passes import PropagateSharding
 from graphshard.pipeline import Pipeline
 from graphshard.testing import capture_graphs
@@ -231,3 +232,33 @@ def test_placements_on_a_second_axis_are_refused(fake_group):
     sharded = graphshard.fully_shard(nn.Linear(4, 4), mesh=mesh["tp"])
     with pytest.raises(ShardingError, match=r"is a DTensor on .* already: call parallelize on a plain model, before"):
         graphshard.parallelize(sharded, mesh["tp2"], {"weight": Shard(0)}, src_data_rank=None)
+
+
+def test_conversions_before_fully_shard(tp):
+    """What is read whole is so after conversions, which torch makes new parameters of, and after a copy."""
+
+    def assign(model: nn.Module) -> None:
+        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+    for change in (nn.Module.double, lambda model: model.to_empty(device="cpu"), copy.deepcopy, assign):
+        model = nn.Sequential(nn.Linear(4, 4))
+        graphshard.parallelize(model, tp, {"0.weight": Shard(0)}, src_data_rank=None)
+        model = change(model) or model
+        graphshard.fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"])
+        assert tuple(model(torch.ones(2, 4, dtype=model[0].weight.dtype)).shape) == (2, 4)
+
+
+def test_what_was_set_on_parameters_before(tp):
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].weight.no_weight_decay = True
+    handle = model[0].weight.register_post_accumulate_grad_hook(lambda param: None)
+    graphshard.parallelize(model, tp, {"0.weight": Shard(0)}, src_data_rank=None)
+    assert model[0].weight.no_weight_decay and len(model[0].weight._post_accumulate_grad_hooks) == 1
+    handle.remove()
+    assert not model[0].weight._post_accumulate_grad_hooks
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(StaleOptimizerError, match=r"parallelize: this SGD .* holds 0\.weight, 0\.bias"):
+        graphshard.parallelize(model, tp, {"0.weight": Shard(0)}, src_data_rank=None)
+    del optimizer
+    graphshard.parallelize(model, tp, {"0.weight": Shard(0)}, src_data_rank=None)

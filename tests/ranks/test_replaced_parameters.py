@@ -5,15 +5,16 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from support.implementations import GRAPHSHARD, compile_if_asked, shard_units
+from support.implementations import GRAPHSHARD, UNCOMPILED, compile_if_asked, shard_units
 from support.parity import check_sharded_parity
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.utils import parameters_to_vector
 from torch.testing import assert_close
 
-from graphshard.errors import StaleOptimizerError, UnsupportedShardingError
+from graphshard.errors import ParameterStateError, StaleOptimizerError, UnsupportedShardingError
 
 
 def two_linears(width: int = 4) -> nn.Sequential:
@@ -163,3 +164,78 @@ def step_lbfgs() -> None:
 
 def test_lbfgs_and_vectors_of_parameters(run_on_gloo_ranks):
     run_on_gloo_ranks(2, step_lbfgs)
+
+
+class TiedAcrossUnits(nn.Module):
+    """The output layer comes before the embedding, a unit of its own, that it is tied to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output, self.tokens = nn.Linear(4, 6, bias=False), nn.Embedding(6, 4)
+        self.output.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.output(self.tokens(tokens))
+
+
+def save_and_load_a_gathered_tie() -> None:
+    """A state dict holds shards under both names, also while the unit of one of them is gathered; loading frees it."""
+    model = TiedAcrossUnits()
+    shard_units("sharded", model, [model.tokens], reshard_after_forward=False)
+    for gather in (model.tokens.unshard, lambda: model(torch.tensor([1, 2]))):
+        gather()
+        state = model.state_dict()
+        assert [type(value) for value in state.values()] == [DTensor, DTensor]
+        gather()
+        ones = torch.ones_like(state["tokens.weight"])
+        model.load_state_dict({name: ones for name in state})
+        assert torch.equal(model.output.weight.full_tensor(), torch.ones(6, 4))
+        gather()
+        model.double()
+        assert model.output.weight is model.tokens.weight and model.output.weight.dtype is torch.float64
+        model.float()
+
+
+def test_states_of_gathered_ties(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, save_and_load_a_gathered_tie)
+
+
+def assign_other_placements(implementation: str) -> None:
+    """A DTensor with other pieces in place of a shard: its rows would be taken for those of a shard."""
+    model = shard_units(implementation, nn.Linear(4, 4, bias=False), [])
+    mesh, values = model.weight.device_mesh, torch.arange(16.0).view(4, 4)
+    for placement in (Shard(1), Replicate()):
+        value = distribute_tensor(values, mesh, [placement])
+        with pytest.raises(RuntimeError):
+            model.load_state_dict({"weight": value}, assign=True)
+            model(torch.ones(1, 4))
+    if implementation == "sharded":
+        with pytest.raises(ParameterStateError, match=r"weight cannot be replaced by a DTensor that is \(Replicate"):
+            model.weight = nn.Parameter(distribute_tensor(values, mesh, [Replicate()]))
+        unnamed = init_device_mesh("cpu", (2,))
+        model.load_state_dict({"weight": distribute_tensor(values, unnamed, [Shard(0)])}, assign=True)
+        assert torch.equal(model(torch.eye(4)), values.T)
+
+
+@pytest.mark.parametrize("implementation", UNCOMPILED)
+def test_other_placements_are_refused(run_on_gloo_ranks, implementation):
+    run_on_gloo_ranks(2, assign_other_placements, implementation)
+
+
+def convert_with_attributes() -> None:
+    """A conversion of the model keeps what was set on parameters, as for an unsharded one; FSDP2 drops it."""
+    model = shard_units("sharded", two_linears(), [])
+    param, calls = model[0].weight, []
+    param.no_weight_decay, param.grad_dtype = True, None
+    handle = param.register_post_accumulate_grad_hook(lambda param: calls.append("accumulated"))
+    param.register_hook(lambda grad: calls.append("computed"))
+    model.double()
+    assert model[0].weight is param and param.no_weight_decay and param.grad_dtype is None
+    model(batch_of(0).double()).sum().backward()
+    handle.remove()
+    model(batch_of(0).double()).sum().backward()
+    assert calls == ["computed", "accumulated", "computed"]
+
+
+def test_conversions_keep_attributes_and_hooks(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, convert_with_attributes)
