@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 LOGGER = logging.getLogger("graphshard")
 
@@ -66,6 +66,10 @@ class TimeLimit:
         """Seconds since the limit was made."""
         return time.thread_time() - self._began
 
+    def part(self, share: float) -> TimeLimit:
+        """A limit that began with this one and is over after a share of its time."""
+        return replace(self, seconds=share * self.seconds)
+
     def is_over(self, ahead: float = 0.0) -> bool:
         """Whether it is over, or will be after work of ``ahead`` seconds, which is then not to be started."""
         is_over = self.left() <= ahead
@@ -74,8 +78,8 @@ class TimeLimit:
 
 
 #: Without a number from the user, planning may take so many times what tracing took, and at least so many seconds.
-#: A graph of GPT with 4 layers (16) is traced in 1.1 s (3.4 s) and compiled in 27 s (51 s): this is about a fifth.
-_TIMES_TRACING, _LEAST_SECONDS = 4.0, 2.0
+#: A graph of GPT with 4 layers (16) is traced in 1.1 s (3.4 s) and compiled in 27 s (51 s): this is about a quarter.
+_TIMES_TRACING, _LEAST_SECONDS = 5.0, 2.0
 
 
 @dataclass(slots=True, eq=False)

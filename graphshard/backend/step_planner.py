@@ -46,7 +46,7 @@ from ..planner import PlannedGraph, topologies
 from ..progress import LOGGER, PlanningTime, TimeLimit, say_nothing
 from .accumulation import accumulation_cost, choose_kept_between
 from .dynamo_graph import DynamoGraph
-from .inductor import partitioner_settings, saved_share
+from .inductor import partitioner_settings, prepare_patterns, saved_share
 from .pipelines import half_pipelines
 from .step_choice import StepChoice
 from .step_trials import JointTrials
@@ -57,8 +57,8 @@ Result = TypeVar("Result")
 Follow = Callable[[Mapping[str, Any] | None], Decision[Result]]
 
 #: Shares of the planning time that is left, for the choice for both halves and then for each half. Later variants of a
-#: half get what remains.
-_SHARES = {"joint": 0.6, "forward": 0.5, "inference": 1.0, "backward": 1.0}
+#: half get what remains. The choice brings more than longer searches for the halves, whose first two always run.
+_SHARES = {"joint": 0.9, "forward": 0.5, "inference": 1.0, "backward": 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +214,7 @@ class StepPlanner:
         def follow(plan: Mapping[str, Any] | None) -> Decision[KeptUnits]:
             if plan is None:
                 scratch = self.kernels.of(gm, context.device_type)
+                prepare_patterns(gm)
                 # Trials never reach Inductor, which tells values apart by their fake tensors.
                 with self._limit(_SHARES["joint"]) as limit, remembered_results():
                     limited = replace(trials.context, scratch=scratch, limit=limit)

@@ -182,13 +182,16 @@ class HardwareCard:
         """FLOP/s of the matrix units.
 
         A complex multiply-add is four real ones. Unless the card has a number for a complex dtype, its peak is a
-        quarter of that of its parts.
+        quarter of that of its parts. Without a number for a float8 dtype it is that of bfloat16, which units with
+        float8 exceed.
 
         Raises:
             CardError: the card has no number for this dtype.
         """
         if dtype_name not in self.peak_flops and dtype_name in _PARTS:
             return self.peak(_PARTS[dtype_name]) / 4
+        if dtype_name not in self.peak_flops and dtype_name.startswith("float8"):
+            return self.peak("bfloat16")
         if dtype_name not in self.peak_flops:
             raise CardError(
                 f"card {self.name!r} has no peak_flops for {dtype_name}, but for "

@@ -28,6 +28,7 @@ from .partition import (
     inductor_decompositions,
     partition_as_inductor,
     partitioner_settings,
+    prepare_patterns,
     saved_share,
     type_rng_states,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "partitioner_settings",
     "pinning_patch",
     "planned_order",
+    "prepare_patterns",
     "saved_share",
     "start_copies",
     "type_rng_states",

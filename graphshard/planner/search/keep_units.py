@@ -106,6 +106,10 @@ def choose_kept(
     return KeepingChoice(units=kept, cost=cost, tried=tuple(tried.items()))
 
 
+#: See :func:`extend_kept`.
+FOR_OTHERS = 2 / 3
+
+
 def extend_kept(
     units: Sequence[str],
     default: Sequence[str],
@@ -118,7 +122,8 @@ def extend_kept(
 
     Args:
         units, default, evaluate: as for :func:`choose_kept`.
-        limit: no choice is tried that would probably end behind it.
+        limit: no choice is tried that would probably end behind it. The first one brings the most, so the others are
+            to end within :data:`FOR_OTHERS` of it.
 
     Raises:
         InfeasibleBudgetError: no plan of the default choice keeps the budget.
@@ -132,7 +137,9 @@ def extend_kept(
     for unit in reversed(units):
         if unit in kept:
             continue
-        if limit.is_over(ahead=trial_seconds):
+        within = limit if len(tried) == 1 else limit.part(FOR_OTHERS)
+        if within.is_over(ahead=trial_seconds):
+            limit.was_reached = True
             break
         more = tuple(other for other in units if other == unit or other in kept)
         try:
