@@ -1,5 +1,7 @@
 """Parameters cross into compiled code as padded local tensors, gradients come back as DTensors."""
 
+from unittest import mock
+
 import pytest
 import torch
 from support.small_graphs import ParameterSpec, aten
@@ -168,6 +170,37 @@ def test_gradients_come_back_as_unpadded_dtensors(fake_group, rank):
         assert isinstance(param.grad, DTensor)
         assert param.grad.shape == param.shape and param.grad.placements == param.placements
         assert list(param.grad.to_local().shape) == shard_shape(param.shape, 0, 4, rank)
+
+
+@pytest.mark.parametrize("num_backwards", [1, 3])
+def test_gradients_are_added_without_the_dispatch_of_dtensors(fake_group, num_backwards):
+    """The nodes of the parameters, which come after, get none."""
+    model = _sharded(fake_group(2))
+    compiled, _ = _compiled(model)
+    dispatched, dispatch = [], DTensor.__torch_dispatch__
+
+    def watch(cls, func, types, args=(), kwargs=None):
+        dispatched.append(func)
+        return dispatch(func, types, args, kwargs)
+
+    seen = []
+    for _ in range(num_backwards):
+        loss = compiled(torch.randn(2, 4)).sum()
+        with mock.patch.object(DTensor, "__torch_dispatch__", classmethod(watch)):
+            loss.backward()
+        seen.append([param.grad for param in model.parameters()])
+    assert not dispatched
+    assert all(one is first for grads in seen for one, first in zip(grads, seen[0], strict=True))
+
+
+def test_hooks_of_parameters_see_their_gradients(fake_group):
+    model = _sharded(fake_group(2))
+    compiled, _ = _compiled(model)
+    shapes, params = [], list(model.parameters())
+    params[0].register_hook(lambda grad: shapes.append(tuple(grad.shape)))
+    params[1].register_post_accumulate_grad_hook(lambda param: shapes.append(tuple(param.grad.shape)))
+    compiled(torch.randn(2, 4)).sum().backward()
+    assert sorted(shapes) == sorted(tuple(param.shape) for param in params[:2])
 
 
 @NEEDS_REDUCTION

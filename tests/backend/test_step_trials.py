@@ -11,10 +11,12 @@ from support.small_graphs import GraphBuilder, aten
 from support.small_models import WithHead
 from support.trials import CARD, in_capture
 from torch import nn
+from torch._inductor.fx_passes import joint_graph
 
 import graphshard
 import graphshard.backend.step_planner as planning
 import graphshard.backend.step_trials as joint_trials
+from graphshard.backend.inductor import partition
 from graphshard.backend.pipelines import JOINT_PIPELINE
 from graphshard.backend.step_choice import StepChoice
 from graphshard.backend.step_trials import JointTrials, draws_random_numbers
@@ -207,6 +209,37 @@ def test_inputs_that_live_through_the_step_are_part_of_a_users_budget_alone(monk
     assert counted == ({0} if budget is None else {inputs}) and inputs > 0
 
 
+def test_patterns_are_made_before_the_time_begins(monkeypatch):
+    """For the device that the cut asks for: it then finds them."""
+    asked = []
+
+    def ask(where, real):
+        def recorded(*arguments):
+            asked.append((where, arguments))
+            return real(*arguments)
+
+        return recorded
+
+    monkeypatch.setattr(partition, "lazy_init", ask("planner", partition.lazy_init))
+    monkeypatch.setattr(joint_graph, "lazy_init", ask("cut", joint_graph.lazy_init))
+    limit = planning.StepPlanner._limit
+    monkeypatch.setattr(
+        planning.StepPlanner, "_limit", lambda *given: asked.append(("limit", ())) or limit(*given)
+    )
+
+    def choose(trials):
+        asked.clear()  # the capture has cut the graph
+        halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
+        planner = planning.StepPlanner(card=CARD, halves=halves, is_shared=False, what="graph")
+        planner.choose(copy_graph(trials.gm), trials.context, trials.tag, None)
+        return list(asked)
+
+    asked = in_capture(choose)
+    steps = [where for where, _ in asked]
+    assert steps[:3] == ["planner", "limit", "cut"]
+    assert len({arguments for where, arguments in asked if where != "limit"}) == 1
+
+
 class CuttingTakes(TimeLimit):
     """A limit of 4 seconds, of which each question spends some."""
 
@@ -217,7 +250,7 @@ class CuttingTakes(TimeLimit):
         return self.asked * self.seconds_a_question
 
 
-@pytest.mark.parametrize(("cutting", "plans"), [(0.0, True), (0.5, True), (0.9, False), (3.0, False)])
+@pytest.mark.parametrize(("cutting", "plans"), [(0.0, True), (0.5, True), (1.2, False), (3.0, False)])
 def test_the_default_is_planned_only_if_another_choice_can_be_compared_with_it(monkeypatch, cutting, plans):
     planned, real = [], JointTrials.plan
 

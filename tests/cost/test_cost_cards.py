@@ -1,7 +1,7 @@
 """Cards: the shipped ones are complete and sane, and what is wrong with others is named."""
 
 import json
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 from support.cost_cards import ROUND_CARD, round_card, with_rows
@@ -328,6 +328,12 @@ def test_a_complex_peak_is_a_quarter_of_that_of_the_parts():
     assert ROUND_CARD.peak("complex64") == ROUND_CARD.peak("float32") / 4
     with pytest.raises(CardError, match="has no peak_flops for float16"):
         ROUND_CARD.peak("complex32")
+
+
+def test_float8_without_a_rate_is_as_fast_as_bfloat16():
+    assert ROUND_CARD.peak("float8_e4m3fn") == ROUND_CARD.peak("float8_e5m2") == ROUND_CARD.peak("bfloat16")
+    own = replace(ROUND_CARD, peak_flops={**ROUND_CARD.peak_flops, "float8_e4m3fn": 7e12})
+    assert own.peak("float8_e4m3fn") == 7e12
 
 
 def test_a_curve_is_linear_in_the_logarithm_and_flat_outside():

@@ -9,6 +9,7 @@ from support.thorough import examples
 
 from graphshard.errors import InfeasibleBudgetError
 from graphshard.planner.search.keep_units import KeepingCost, choose_kept, extend_kept
+from graphshard.progress import TimeLimit
 
 UNITS = ("a", "b", "c", "root")
 
@@ -106,6 +107,36 @@ def test_no_further_unit_is_kept_that_saves_no_time():
     evaluate, asked = _evaluate(1000, gathers=0.0)
     assert extend_kept(UNITS, ("root",), evaluate).units == ("root",)
     assert asked == [("root",), ("c", "root")]
+
+
+class CountedLimit(TimeLimit):
+    """Of 10 seconds, of which each choice takes some."""
+
+    num_evaluated = 0
+    seconds_each = 0.0
+
+    def part(self, share):
+        shorter = super().part(share)
+        shorter.seconds_each, shorter.num_evaluated = self.seconds_each, self.num_evaluated
+        return shorter
+
+    def spent(self):
+        return self.num_evaluated * self.seconds_each
+
+
+@pytest.mark.parametrize(("seconds_each", "num_tried"), [(1.0, 4), (2.0, 3), (4.0, 2), (6.0, 1)])
+def test_the_first_choice_beside_the_default_may_take_all_the_time(seconds_each, num_tried):
+    """Those after it are to end within two thirds of it."""
+    evaluate, asked = _evaluate(1000)
+    limit = CountedLimit(seconds=10.0)
+    limit.seconds_each = seconds_each
+
+    def counted(units):
+        limit.num_evaluated += 1
+        return evaluate(units)
+
+    extend_kept(UNITS, ("root",), counted, limit)
+    assert len(asked) == num_tried and limit.was_reached is (num_tried < 4)
 
 
 def test_a_default_that_does_not_fit_is_told():
