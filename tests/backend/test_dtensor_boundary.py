@@ -1,7 +1,5 @@
 """Parameters cross into compiled code as padded local tensors, gradients come back as DTensors."""
 
-from unittest import mock
-
 import pytest
 import torch
 from support.small_graphs import ParameterSpec, aten
@@ -172,24 +170,19 @@ def test_gradients_come_back_as_unpadded_dtensors(fake_group, rank):
         assert list(param.grad.to_local().shape) == shard_shape(param.shape, 0, 4, rank)
 
 
-@pytest.mark.parametrize("num_backwards", [1, 3])
-def test_gradients_are_added_without_the_dispatch_of_dtensors(fake_group, num_backwards):
-    """The nodes of the parameters, which come after, get none."""
+def test_gradients_are_added_before_the_nodes_of_the_parameters_run(fake_group):
+    """Such a node would detach a DTensor, through its dispatch; now it gets none."""
     model = _sharded(fake_group(2))
     compiled, _ = _compiled(model)
-    dispatched, dispatch = [], DTensor.__torch_dispatch__
-
-    def watch(cls, func, types, args=(), kwargs=None):
-        dispatched.append(func)
-        return dispatch(func, types, args, kwargs)
-
+    params, given = list(model.parameters()), []
+    nodes = [param.view_as(param).grad_fn.next_functions[0][0] for param in params]
+    for node in nodes:
+        node.register_prehook(lambda grads: given.append(grads[0]))
     seen = []
-    for _ in range(num_backwards):
-        loss = compiled(torch.randn(2, 4)).sum()
-        with mock.patch.object(DTensor, "__torch_dispatch__", classmethod(watch)):
-            loss.backward()
-        seen.append([param.grad for param in model.parameters()])
-    assert not dispatched
+    for _ in range(3):
+        compiled(torch.randn(2, 4)).sum().backward()
+        seen.append([param.grad for param in params])
+    assert given == [None] * (3 * len(params))
     assert all(one is first for grads in seen for one, first in zip(grads, seen[0], strict=True))
 
 
