@@ -80,8 +80,8 @@ def refuse_lost_data(param: DTensor, name: str) -> None:
     if noted is not None and noted[0] == id(param) and not noted[1].is_of(param):
         raise ParameterStateError(
             f"parameter {name or f'of shape {tuple(param.shape)}'}: its .data was assigned to outside of a forward, "
-            "which changes no DTensor; write to the parameter with copy_() under torch.no_grad(), or assign a new one to "
-            "the module's attribute (torch.nn.utils.vector_to_parameters assigns .data)"
+            "which changes no DTensor; write to the parameter with copy_() under torch.no_grad(), or assign a new one "
+            "to the module's attribute (torch.nn.utils.vector_to_parameters assigns .data)"
         )
 
 
