@@ -76,27 +76,36 @@ class HooksOf:
             _push_saved_tensors_default_hooks(*self._hidden)
 
 
-def accumulates_in_leaf(node: Any, grad: torch.Tensor) -> bool:
+def is_on_default_stream(device: torch.device) -> bool:
+    """Whether what runs on a device now comes in the order of its default stream. It takes microseconds on a GPU."""
+    if device.type == "cpu":
+        return True
+    module = torch.get_device_module(device)
+    default_stream = getattr(module, "default_stream", None)
+    return default_stream is not None and module.current_stream(device) == default_stream(device)
+
+
+def accumulates_in_leaf(node: Any, *, is_in_order: bool) -> bool:
     """Whether a node is that of a leaf, and all that it would do with a gradient in the running backward is to add it.
 
     Not if hooks of the leaf want it, ``torch.autograd.grad`` returns it, ``backward(inputs=...)`` leaves it out,
     ``create_graph=True`` records the addition, the leaf was frozen since the forward, or streams of a device have to
     wait for each other (checked: 2.13).
+
+    Args:
+        node: whatever follows in the backward.
+        is_in_order: :func:`is_on_default_stream` of the gradient's device.
     """
     leaf = getattr(node, "variable", None)
     if (
         leaf is None
+        or not is_in_order
         or not leaf.requires_grad
         or leaf._backward_hooks
         or leaf._post_accumulate_grad_hooks
         or torch.is_grad_enabled()
     ):
         return False
-    if grad.device.type != "cpu":
-        device = torch.get_device_module(grad.device)
-        default_stream = getattr(device, "default_stream", None)
-        if default_stream is None or device.current_stream(grad.device) != default_stream(grad.device):
-            return False
     try:
         is_run: bool = torch._C._will_engine_execute_node(node)
     except RuntimeError:

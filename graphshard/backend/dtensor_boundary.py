@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from .._compat import detect_fake_mode, is_to_local
-from .._compat_autograd import accumulates_in_leaf
+from .._compat_autograd import accumulates_in_leaf, is_on_default_stream
 from ..errors import ParameterStateError
 from ..fsdp import Version, add_to_grad, as_complex, refuse_lost_data, slot_of_shard, unit_of, version_of
 from ..ir import UNSHARD, ExtendedInputs, UnshardCall, padded_shape, unshard_outside_transforms
@@ -417,6 +417,8 @@ class _PaddedLocals(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         result: list[Any] = [None]
+        device = next((grad.device for grad in grads if grad is not None), None)
+        is_in_order = device is not None and is_on_default_stream(device)
         for (leaf, _), crossing, spec, shape, grad in zip(
             ctx.next_functions, ctx.crossings, ctx.specs, ctx.local_shapes, grads, strict=True
         ):
@@ -427,7 +429,7 @@ class _PaddedLocals(torch.autograd.Function):
                     grad = as_complex(grad)
                 # What DTensor(...) does, without its __init__, which is empty and takes 2 us.
                 grad = DTensor.__new__(DTensor, grad.contiguous(), spec, requires_grad=False)
-                if accumulates_in_leaf(leaf, grad):
+                if accumulates_in_leaf(leaf, is_in_order=is_in_order):
                     # That node would detach the DTensor, through the dispatch of DTensors for each parameter.
                     add_to_grad(leaf.variable, grad)
                     grad = None

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from .._compat import gradients_are_boxed, in_backward, in_recomputation, is_tracing
-from .._compat_autograd import accumulates_in_leaf
+from .._compat_autograd import accumulates_in_leaf, is_on_default_stream
 from ..ir import COMMS
 from ..tensor_trees import tensors_in
 from .eager_collectives import reduce_together
@@ -105,6 +105,8 @@ class _GatherUnit(torch.autograd.Function):
         result: list[Tensor | None] = [None] * num_grads
         leaves = ctx.next_functions
         by_index = dict(zip(given, reduced, strict=True))
+        device = next((grad.device for grad in reduced if grad is not None), None)
+        is_in_order = device is not None and is_on_default_stream(device)
         for index in range(num_grads):
             grad, leaf = by_index.get(index), leaves[index][0]
             if grad is None:
@@ -114,7 +116,7 @@ class _GatherUnit(torch.autograd.Function):
             else:
                 local = as_complex(grad) if ctx.is_complex[index] else grad
                 reduced_grad = DTensor(local, ctx.specs[index], requires_grad=False)
-                if not is_recorded and accumulates_in_leaf(leaf, reduced_grad):
+                if not is_recorded and accumulates_in_leaf(leaf, is_in_order=is_in_order):
                     # That node would detach the DTensor, through the dispatch of DTensors for each parameter.
                     add_to_grad(leaf.variable, reduced_grad)
                 else:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import graphshard
-from graphshard._compat_autograd import accumulates_in_leaf
+from graphshard._compat_autograd import accumulates_in_leaf, is_on_default_stream
 
 
 class Notes(torch.autograd.Function):
@@ -21,7 +21,7 @@ class Notes(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.notes.append(accumulates_in_leaf(ctx.next_functions[0][0], grad))
+        ctx.notes.append(accumulates_in_leaf(ctx.next_functions[0][0], is_in_order=True))
         return grad, None
 
 
@@ -55,7 +55,7 @@ def test_not_if_other_leaves_are_asked_for():
 
         @staticmethod
         def backward(ctx, grad):
-            notes.extend(accumulates_in_leaf(node, grad) for node, _ in ctx.next_functions)
+            notes.extend(accumulates_in_leaf(node, is_in_order=True) for node, _ in ctx.next_functions)
             return grad, grad
 
     Both.apply(first, second).sum().backward(inputs=[first])
@@ -69,6 +69,18 @@ def test_not_under_hooks(kind):
         return weight
 
     assert not noted(lambda result, weight, other: result.backward(), hooked)
+
+
+def test_not_if_streams_have_to_wait(fake_group):
+    assert is_on_default_stream(torch.device("cpu"))
+    model = graphshard.fully_shard(nn.Linear(6, 4), mesh=fake_group(2))
+    node, given = model.weight.view_as(model.weight).grad_fn.next_functions[0][0], []
+    node.register_prehook(lambda grads: given.append(grads[0]))
+    for is_default in (True, False):
+        loss = model(torch.ones(2, 6)).sum()
+        with mock.patch("graphshard.fsdp.eager_autograd.is_on_default_stream", return_value=is_default):
+            loss.backward()
+    assert given[0] is None and type(given[1]) is DTensor
 
 
 def test_not_of_what_is_no_leaf():
