@@ -183,6 +183,8 @@ def refusing(groups: Iterable[str], what: str) -> Iterator[None]:
         # Dynamo starts again, or leaves the graph alone. What compilers raise (Inductor's errors) goes to the user.
         if isinstance(error, TorchDynamoException) and not isinstance(error, ShortenTraceback):
             raise
+        if not boards:  # there may be no process group, which has the ranks
+            raise
         told = (
             str(error)
             if isinstance(error, RefusedError)
