@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -76,8 +76,15 @@ class HooksOf:
             _push_saved_tensors_default_hooks(*self._hidden)
 
 
-def is_on_default_stream(device: torch.device) -> bool:
-    """Whether what runs on a device now comes in the order of its default stream. It takes microseconds on a GPU."""
+def are_in_order(grads: Iterable[torch.Tensor | None]) -> bool:
+    """Whether what runs now on the devices of gradients comes in the order of their default streams.
+
+    To ask takes microseconds on a GPU, so it is asked once for all gradients of a backward.
+    """
+    return all(_is_on_default_stream(device) for device in {grad.device for grad in grads if grad is not None})
+
+
+def _is_on_default_stream(device: torch.device) -> bool:
     if device.type == "cpu":
         return True
     module = torch.get_device_module(device)
@@ -94,7 +101,7 @@ def accumulates_in_leaf(node: Any, *, is_in_order: bool) -> bool:
 
     Args:
         node: whatever follows in the backward.
-        is_in_order: :func:`is_on_default_stream` of the gradient's device.
+        is_in_order: :func:`are_in_order` of the gradients of the running backward.
     """
     leaf = getattr(node, "variable", None)
     if (

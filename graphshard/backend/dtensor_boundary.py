@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from .._compat import detect_fake_mode, is_to_local
-from .._compat_autograd import accumulates_in_leaf, is_on_default_stream
+from .._compat_autograd import accumulates_in_leaf, are_in_order
 from ..errors import ParameterStateError
 from ..fsdp import Version, add_to_grad, as_complex, refuse_lost_data, slot_of_shard, unit_of, version_of
 from ..ir import UNSHARD, ExtendedInputs, UnshardCall, padded_shape, unshard_outside_transforms
@@ -417,8 +417,7 @@ class _PaddedLocals(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         result: list[Any] = [None]
-        device = next((grad.device for grad in grads if grad is not None), None)
-        is_in_order = device is not None and is_on_default_stream(device)
+        is_in_order = are_in_order(grads)
         for (leaf, _), crossing, spec, shape, grad in zip(
             ctx.next_functions, ctx.crossings, ctx.specs, ctx.local_shapes, grads, strict=True
         ):

@@ -53,9 +53,8 @@ def graphshard(
         InfeasibleBudgetError: no plan keeps the user's memory budget.
     """
     leave_frames_to_python("graphshard.backend")
-    with refusing(
-        groups_of(example_inputs), "read the options of the backend"
-    ):  # a card's file may lack on one node
+    # A card's file, for instance, may lack on one node.
+    with refusing(groups_of(example_inputs), "read the options of the backend"):
         if mode is not None:
             raise OptionError(
                 f"graphshard backend: mode={mode!r} is for Inductor alone; give the settings that it stands for "

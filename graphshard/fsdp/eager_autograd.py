@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from .._compat import gradients_are_boxed, in_backward, in_recomputation, is_tracing
-from .._compat_autograd import accumulates_in_leaf, is_on_default_stream
+from .._compat_autograd import accumulates_in_leaf, are_in_order
 from ..ir import COMMS
 from ..tensor_trees import tensors_in
 from .eager_collectives import reduce_together
@@ -105,8 +105,7 @@ class _GatherUnit(torch.autograd.Function):
         result: list[Tensor | None] = [None] * num_grads
         leaves = ctx.next_functions
         by_index = dict(zip(given, reduced, strict=True))
-        device = next((grad.device for grad in reduced if grad is not None), None)
-        is_in_order = device is not None and is_on_default_stream(device)
+        is_in_order = are_in_order(reduced)
         for index in range(num_grads):
             grad, leaf = by_index.get(index), leaves[index][0]
             if grad is None:
