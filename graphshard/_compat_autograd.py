@@ -81,7 +81,9 @@ def are_in_order(grads: Iterable[torch.Tensor | None]) -> bool:
 
     To ask takes microseconds on a GPU, so it is asked once for all gradients of a backward.
     """
-    return all(_is_on_default_stream(device) for device in {grad.device for grad in grads if grad is not None})
+    return all(
+        _is_on_default_stream(device) for device in {grad.device for grad in grads if grad is not None}
+    )
 
 
 def _is_on_default_stream(device: torch.device) -> bool:
