@@ -4,8 +4,11 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 
+import torch
 import torch.distributed as dist
+from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 #: torch's FSDP2 and an uncompiled graphshard call c10d, graphs the functional collectives.
@@ -47,12 +50,19 @@ def list_collectives() -> Iterator[list[tuple[str, int]]]:
 
 @contextmanager
 def count_collectives() -> Iterator[Counter[str]]:
-    """The counter is filled when the block ends."""
+    """The counter is filled when the block ends.
+
+    Collectives may still run then. ``torch.profiler`` does not stand that: what Gloo's threads record while it stops
+    loses it its events, or kills the process. The profiler before it takes a lock.
+    """
     counts: Counter[str] = Counter()
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
+    config = ProfilerConfig(ProfilerState.CPU, False, False, False, False, False, _ExperimentalConfig())
+    torch.autograd._enable_profiler_legacy(config)
+    try:
         yield counts
-    # The profiler's own list of events is made in seconds where a graph was compiled.
-    for event in trace.profiler.kineto_results.events():
+    finally:
+        threads = torch.autograd._disable_profiler_legacy()
+    for event in chain.from_iterable(threads):
         # A functional all-reduce calls c10d's, which is counted. The other functional collectives call other ops.
-        if (name := event.name()) in _KINDS:
+        if event.kind() == "push" and (name := event.name()) in _KINDS:
             counts[_KINDS[name]] += 1
