@@ -48,7 +48,7 @@ from .shard_parameter import (
     units_read_in,
 )
 from .shard_versions import SUCCESSOR, refuse_stale_optimizers, watch_optimizers
-from .sharded_class import offer_backend, sharded_class, watch_frames, wrap_own_forward
+from .sharded_class import offer_backend, sharded_class, watch_frames, wrap_compiled_call, wrap_own_forward
 from .tree import SLOTS, Tree, UnitSettings, relabel
 from .unit import Unit
 
@@ -403,6 +403,7 @@ def _swap_classes(modules: list[nn.Module], unit: Unit) -> None:
             if is_unit:
                 owner.__dict__[UNIT] = unit
                 wrap_own_forward(owner)
+                wrap_compiled_call(owner)
                 set_state_for_torch(owner, state)
             if is_unit or (names and UNIT not in owner.__dict__):
                 owner.__class__ = sharded_class(_plain_class(owner), names, empty_names(owner), is_unit)

@@ -30,6 +30,7 @@ from .._compat_frames import (
 from ..errors import ParameterStateError, ShardingError, UnsupportedShardingError
 from ..ir import UNIT
 from ..tensor_trees import cast_tensors, move_tensors
+from .compiled_block import is_compiled_alone, run_on_full_parameters
 from .eager_autograd import (
     drop_prefetched,
     finish_reads,
@@ -308,6 +309,7 @@ def sharded_class(
             body["_flat_weights"] = property(_flat_weights, _ignore)
     if is_unit:
         body["forward"] = _forward_inside_tree(cls)
+        body["compile"] = _compile
         body["__setstate__"] = _set_state
     body.update([watch_torch_sharding(refuse_torch_sharding)])
     name = f"FSDP{cls.__name__}" if is_unit else cls.__name__
@@ -363,6 +365,29 @@ def wrap_own_forward(module: nn.Module) -> None:
         module.__dict__["forward"] = wrapped
 
 
+def _compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """``nn.Module.compile``."""
+    plain: type[nn.Module] = self._graphshard_plain_class
+    plain.compile(self, *args, **kwargs)
+    wrap_compiled_call(self)
+
+
+def wrap_compiled_call(module: nn.Module) -> None:
+    """Makes what ``module.compile()`` has compiled run in a forward of the unit, if the module is a block of a model."""
+    compiled = module._compiled_call_impl
+    if compiled is not None and not isinstance(compiled, functools.partial):
+        # A partial, as in wrap_own_forward.
+        module._compiled_call_impl = functools.partial(_call_compiled, module, compiled)
+
+
+def _call_compiled(module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling() or not is_compiled_alone(module.__dict__[UNIT], module, compiled):
+        return compiled(*args, **kwargs)
+    return run_inside_tree(
+        module, functools.partial(run_on_full_parameters, module, compiled), args, kwargs
+    )
+
+
 def _set_state(self: nn.Module, state: dict[str, Any]) -> None:
     """``nn.Module.__setstate__``. The wrapper that ``torch.compile`` returns sets a forward of its own there."""
     plain: type[nn.Module] = self._graphshard_plain_class
@@ -388,6 +413,8 @@ def run_inside_tree(
     if policy.cast_forward_inputs and policy.param_dtype is not None:
         args, kwargs = cast_tensors((args, kwargs), policy.param_dtype)
     is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and is_compiled_alone(unit, module, method):
+        method = functools.partial(run_on_full_parameters, module, method)
     was_in_forward = tree.in_forward
     if not was_in_forward:
         _find_ties_while_tracing(unit.marker) if is_compiling else _find_ties(tree)

@@ -1,0 +1,72 @@
+"""A unit whose module is compiled by itself: ``block.compile()``, or ``torch.compile(block)`` before ``fully_shard``.
+
+The unit runs in Python, as without a compiler: it is gathered as a whole before the compiled code, and the next unit is
+gathered meanwhile. The compiled code takes the full parameters as inputs. So equal blocks share one graph, and the
+first call takes as long for many blocks as for one.
+
+While that code runs, the modules of the block are plain ones: they have the classes that they had before
+``fully_shard``, and ``_parameters`` holds the full parameters. Dynamo finds nothing in them that names the unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..ir import UNIT
+from .parameter_slot import stored_parameters
+from .read_parameter import read_parameter
+from .shard_versions import FullParameter
+from .tree import SLOTS
+from .unit import Unit
+
+#: Attribute of what ``torch.compile`` makes of a function: that function.
+_COMPILED_FROM = "_torchdynamo_orig_callable"
+
+
+def is_compiled_alone(unit: Unit, module: nn.Module, method: Callable[..., Any]) -> bool:
+    """Whether ``method`` is compiled code of one block: of a module in a larger model with no other unit inside."""
+    if unit.is_root or not hasattr(method, _COMPILED_FROM):
+        return False
+    return all(each.__dict__.get(UNIT, unit) is unit for each in module.modules())
+
+
+def run_on_full_parameters(
+    module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Calls compiled code of a unit whose forward runs, and has it find plain modules with full parameters."""
+    with _plain_modules(module):
+        return compiled(*args, **kwargs)
+
+
+@contextmanager
+def _plain_modules(module: nn.Module) -> Iterator[None]:
+    sharded = [each for each in module.modules() if SLOTS in each.__dict__ or UNIT in each.__dict__]
+    found = [(each, type(each), each.__dict__["_parameters"], _full_parameters(each)) for each in sharded]
+    set_class = vars(object)["__class__"].__set__
+    try:
+        for each, cls, _, full in found:
+            each.__dict__["_parameters"] = full
+            set_class(each, vars(cls)["_graphshard_plain_class"])
+        yield
+    finally:
+        for each, cls, stored, _ in found:
+            set_class(each, cls)
+            each.__dict__["_parameters"] = stored
+
+
+def _full_parameters(module: nn.Module) -> dict[str, Any]:
+    if SLOTS not in module.__dict__:
+        return module.__dict__["_parameters"]
+    full = dict(stored_parameters(module))
+    for name in module.__dict__[SLOTS]:
+        value = read_parameter(module, name)
+        if type(value) is FullParameter:
+            value.__class__ = torch.Tensor  # Dynamo knows no other class
+        full[name] = value
+    return full
