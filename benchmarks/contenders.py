@@ -163,6 +163,16 @@ def _build_graphshard(source: ModuleType, model: nn.Module, site: Site, **option
     return Trainer(forward=forward, loss=loss, module=model, optimizer=_adamw(model))
 
 
+def _build_graphshard_blocks(source: ModuleType, model: nn.Module, site: Site) -> Trainer:
+    """As fsdp2-compile, sharded by graphshard."""
+    for block in model.blocks:
+        block.compile(fullgraph=True)
+        graphshard.fully_shard(block, mesh=site.mesh)
+    graphshard.fully_shard(model, mesh=site.mesh)
+    loss = torch.compile(source.next_token_loss)
+    return Trainer(forward=model, loss=loss, module=model, optimizer=_adamw(model))
+
+
 def _build_graphshard_planned(source: ModuleType, model: nn.Module, site: Site, **options: Any) -> Trainer:
     return _build_graphshard(source, model, site, bucket="auto", hardware=site.card, **options)
 
@@ -202,6 +212,9 @@ CONTENDERS: dict[str, Contender] = {
         summary="as graphshard, collectives placed by rules, without a plan",
         build=partial(_build_graphshard, hardware=None),
         same_kernels_as="graphshard",
+    ),
+    "graphshard-blocks": Contender(
+        summary="graphshard, each block compiled, no plan", build=_build_graphshard_blocks
     ),
     "graphshard-always": Contender(
         summary="as graphshard, every collective overlapped whatever it holds",

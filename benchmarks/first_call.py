@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from contenders import Site, build_trainer
 from gpt import GptConfig, random_batch
 
-CONTENDERS = ("unsharded", "fsdp2-compile", "graphshard-rules", "graphshard")
+CONTENDERS = ("unsharded", "fsdp2-compile", "graphshard-blocks", "graphshard-rules", "graphshard")
 NUM_RANKS = 2
 
 

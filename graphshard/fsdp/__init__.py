@@ -7,8 +7,8 @@ Read first: ``fully_shard`` (shards a model), ``sharded_class``, ``read_paramete
 A unit in parts: ``parameter_slot``, ``waiting_gradients``, ``tree`` (the units of one model, and their settings).
 Where shards are: ``placements``, ``shard_parameter``, ``shard_versions`` (has a shard changed).
 Without a compiler: ``eager_autograd``, ``saved_parameters``, ``eager_collectives``, ``plain_gathers``,
-``gather_extensions``, ``gradient_hooks``.
-Further: ``deepcopy``.
+``gather_extensions``, ``compiled_block`` (a block that is compiled by itself).
+Further: ``regroup`` (copies and ties).
 """
 
 from .eager_autograd import Writable
@@ -24,7 +24,6 @@ from .gather_extensions import (
     why_untraceable,
     without_data,
 )
-from .gradient_hooks import expect_no_gradient
 from .parameter_slot import (
     SUMMONED,
     ParameterSlot,
@@ -39,7 +38,7 @@ from .shard_versions import LAST_SHOWN, Version, refuse_lost_data, refuse_stale_
 from .sharded_class import place_of_forward_in_python, register_fsdp_forward_method
 from .tree import ROOT, SLOTS, Tree, TreeUnit
 from .unit import Unit, owner_of, unit_of
-from .waiting_gradients import zero_gradients
+from .waiting_gradients import expect_no_gradient, zero_gradients
 
 __all__ = [
     "LAST_SHOWN",

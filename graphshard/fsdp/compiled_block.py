@@ -1,45 +1,52 @@
-"""A unit whose module is compiled by itself: ``block.compile()``, or ``torch.compile(block)`` before ``fully_shard``.
+"""A block that is compiled by itself: ``block.compile()``, or ``torch.compile(block)`` before ``fully_shard``.
 
-The unit runs in Python, as without a compiler: it is gathered as a whole before the compiled code, and the next unit is
+Its unit runs in Python, as without a compiler: it is gathered as a whole before the compiled code, and the next unit is
 gathered meanwhile. The compiled code takes the full parameters as inputs. So equal blocks share one graph, and the
 first call takes as long for many blocks as for one.
 
 While that code runs, the modules of the block are plain ones: they have the classes that they had before
 ``fully_shard``, and ``_parameters`` holds the full parameters. Dynamo finds nothing in them that names the unit.
+
+A model that is compiled as a whole does not come here, nor does a block with units inside: their collectives are in
+the graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from .._compat import in_backward
 from ..ir import UNIT
-from .parameter_slot import stored_parameters
+from .parameter_slot import slots_of, stored_parameters
 from .read_parameter import read_parameter
 from .shard_versions import FullParameter
 from .tree import SLOTS
-from .unit import Unit
+from .unit import Unit, owner_of
 
 #: Attribute of what ``torch.compile`` makes of a function: that function.
 _COMPILED_FROM = "_torchdynamo_orig_callable"
 
 
 def is_compiled_alone(unit: Unit, module: nn.Module, method: Callable[..., Any]) -> bool:
-    """Whether ``method`` is compiled code of one block: of a module in a larger model with no other unit inside."""
+    """Whether ``method`` is compiled code of a unit that is a block of a larger model, with no other unit inside."""
     if unit.is_root or not hasattr(method, _COMPILED_FROM):
         return False
     return all(each.__dict__.get(UNIT, unit) is unit for each in module.modules())
 
 
-def run_on_full_parameters(
-    module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Calls compiled code of a unit whose forward runs, and has it find plain modules with full parameters."""
+def is_part_of_running(module: nn.Module) -> bool:
+    """Whether all sharded parameters inside a module are those of one unit, whose forward runs uncompiled."""
+    units = {owner_of(slot) for each in module.modules() for _, slot in slots_of(each)}
+    return len(units) == 1 and units.pop().in_use is not None and not in_backward()
+
+
+def run_on_full_parameters(module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls compiled code of a module whose unit's forward runs; it finds plain modules with full parameters."""
     with _plain_modules(module):
         return compiled(*args, **kwargs)
 

@@ -22,12 +22,12 @@ from .._compat_autograd import accumulates_in_leaf, are_in_order
 from ..ir import COMMS
 from ..tensor_trees import tensors_in
 from .eager_collectives import reduce_together
-from .gradient_hooks import expect_no_gradient
 from .parameter_slot import ParameterSlot, add_to_grad, as_complex, local_shard, shard_data
 from .saved_parameters import ForwardReads, GatheredOnce, Span, can_hook
 from .shard_versions import FullRead, version_of
 from .tree import Tree, TreeUnit
 from .unit import Unit, owner_of
+from .waiting_gradients import expect_no_gradient
 
 
 class _GatherUnit(torch.autograd.Function):

@@ -28,9 +28,9 @@ from ..errors import (
     UnsupportedShardingError,
 )
 from ..ir import UNIT
-from .deepcopy import copy_sharded
 from .eager_autograd import show_gathered
 from .parameter_slot import is_substitute, slots_of, stored_parameters
+from .regroup import copy_sharded
 from .shard_parameter import changed_only, units_read_in
 from .unit import Unit
 from .waiting_gradients import zero_gradients

@@ -400,10 +400,10 @@ def _swap_classes(modules: list[nn.Module], unit: Unit) -> None:
         for owner in root.modules():
             names = tuple(owner.__dict__.get(SLOTS, {}))
             is_unit = owner in modules
+            wrap_compiled_call(owner)
             if is_unit:
                 owner.__dict__[UNIT] = unit
                 wrap_own_forward(owner)
-                wrap_compiled_call(owner)
                 set_state_for_torch(owner, state)
             if is_unit or (names and UNIT not in owner.__dict__):
                 owner.__class__ = sharded_class(_plain_class(owner), names, empty_names(owner), is_unit)

@@ -29,11 +29,11 @@ from ..ir import (
     shard_shape,
 )
 from .gather_extensions import check_gather, copy_extended, cut_extended, is_quantised
-from .gradient_hooks import HookOfGradient
 from .parameter_slot import link_shard, slots_of, stored_parameters
 from .placements import Layout
 from .shard_versions import SUCCESSOR, note_storage
 from .unit import Unit, owner_of
+from .waiting_gradients import HookOfGradient
 
 
 def shard_parameter(param: nn.Parameter, layout: Layout, offload_policy: OffloadPolicy) -> nn.Parameter:

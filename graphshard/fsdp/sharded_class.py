@@ -30,7 +30,7 @@ from .._compat_frames import (
 from ..errors import ParameterStateError, ShardingError, UnsupportedShardingError
 from ..ir import UNIT
 from ..tensor_trees import cast_tensors, move_tensors
-from .compiled_block import is_compiled_alone, run_on_full_parameters
+from .compiled_block import is_compiled_alone, is_part_of_running, run_on_full_parameters
 from .eager_autograd import (
     drop_prefetched,
     finish_reads,
@@ -42,8 +42,9 @@ from .eager_autograd import (
 from .fsdp_module import FSDPModule, refuse_torch_sharding
 from .parameter_slot import ParameterSlot, slots_of, stored_parameters
 from .read_parameter import empty_names, empty_property, is_reading, read_ahead, read_parameter
-from .tree import SLOTS, STORED, Tree, relabel
-from .unit import Unit, owner_of, unit_of
+from .regroup import find_ties, find_ties_while_tracing, slot_of_param, tie
+from .tree import SLOTS, STORED
+from .unit import Unit, owner_of
 
 
 def _make_property(name: str) -> property:
@@ -62,7 +63,7 @@ def _make_property(name: str) -> property:
 def _register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
     """``nn.Module.register_parameter``; replaces a sharded parameter without reading it."""
     slot = self.__dict__[SLOTS].get(name)
-    other = _slot_of(slot.unit.tree, param) if slot is not None else None
+    other = slot_of_param(slot.unit.tree, param) if slot is not None else None
     other = None if other is slot else other
     if slot is None or (name not in stored_parameters(self) and other is None):
         nn.Module.register_parameter(self, name, param)
@@ -73,7 +74,7 @@ def _register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) 
             f"shape {tuple(param.shape)} after fully_shard"
         )
     if other is not None:
-        _tie(self, name, slot, other)
+        tie(self, name, slot, other)
         return
     if isinstance(param, DTensor):
         _refuse_other_placement(slot, param)
@@ -94,64 +95,6 @@ def _refuse_other_placement(slot: ParameterSlot, param: DTensor) -> None:
             f"{param.device_mesh.mesh.tolist()}: it is {shard.placements} on {shard.device_mesh.mesh.tolist()}; call "
             "redistribute() or distribute_tensor() on the new value with the mesh and placements of the parameter"
         )
-
-
-def _slot_of(tree: Tree, param: Any) -> ParameterSlot | None:
-    """The slot of a sharded parameter of the model, also where ``unshard()`` shows it gathered."""
-    if param is None:
-        return None
-    for root in tree.roots:
-        for owner in root.modules():
-            for name, slot in slots_of(owner):
-                if slot.param is param or stored_parameters(owner).get(name) is param:
-                    return slot
-    return None
-
-
-def _tie(module: nn.Module, name: str, slot: ParameterSlot, other: ParameterSlot) -> None:
-    """Makes ``module.<name>`` another sharded parameter of the model: from now on both are gathered as one."""
-    unit, tree = owner_of(slot), owner_of(other).tree
-    unit.reshard()
-    other.unit.reshard()
-    shard = other.param
-    slot.owners.remove((module, name))
-    if not slot.owners:
-        unit.slots.remove(slot)
-    other.owners.append((module, name))
-    module.__dict__[SLOTS][name] = other
-    stored_parameters(module)[name] = shard
-    relabel(tree.roots)
-
-
-@torch.compiler.assume_constant_result
-def _find_ties_while_tracing(marker: torch.Tensor) -> None:
-    """:func:`_find_ties` in the model of a unit's marker; Dynamo calls it as it traces.
-
-    The argument is a tensor. Dynamo would guard the identity of another object, so that models of one class could not
-    share a graph; and that of torch 2.11 passes no other object.
-    """
-    unit = unit_of(marker)
-    if unit is not None:
-        _tie_found(unit.tree)
-
-
-def _find_ties(tree: Tree) -> None:
-    """Ties parameters that were written into the ``_parameters`` of other modules."""
-    if tree.may_be_tied:
-        _tie_found(tree)
-
-
-def _tie_found(tree: Tree) -> None:
-    tree.may_be_tied = False
-    first: dict[int, ParameterSlot] = {}
-    for unit in tree.units():
-        for slot in list(unit.slots):
-            assert isinstance(slot, ParameterSlot)
-            for module, name in list(slot.owners):
-                param = stored_parameters(module).get(name)
-                other = first.setdefault(id(param), slot) if param is not None else slot
-                if other is not slot:
-                    _tie(module, name, slot, other)
 
 
 class _ReadInForward(MutableMapping[str, Any]):
@@ -231,7 +174,7 @@ def _named_parameters(
     if not torch.compiler.is_compiling():
         trees = (slot.unit.tree for each in self.modules() for _, slot in slots_of(each))
         for tree in itertools.islice(trees, 1):
-            _find_ties(tree)
+            find_ties(tree)
         if is_counting_hook(sys._getframe(1)):
             read = _shard
     modules = (
@@ -297,6 +240,7 @@ def sharded_class(
     body["__module__"] = cls.__module__
     body["_graphshard_plain_class"] = cls
     body["__class__"] = property(type, _set_class)
+    body["compile"] = _compile
     for method in (_named_parameters, _get_parameter):
         attribute = method.__name__.removeprefix("_")
         # One of the user's own reads ``_parameters``.
@@ -309,7 +253,6 @@ def sharded_class(
             body["_flat_weights"] = property(_flat_weights, _ignore)
     if is_unit:
         body["forward"] = _forward_inside_tree(cls)
-        body["compile"] = _compile
         body["__setstate__"] = _set_state
     body.update([watch_torch_sharding(refuse_torch_sharding)])
     name = f"FSDP{cls.__name__}" if is_unit else cls.__name__
@@ -373,19 +316,21 @@ def _compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
 
 
 def wrap_compiled_call(module: nn.Module) -> None:
-    """Makes what ``module.compile()`` has compiled run in a forward of the unit, if the module is a block of a model."""
+    """Makes what ``module.compile()`` has compiled take full parameters (:mod:`graphshard.fsdp.compiled_block`)."""
     compiled = module._compiled_call_impl
     if compiled is not None and not isinstance(compiled, functools.partial):
-        # A partial, as in wrap_own_forward.
         module._compiled_call_impl = functools.partial(_call_compiled, module, compiled)
 
 
 def _call_compiled(module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if torch.compiler.is_compiling() or not is_compiled_alone(module.__dict__[UNIT], module, compiled):
+    if torch.compiler.is_compiling():
         return compiled(*args, **kwargs)
-    return run_inside_tree(
-        module, functools.partial(run_on_full_parameters, module, compiled), args, kwargs
-    )
+    unit: Unit | None = module.__dict__.get(UNIT)
+    on_full = functools.partial(run_on_full_parameters, module, compiled)
+    if unit is not None and is_compiled_alone(unit, module, compiled):
+        return run_inside_tree(module, on_full, args, kwargs)
+    call = on_full if unit is None and is_part_of_running(module) else compiled
+    return call(*args, **kwargs)
 
 
 def _set_state(self: nn.Module, state: dict[str, Any]) -> None:
@@ -417,7 +362,7 @@ def run_inside_tree(
         method = functools.partial(run_on_full_parameters, module, method)
     was_in_forward = tree.in_forward
     if not was_in_forward:
-        _find_ties_while_tracing(unit.marker) if is_compiling else _find_ties(tree)
+        find_ties_while_tracing(unit.marker) if is_compiling else find_ties(tree)
     outer = None if is_compiling else unit.begin_forward()  # which may refuse the forward
     if not was_in_forward:  # Dynamo of torch 2.11 cannot trace a write in a checkpointed region
         tree.forwards.append(True)

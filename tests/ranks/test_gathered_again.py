@@ -40,7 +40,8 @@ class Uses(nn.Module):
         self.memories: list[StorageWeakRef] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.memories.append(StorageWeakRef(self.first.weight.untyped_storage()))
+        if not torch.compiler.is_compiling():
+            self.memories.append(StorageWeakRef(self.first.weight.untyped_storage()))
         if self.written:
             with torch.no_grad():
                 self.second.mul_(0.5)

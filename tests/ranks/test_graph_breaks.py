@@ -346,14 +346,15 @@ def test_classes_do_not_share_the_limit_of_recompilations(run_on_gloo_ranks):
 
 
 def train_blocks_beyond_the_limit() -> None:
-    """Blocks compiled one by one are traced again for each: those beyond the limit run uncompiled."""
+    """Sharded blocks that are wrapped one by one are traced for each: those beyond the limit run uncompiled."""
     torch.manual_seed(42)
     reference = nn.Sequential(*(Breaking("nowhere") for _ in range(4)))
     model = copy.deepcopy(reference)
     shard_units("compiled", model, list(model))
     with torch._dynamo.config.patch(recompile_limit=2):
-        for block in model:
-            block.compile(backend="graphshard")
+        for blocks in (model, reference):
+            for index, block in enumerate(blocks):
+                blocks[index] = torch.compile(block, backend="graphshard" if blocks is model else "eager")
         check_training(reference, model, model)
 
 

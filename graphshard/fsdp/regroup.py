@@ -1,10 +1,15 @@
-"""``copy.deepcopy`` of a sharded model: a separate model with its own shards, units and forward."""
+"""Modules that a user copies or ties after ``fully_shard``: their parameters enter units anew.
+
+``copy.deepcopy`` of a sharded model is a separate model with its own shards, units and forward. A sharded parameter
+that is put in the place of another is gathered as one with it.
+"""
 
 from __future__ import annotations
 
 import copy
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -14,8 +19,8 @@ from .gather_extensions import copy_extended
 from .parameter_slot import ParameterSlot, slots_of, stored_parameters
 from .read_parameter import traced_read
 from .shard_parameter import lay_out
-from .tree import relabel
-from .unit import Unit, owner_of
+from .tree import SLOTS, Tree, relabel
+from .unit import Unit, owner_of, unit_of
 
 
 def copy_sharded(module: Any, memo: dict[int, Any], has_own: bool) -> nn.Module:
@@ -79,3 +84,61 @@ def _regroup_copies(copied: nn.Module) -> None:
                 owner_unit.tree = unit.tree
     lay_out(unit)
     relabel(unit.modules)
+
+
+def slot_of_param(tree: Tree, param: Any) -> ParameterSlot | None:
+    """The slot of a sharded parameter of the model, also where ``unshard()`` shows it gathered."""
+    if param is None:
+        return None
+    for root in tree.roots:
+        for owner in root.modules():
+            for name, slot in slots_of(owner):
+                if slot.param is param or stored_parameters(owner).get(name) is param:
+                    return slot
+    return None
+
+
+def tie(module: nn.Module, name: str, slot: ParameterSlot, other: ParameterSlot) -> None:
+    """Makes ``module.<name>`` another sharded parameter of the model: from now on both are gathered as one."""
+    unit, tree = owner_of(slot), owner_of(other).tree
+    unit.reshard()
+    other.unit.reshard()
+    shard = other.param
+    slot.owners.remove((module, name))
+    if not slot.owners:
+        unit.slots.remove(slot)
+    other.owners.append((module, name))
+    module.__dict__[SLOTS][name] = other
+    stored_parameters(module)[name] = shard
+    relabel(tree.roots)
+
+
+@torch.compiler.assume_constant_result
+def find_ties_while_tracing(marker: torch.Tensor) -> None:
+    """:func:`find_ties` in the model of a unit's marker; Dynamo calls it as it traces.
+
+    The argument is a tensor. Dynamo would guard the identity of another object, so that models of one class could not
+    share a graph; and that of torch 2.11 passes no other object.
+    """
+    unit = unit_of(marker)
+    if unit is not None:
+        _tie_found(unit.tree)
+
+
+def find_ties(tree: Tree) -> None:
+    """Ties parameters that were written into the ``_parameters`` of other modules."""
+    if tree.may_be_tied:
+        _tie_found(tree)
+
+
+def _tie_found(tree: Tree) -> None:
+    tree.may_be_tied = False
+    first: dict[int, ParameterSlot] = {}
+    for unit in tree.units():
+        for slot in list(unit.slots):
+            assert isinstance(slot, ParameterSlot)
+            for module, name in list(slot.owners):
+                param = stored_parameters(module).get(name)
+                other = first.setdefault(id(param), slot) if param is not None else slot
+                if other is not slot:
+                    tie(module, name, slot, other)
