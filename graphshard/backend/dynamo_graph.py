@@ -21,7 +21,7 @@ from .._compat import graph_break_after, group_by_name, uses_gloo
 from .._compat_composable import is_sharded_by_torch
 from ..coordination import count_in_group, is_fake_group, refusing
 from ..cost import HardwareCard, load_card, missing_peaks
-from ..fsdp import ROOT, Tree, inner_tensors, place_of_forward_in_python, unit_of
+from ..fsdp import ROOT, Tree, inner_tensors, place_of_forward_in_python, runs_compiled_block, unit_of
 from ..hardware import STAND_INS, OwnCard, need_of_graph, own_card
 from ..ir import UNSHARD, group_name, is_collective
 from ..memory import KernelMeasurements, table_beside
@@ -31,6 +31,15 @@ from ..shown_progress import ShownProgress
 from .inductor import config_patches
 from .observer import next_index
 from .options import AUTO, BackendOptions
+
+#: Options that ask something of a plan; without effect where nothing is planned.
+_OF_A_PLAN = (
+    "memory_budget",
+    "limit_all_gathers",
+    "backward_prefetch",
+    "forward_prefetch",
+    "planning_seconds",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +156,7 @@ def read_graph(
         OptionError: an Inductor option that cannot be set, or a folder that cannot be made.
     """
     _warn_if_never_sharded(gm, example_inputs)
+    _warn_of_options_of_a_block(gm, options)
     trees = _trees_of(example_inputs)
     is_shared = options.verify != "off"
     groups = groups_of(example_inputs) if is_shared else ()
@@ -319,6 +329,19 @@ def _warn_if_never_sharded(gm: fx.GraphModule, example_inputs: Sequence[Any]) ->
         warnings.warn(
             f"graphshard: none of the {len(plain)} parameters of this graph is sharded, so it is compiled "
             "by Inductor alone; call graphshard.fully_shard on the model before torch.compile",
+            stacklevel=3,
+        )
+
+
+def _warn_of_options_of_a_block(gm: fx.GraphModule, options: BackendOptions) -> None:
+    if not runs_compiled_block() or gm.graph.find_nodes(op="call_function", target=UNSHARD):
+        return
+    usual = BackendOptions()
+    given = [name for name in _OF_A_PLAN if getattr(options, name) != getattr(usual, name)]
+    if given:
+        warnings.warn(
+            f"graphshard: {', '.join(given)} without effect: this block is compiled by itself, so its unit is gathered "
+            "around the graph, and nothing is planned; compile the whole model for a plan",
             stacklevel=3,
         )
 

@@ -13,6 +13,7 @@ the graph.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from .._compat import in_backward
+from ..errors import ParameterStateError
 from ..ir import UNIT
 from .parameter_slot import slots_of, stored_parameters
 from .read_parameter import read_parameter
@@ -30,6 +32,8 @@ from .unit import Unit, owner_of
 
 #: Attribute of what ``torch.compile`` makes of a function: that function.
 _COMPILED_FROM = "_torchdynamo_orig_callable"
+
+_SET_CLASS = vars(object)["__class__"].__set__
 
 
 def is_compiled_alone(unit: Unit, module: nn.Module, method: Callable[..., Any]) -> bool:
@@ -46,34 +50,59 @@ def is_part_of_running(module: nn.Module) -> bool:
 
 
 def run_on_full_parameters(module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls compiled code of a module whose unit's forward runs; it finds plain modules with full parameters."""
+    """Calls compiled code of a module whose unit's forward runs; it finds plain modules with full parameters.
+
+    Raises:
+        ParameterStateError: the code has put another parameter in the place of one.
+    """
     with _plain_modules(module):
         return compiled(*args, **kwargs)
+
+
+def runs_compiled_block() -> bool:
+    """Whether compiled code of a block runs, or is compiled as it is called."""
+    frame = sys._getframe().f_back
+    while frame is not None and frame.f_code is not run_on_full_parameters.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextmanager
 def _plain_modules(module: nn.Module) -> Iterator[None]:
     sharded = [each for each in module.modules() if SLOTS in each.__dict__ or UNIT in each.__dict__]
     found = [(each, type(each), each.__dict__["_parameters"], _full_parameters(each)) for each in sharded]
-    set_class = vars(object)["__class__"].__set__
     try:
         for each, cls, _, full in found:
-            each.__dict__["_parameters"] = full
-            set_class(each, vars(cls)["_graphshard_plain_class"])
+            each.__dict__["_parameters"] = dict(full)
+            _SET_CLASS(each, vars(cls)["_graphshard_plain_class"])
+            if isinstance(each, nn.RNNBase) and SLOTS in each.__dict__:
+                each.__dict__["_flat_weights"] = [full.get(name) for name in each._flat_weights_names]
         yield
+        for each, _, _, full in found:
+            _refuse_replaced(each, full)
     finally:
         for each, cls, stored, _ in found:
-            set_class(each, cls)
+            _SET_CLASS(each, cls)
             each.__dict__["_parameters"] = stored
+            if isinstance(each, nn.RNNBase) and SLOTS in each.__dict__:
+                each.__dict__.pop("_flat_weights", None)
 
 
 def _full_parameters(module: nn.Module) -> dict[str, Any]:
-    if SLOTS not in module.__dict__:
-        return module.__dict__["_parameters"]
-    full = dict(stored_parameters(module))
-    for name in module.__dict__[SLOTS]:
+    full = dict(stored_parameters(module)) if SLOTS in module.__dict__ else module.__dict__["_parameters"]
+    for name in module.__dict__.get(SLOTS, ()):
         value = read_parameter(module, name)
         if type(value) is FullParameter:
             value.__class__ = torch.Tensor  # Dynamo knows no other class
         full[name] = value
     return full
+
+
+def _refuse_replaced(module: nn.Module, full: dict[str, Any]) -> None:
+    now = module.__dict__["_parameters"]
+    for name, slot in module.__dict__.get(SLOTS, {}).items():
+        if now.get(name) is not full[name]:
+            raise ParameterStateError(
+                f"parameter {slot.name} is replaced in the forward of a compiled block, and the new one would be lost: "
+                "write to it under torch.no_grad(), or leave the block out of torch.compile"
+            )

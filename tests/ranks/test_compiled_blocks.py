@@ -1,6 +1,7 @@
 """Blocks that are compiled one by one: they share a graph, and their units run as without a compiler."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -229,6 +230,68 @@ def renorm_inside() -> None:
         model(batch(0))
 
 
+ASKING = {"hardware": "cpu-ethernet-1g", "memory_budget": "1GiB", "planning_seconds": 5.0}
+
+
+def pass_options_to_a_block() -> None:
+    """A block that is compiled by itself has no plan; what asks for one is told."""
+    model = Stack(2)
+    _shard_stack(model, "sharded", "none", "graphshard")
+    model.blocks[0].compile(backend="graphshard", options=ASKING)
+    model.blocks[1].compile(backend="graphshard", options={"verify": "off"})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(batch(0)).sum().backward()
+    told = [str(each.message) for each in caught if "without effect" in str(each.message)]
+    assert len(told) == 1 and "memory_budget, planning_seconds without effect: this block is" in told[0]
+
+
+class Replaces(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        return super().forward(x)
+
+
+def replace_inside() -> None:
+    model = nn.Sequential(Replaces(), nn.Linear(WIDTH, WIDTH))
+    for each in (model[0], model):
+        fully_shard(each, mesh=world_mesh())
+    model[0].compile(backend="eager")
+    scale = model[0].scale
+    with pytest.raises(ParameterStateError, match=r"parameter 0\.scale is replaced in the forward of a compiled block"):
+        model(batch(0))
+    assert model[0].scale is scale
+
+
+class Recurrent(nn.Module):
+    """Dynamo leaves torch's recurrent layers to Python, in the middle of compiled code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.lstm = nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(self.before(x).tanh())[0]
+
+
+def run_recurrent_block() -> None:
+    torch.manual_seed(0)
+    reference = nn.Sequential(Recurrent(), nn.Linear(WIDTH, WIDTH))
+    model = copy.deepcopy(reference)
+    for each in (model[0], model):
+        fully_shard(each, mesh=world_mesh())
+    model[0].compile(backend="aot_eager")
+    for _ in range(2):
+        x = batch(0)
+        dist.broadcast(x.data, 0)
+        for each in (reference, model):
+            each.zero_grad()
+            each(x).square().sum().backward()
+        assert "_flat_weights" not in model[0].lstm.__dict__
+        for (name, expected), found in zip(reference.named_parameters(), model.parameters(), strict=True):
+            check_shard(f"gradient of {name}", expected.grad, found.grad)
+
+
 class Nested(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -253,8 +316,12 @@ def compile_nested() -> None:
         check_shard(f"gradient of {name}", expected.grad, found.grad)
 
 
-@pytest.mark.parametrize(
-    "function", [hold_one_block, fail_inside, compile_whole_of_compiled_blocks, renorm_inside, compile_nested]
-)
+FUNCTIONS = (
+    hold_one_block, fail_inside, compile_whole_of_compiled_blocks, renorm_inside, pass_options_to_a_block,
+    replace_inside, run_recurrent_block, compile_nested,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_compiled_block(run_on_gloo_ranks: Run, function: Callable[[], None]) -> None:
     run_on_gloo_ranks(2, function)
