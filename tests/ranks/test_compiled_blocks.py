@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.comm_counts import count_collectives
+from support.fsdp1 import full_gradients, wrap
 from support.implementations import pick_fully_shard, world_mesh
 from support.parity import check_shard
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing import assert_close
 
 import graphshard
@@ -292,6 +294,23 @@ def run_recurrent_block() -> None:
             check_shard(f"gradient of {name}", expected.grad, found.grad)
 
 
+def wrap_compiled_blocks() -> None:
+    """FSDP1's wrappers around blocks that are compiled."""
+    torch.manual_seed(0)
+    reference = Stack()
+    model = copy.deepcopy(reference)
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    wrapped = wrap("sharded", model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped(torch.full((2, WIDTH), 1.0 + dist.get_rank())).square().sum().backward()
+    for rank in range(2):
+        (reference(torch.full((2, WIDTH), 1.0 + rank)).square().sum() / 2).backward()
+    assert_close(full_gradients(wrapped), {name: each.grad for name, each in reference.named_parameters()})
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+
+
 class Nested(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +337,7 @@ def compile_nested() -> None:
 
 FUNCTIONS = (
     hold_one_block, fail_inside, compile_whole_of_compiled_blocks, renorm_inside, pass_options_to_a_block,
-    replace_inside, run_recurrent_block, compile_nested,
+    replace_inside, run_recurrent_block, wrap_compiled_blocks, compile_nested,
 )  # fmt: skip
 
 
