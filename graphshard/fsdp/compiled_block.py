@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._compat import in_backward
+from .._compat import in_recomputation
 from ..errors import ParameterStateError
 from ..ir import UNIT
 from .parameter_slot import slots_of, stored_parameters
@@ -32,6 +32,9 @@ from .unit import Unit, owner_of
 
 #: Attribute of what ``torch.compile`` makes of a function: that function.
 _COMPILED_FROM = "_torchdynamo_orig_callable"
+
+#: Attribute of the class of a sharded module: its class before ``fully_shard``.
+_PLAIN_CLASS = "_graphshard_plain_class"
 
 _SET_CLASS = vars(object)["__class__"].__set__
 
@@ -44,9 +47,12 @@ def is_compiled_alone(unit: Unit, module: nn.Module, method: Callable[..., Any])
 
 
 def is_part_of_running(module: nn.Module) -> bool:
-    """Whether all sharded parameters inside a module are those of one unit, whose forward runs uncompiled."""
+    """Whether all sharded parameters inside a module are those of one unit, whose forward runs uncompiled.
+
+    A checkpointed region that runs again does as it did in the forward.
+    """
     units = {owner_of(slot) for each in module.modules() for _, slot in slots_of(each)}
-    return len(units) == 1 and units.pop().in_use is not None and not in_backward()
+    return len(units) == 1 and (units.pop().in_use is not None or in_recomputation())
 
 
 def run_on_full_parameters(module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -69,12 +75,13 @@ def runs_compiled_block() -> bool:
 
 @contextmanager
 def _plain_modules(module: nn.Module) -> Iterator[None]:
-    sharded = [each for each in module.modules() if SLOTS in each.__dict__ or UNIT in each.__dict__]
+    # In a compiled block that a graph break cuts, what is around this module has made its modules plain.
+    sharded = [each for each in module.modules() if _PLAIN_CLASS in vars(type(each))]
     found = [(each, type(each), each.__dict__["_parameters"], _full_parameters(each)) for each in sharded]
     try:
         for each, cls, _, full in found:
             each.__dict__["_parameters"] = dict(full)
-            _SET_CLASS(each, vars(cls)["_graphshard_plain_class"])
+            _SET_CLASS(each, vars(cls)[_PLAIN_CLASS])
             if isinstance(each, nn.RNNBase) and SLOTS in each.__dict__:
                 each.__dict__["_flat_weights"] = [full.get(name) for name in each._flat_weights_names]
         yield

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import graphshard
 from graphshard import fully_shard
@@ -311,6 +312,37 @@ def wrap_compiled_blocks() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
 
 
+class InParts(Block):
+    """Its compiled part runs again in the backward, behind a graph break."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        torch._dynamo.graph_break()
+        return x + checkpoint(self.inner, x, use_reentrant=False)
+
+
+def run_parts_again() -> None:
+    """A compiled part is computed again as it was computed; inside of a compiled block it is compiled code of both."""
+    for is_block_compiled in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        reference = nn.Sequential(*(InParts() for _ in range(3)), nn.Linear(WIDTH, WIDTH))
+        model = copy.deepcopy(reference)
+        for block in model[:3]:
+            block.inner.compile(backend="aot_eager")
+            fully_shard(block, mesh=world_mesh())
+            if is_block_compiled:
+                block.compile(backend="aot_eager")
+        fully_shard(model, mesh=world_mesh())
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.full((2, WIDTH), 1.0 + dist.get_rank())).square().sum().backward()
+        for rank in range(2):
+            (reference(torch.full((2, WIDTH), 1.0 + rank)).square().sum() / 2).backward()
+        for (name, expected), found in zip(reference.named_parameters(), model.parameters(), strict=True):
+            check_shard(f"gradient of {name}", expected.grad, found.grad)
+
+
 class Nested(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -338,6 +370,7 @@ def compile_nested() -> None:
 FUNCTIONS = (
     hold_one_block, fail_inside, compile_whole_of_compiled_blocks, renorm_inside, pass_options_to_a_block,
     replace_inside, run_recurrent_block, wrap_compiled_blocks, compile_nested,
+    run_parts_again,
 )  # fmt: skip
 
 
