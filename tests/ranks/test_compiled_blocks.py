@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import graphshard
 from graphshard import fully_shard
 from graphshard.errors import ParameterStateError
-from ranks.test_gathered_again import STEPS, WIDTH, Model, batch, count_live, shard
+from ranks.test_gathered_again import STEPS, WIDTH, Model, batch, count_live, run_steps, shard
 
 Run = Callable[..., list[Any]]
 
@@ -44,15 +44,8 @@ def compare(
     models = [shard(copy.deepcopy(plain), ranks, policy) for _ in range(2)]
     for block in models[1].blocks:
         block.compile(backend="aot_eager")
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    for number, name in enumerate(steps):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            model.set_requires_gradient_sync(True)
-            optimizer.zero_grad()
-            STEPS[name](model, number)
+    for _ in run_steps(models, steps):
         _check_gradients(models[1], models[0])
-        for optimizer in optimizers:
-            optimizer.step()
 
 
 CASES = {
@@ -110,9 +103,7 @@ class Stack(nn.Module):
         return self.last(x)
 
 
-def _shard_stack(
-    model: Stack, implementation: str, form: str, backend: str, compile_kwargs: dict[str, Any] | None = None
-) -> None:
+def _shard_stack(model: Stack, implementation: str, form: str, backend: str) -> None:
     """Compiles the blocks of a model and shards it; `form` is the order, and what compiles."""
     kwargs = {"backend": backend, "fullgraph": True}
     fully = pick_fully_shard(implementation)

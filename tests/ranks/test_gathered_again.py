@@ -4,7 +4,7 @@ Gradients are those of units that keep their parameters, to the bit, and full pa
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -169,6 +169,19 @@ def shard(model: nn.Module, reshard: bool | int | None, policy: MixedPrecisionPo
     return fully_shard(model, mp_policy=policy)
 
 
+def run_steps(models: Sequence[nn.Module], steps: Sequence[str]) -> Iterator[str]:
+    """Trains models with the same batches; yields the name of each step while the gradients are there."""
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for number, name in enumerate(steps):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            model.set_requires_gradient_sync(True)
+            optimizer.zero_grad()
+            STEPS[name](model, number)
+        yield name
+        for optimizer in optimizers:
+            optimizer.step()
+
+
 def compare(
     steps: list[str], written: bool, tied: bool, dtype: torch.dtype | None, ranks: int | bool
 ) -> None:
@@ -180,18 +193,11 @@ def compare(
     for module in kept.modules():
         if isinstance(module, graphshard.FSDPModule):
             module.set_unshard_in_backward(False)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (kept, freed)]
-    for number, name in enumerate(steps):
-        for model, optimizer in zip((kept, freed), optimizers, strict=True):
-            model.set_requires_gradient_sync(True)
-            optimizer.zero_grad()
-            STEPS[name](model, number)
+    for name in run_steps((kept, freed), steps):
         for (path, parameter), expected in zip(freed.named_parameters(), kept.parameters(), strict=True):
             assert (parameter.grad is None) == (expected.grad is None), (name, path)
             if parameter.grad is not None:
                 assert torch.equal(parameter.grad.to_local(), expected.grad.to_local()), (name, path)
-        for optimizer in optimizers:
-            optimizer.step()
     for one, other in zip(freed.parameters(), kept.parameters(), strict=True):
         assert torch.equal(one.to_local(), other.to_local())
 
