@@ -32,21 +32,23 @@ EXACT_STATES, MOST_EXACT_STATES = 30_000, 400_000
 #: States that the exact search looks at in a second, roughly.
 _STATES_A_SECOND = 10_000
 
-#: Searches for every problem, in the order in which they are tried.
-NARROW = 2
-BEAMS = (
-    Beam(width=NARROW, merges=False),
-    Beam(width=NARROW, shared_by=1),
-    *(Beam(width=NARROW, shared_by=1, aligned=length) for length in (2, 3, 4, 5, 6, 7, 8, 9, 12, 18)),
-    Beam(width=NARROW, shared_by=3),
-    Beam(width=NARROW, shared_by=9),
-    Beam(width=NARROW, shared_by=16),
+#: Searches whose buckets end at multiples of a length: quick, and mostly the best.
+ALIGNED = tuple(Beam(width=8, shared_by=1, aligned=length) for length in (6, 4, 8, 5, 9, 3, 7, 12, 2, 18))
+
+#: Searches with buckets of any length. If the first one is slower by ``FAR_BEHIND`` than the best so far, the others are
+#: left out.
+NARROW, FAR_BEHIND = 2, 1.1
+FREE = (
+    *(Beam(width=NARROW, shared_by=share) for share in (9, 3, 1, 16)),
     Beam(width=NARROW, shared_by=1, splits_small=True),
 )
 
-#: Searches that take longer, for problems of at most ``MANY`` collectives. One is left out if its narrow twin was
-#: slower by ``FAR_BEHIND`` than the best so far.
-FAR_BEHIND = 1.1
+#: Searches for every problem, in the order in which they are tried.
+BEAMS = (Beam(width=NARROW, merges=False), *ALIGNED, *FREE)
+
+#: Searches that take longer, for problems of at most ``MANY`` collectives. One is left out if its narrow twin found
+#: nothing, or was slower by ``BEHIND`` than the best so far.
+BEHIND = 1.03
 WIDE_BEAMS = (
     Beam(width=8, shared_by=9),
     Beam(width=8, shared_by=16),
@@ -286,18 +288,18 @@ def _searched(
 
 
 def _is_hopeless(search: Beam | Rule, found: Mapping[Beam | Rule, float]) -> bool:
-    """Whether the narrow twin of a wide search found a schedule far slower than the best so far."""
-    if search not in WIDE_BEAMS:
-        return False
-    assert isinstance(search, Beam)
-    narrow = found.get(replace(search, width=NARROW))
-    return narrow is not None and narrow > FAR_BEHIND * min(found.values())
+    """Whether searches like this one, which took less, were far behind the best so far."""
+    if search in WIDE_BEAMS:
+        assert isinstance(search, Beam)
+        twin = found.get(replace(search, width=NARROW), math.inf)
+        return bool(found) and twin > BEHIND * min(found.values())
+    return search in FREE and FREE[0] in found and found[FREE[0]] > FAR_BEHIND * min(found.values())
 
 
 def _promising(problem: Problem) -> Iterator[Beam]:
     """The searches worth their time: first the one without merging, which is the quickest, then best first.
 
-    For a large problem these are the quick ones, and of the others those that do best on its two ends.
+    For a large problem all are narrow: the quick ones, and of the others those that do best on its two ends.
     """
     yield BEAMS[0]
     if len(problem.collectives) <= MANY:
@@ -306,13 +308,14 @@ def _promising(problem: Problem) -> Iterator[Beam]:
     ends = both_ends(problem, SAMPLE)
     machine = Machine(ends, budget_bytes=ends.budget_bytes)
     free = Machine(ends, budget_bytes=None)
+    narrow = [replace(beam, width=NARROW) for beam in BEAMS[1:]]
     costs = []
-    for place, beam in enumerate(BEAMS[1:], 1):
+    for place, beam in enumerate(narrow):
         steps = good_schedule(ends, beam, machine=machine)
         cost = _cost(ends, steps, free) if steps is not None else (float("inf"), 0)
         costs.append((*cost, place))
-    ranked = [BEAMS[place] for *_, place in sorted(costs)]
-    dear = [beam for beam in ranked if beam.merges and not beam.aligned]
+    ranked = [narrow[place] for *_, place in sorted(costs)]
+    dear = [beam for beam in ranked if not beam.aligned]
     yield from (beam for beam in ranked if beam not in dear[NUM_DEAR:])
 
 

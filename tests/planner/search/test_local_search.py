@@ -225,12 +225,21 @@ def test_a_state_that_is_better_in_anything_is_followed(name):
     assert not polish._is_no_better(replace(state, waited=0), state)
 
 
-def test_a_wide_search_is_left_out_where_its_narrow_twin_is_far_behind():
-    wide = solve.WIDE_BEAMS[0]
+def test_a_wide_search_is_left_out_where_its_narrow_twin_is_behind_or_found_nothing():
+    wide, other = solve.WIDE_BEAMS[0], solve.BEAMS[0]
     narrow = replace(wide, width=solve.NARROW)
-    assert narrow in solve.BEAMS
-    other = solve.BEAMS[0]
-    assert solve._is_hopeless(wide, {other: 1.0, narrow: 1.2})
-    assert not solve._is_hopeless(wide, {other: 1.0, narrow: 1.05})
-    assert not solve._is_hopeless(wide, {other: 1.0})
-    assert not solve._is_hopeless(narrow, {other: 1.0, narrow: 1.2})
+    assert narrow in solve.FREE
+    assert solve._is_hopeless(wide, {other: 1.0, narrow: 1.05})
+    assert not solve._is_hopeless(wide, {other: 1.0, narrow: 1.02})
+    assert solve._is_hopeless(wide, {other: 1.0})
+    assert not solve._is_hopeless(wide, {})
+
+
+def test_searches_with_free_buckets_are_left_out_where_the_first_is_far_behind():
+    first, second = solve.FREE[:2]
+    aligned = solve.ALIGNED[0]
+    assert solve._is_hopeless(second, {aligned: 1.0, first: 1.2})
+    assert not solve._is_hopeless(second, {aligned: 1.0, first: 1.05})
+    assert not solve._is_hopeless(second, {aligned: 1.0})
+    assert not solve._is_hopeless(aligned, {first: 1.2, second: 1.0})
+
