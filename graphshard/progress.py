@@ -78,8 +78,7 @@ class TimeLimit:
 
 
 #: Without a number from the user, planning may take so many times what tracing took, and at least so many seconds.
-#: A graph of GPT with 4 layers (16) is traced in 1.1 s (3.4 s) and compiled in 27 s (51 s): this is about a quarter.
-_TIMES_TRACING, _LEAST_SECONDS = 5.0, 2.0
+_TIMES_TRACING, _LEAST_SECONDS = 3.0, 2.0
 
 
 @dataclass(slots=True, eq=False)

@@ -165,6 +165,7 @@ class PlanCollectives:
                 memory_budget=memory_budget,
                 wishes=wishes,
                 known=ctx.known_plan,
+                start=ctx.start,
                 places=places,
                 prepared=prepared,
                 device_type=ctx.device_type,

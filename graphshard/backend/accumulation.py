@@ -103,7 +103,7 @@ class _Accumulation:
         seconds, peaks, refused = {}, [], []
         for state in (last, first, forward, backward):
             try:
-                plan = self.trials.plan(state.gm, state.context, self.budget_bytes)
+                plan = self.trials.plan(state.gm, state.context, self.budget_bytes).plan
             except InfeasibleBudgetError as error:
                 refused.append(error)
                 continue

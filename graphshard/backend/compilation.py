@@ -179,7 +179,7 @@ def _begin(task: HalfTask, variant: Variant) -> HalfGraph:
     return HalfGraph(
         stage=task.observer.stage_of(task.kind),
         gm=variant.gm,
-        context=replace(context, held_bytes=variant.held_bytes),
+        context=replace(context, held_bytes=variant.held_bytes, start=task.joint.start(task.kind)),
         example_inputs=variant.example_inputs,
     )
 

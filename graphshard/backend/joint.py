@@ -12,7 +12,7 @@ from torch import fx
 from ..coordination import agree_on_seed
 from ..ir import RESHARD, ExtendedInputs, ReshardCall
 from ..memory import step_bytes
-from ..pipeline import PassContext, context_from_shard_ops, pieces_of, read_shards_as_they_are
+from ..pipeline import KnownPlan, PassContext, context_from_shard_ops, pieces_of, read_shards_as_they_are
 from ..propagation import draws_numbers
 from .dynamo_graph import DynamoGraph
 from .observer import Observer
@@ -32,12 +32,18 @@ class JointResult:
         resident: fake values of the inputs that live through the whole step.
         kept_between: units that keep their parameters between micro-batches.
         chosen: the choice for both halves as text, equal on all ranks; "" if nothing was chosen.
+        plans: plans of the forward and the backward that this rank has tried with that choice; () if it has not.
     """
 
     context: PassContext = field(default_factory=PassContext)
     resident: tuple[Any, ...] = ()
     kept_between: frozenset[str] = frozenset()
     chosen: str = ""
+    plans: tuple[KnownPlan, ...] = ()
+
+    def start(self, half: str) -> KnownPlan | None:
+        """The plan that this rank has tried for "forward" or "backward"; None if it has none."""
+        return dict(zip(("forward", "backward"), self.plans, strict=False)).get(half)
 
 
 def run_joint_passes(
@@ -99,6 +105,7 @@ def run_joint_passes(
         resident=tuple(node.meta.get("val") for node in inputs if node.name.startswith("primals_")),
         kept_between=frozenset(choice.kept_between) if choice is not None else frozenset(),
         chosen=f"{choice} {choice.input_bytes}" if choice is not None else "",
+        plans=choice.plans if choice is not None else (),
     )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..passes import RecomputeActivations
-from ..pipeline import Pipeline
+from ..pipeline import KnownPlan, Pipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,8 @@ class StepChoice:
         kept_between: the units that keep their parameters between micro-batches whose gradients are not reduced.
         saved_share: of the activations that the partitioner would save by itself; None if all of them are saved.
         recomputed, saved: names of the nodes that this share comes to; see ``recompute_activations``.
+        plans: the plans of forward and backward as they were tried, on the rank that has tried them; () elsewhere. They
+            are no part of what is chosen.
     """
 
     kept: tuple[str, ...]
@@ -31,6 +33,7 @@ class StepChoice:
     saved_share: float | None = None
     recomputed: tuple[str, ...] = ()
     saved: tuple[str, ...] = ()
+    plans: tuple[KnownPlan, ...] = field(default=(), repr=False, compare=False)
 
     def __str__(self) -> str:
         return "\n".join(
@@ -57,8 +60,8 @@ class StepChoice:
         return Pipeline(*tag.passes, step, given=tag.given)
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON can hold it."""
-        return asdict(self)
+        """What was chosen, as JSON can hold it."""
+        return asdict(replace(self, plans=()))
 
     @staticmethod
     def from_dict(data: Mapping[str, object]) -> StepChoice:

@@ -7,9 +7,10 @@ held in between, and both schedules change. The same is true of activations that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import torch
 from torch import fx
@@ -20,16 +21,16 @@ from ..errors import InfeasibleBudgetError
 from ..ir import UNSHARD, UnshardCall, argument, copy_graph, output_values, tensor_bytes
 from ..memory import resident_bytes
 from ..passes import KeepGathered, PlanCollectives
-from ..pipeline import PassContext, Pipeline, context_from_shard_ops, pieces_of
+from ..pipeline import KnownPlan, PassContext, Pipeline, context_from_shard_ops, pieces_of
 from ..planner import SHARES, KeepingCost, PlannedGraph, choose_saved, default_peak, extend_kept
-from ..planner.search import EXACT_STATES, Plan
+from ..planner.search import EXACT_STATES
 from ..progress import say_nothing
 from .inductor import partition_as_inductor, saved_share, type_rng_states
 from .step_choice import StepChoice
 
-#: The default's plan and one trial take about so many times what cutting and lowering the default's halves takes: three
-#: layers of Llama are cut in 2.5 s, and both plans and the trial's cut take 5.5 s; GPT of 4 layers 0.8 s and 2.2 s.
-_TRIAL_CUTTINGS = 2.2
+#: The default's plan and one trial take about so many times what cutting and lowering the default's halves takes: GPT of
+#: 4 layers is cut in 2.2 s (a later trial in 0.9 s), and both plans take 1.3 s; of 8 layers 4.3, 2.0 and 3.5 s.
+_TRIAL_CUTTINGS = 1.3
 
 #: Gives the bytes that may be live in a half, from the half and its context.
 BudgetOf = Callable[[fx.GraphModule, PassContext], int | str]
@@ -97,19 +98,24 @@ class JointTrials:
 
         kept = tuple(unit for unit in units if unit in default)
 
-        def cost(choice: StepChoice) -> KeepingCost:
-            is_default = choice.kept == kept_by_default
-            return self._cost_of(by_default if is_default else self._halves(choice), within)
+        first: list[KeepingCost] = []
 
-        kept_by_default, told = kept, self._told(cost)
+        def cost(choice: StepChoice) -> KeepingCost:
+            if first:  # units are kept by the backward: the forward's collectives are those of the default
+                return self._cost_of(self._halves(choice), within, first[0].plans[:1])
+            first.append(self._cost_of(by_default, within))
+            return first[0]
+
+        told, plans = self._told(cost), ()
 
         # Without a choice, halves are not cut again. The default's halves are planned only to compare, so not if the
         # time will end before another choice is planned, too.
         has_others = extends and any(unit not in kept for unit in units)
         if has_others and not limit.is_over(_TRIAL_CUTTINGS * cutting):
             with suppress(InfeasibleBudgetError):  # the plan of the default's halves takes a little more
-                kept = extend_kept(units, kept, lambda chosen: told(StepChoice(kept=chosen)), limit).units
-        return StepChoice(kept=kept, peak_bytes=peak, input_bytes=self.input_bytes())
+                found = extend_kept(units, kept, lambda chosen: told(StepChoice(kept=chosen)), limit)
+                kept, plans = found.units, found.cost.plans
+        return StepChoice(kept=kept, peak_bytes=peak, input_bytes=self.input_bytes(), plans=plans)
 
     def _told(self, cost_of: CostOf) -> CostOf:
         """The same function, which tells what it tries and the best so far."""
@@ -148,17 +154,20 @@ class JointTrials:
         """
         default = StepChoice(kept=tuple(self.default()), input_bytes=self.input_bytes())
         with_share: dict[float | None, StepChoice] = {None: default}
+        tried: dict[tuple[float | None, tuple[str, ...]], KeepingCost] = {}
         cost_of = self._told(cost_of)
 
         def cost(kept: tuple[str, ...], share: float | None) -> KeepingCost:
             if share not in with_share:
                 with_share[share] = self._saving(share)
-            return cost_of(replace(with_share[share], kept=kept))
+            tried[share, kept] = cost_of(replace(with_share[share], kept=kept))
+            return tried[share, kept]
 
         may_recompute = self.recomputes and saved_share() == 1.0 and not draws_random_numbers(self.gm.graph)
         shares = SHARES if may_recompute else ()
         share, kept = choose_saved(self.open_units(), default.kept, cost, shares, self.context.limit)
-        return replace(with_share[share], kept=kept, input_bytes=default.input_bytes)
+        plans = tried[share, kept].plans
+        return replace(with_share[share], kept=kept, input_bytes=default.input_bytes, plans=plans)
 
     def _saving(self, share: float | None) -> StepChoice:
         """What the partitioner recomputes if it saves a share of the activations, with the default units."""
@@ -187,22 +196,28 @@ class JointTrials:
         return self._cost_of(self._halves(choice), budget_of)
 
     def _cost_of(
-        self, halves: Iterable[tuple[fx.GraphModule, PassContext]], budget_of: BudgetOf
+        self,
+        halves: Iterable[tuple[fx.GraphModule, PassContext]],
+        budget_of: BudgetOf,
+        starts: Sequence[KnownPlan] = (),
     ) -> KeepingCost:
-        seconds, peak = 0.0, 0
+        """The cost of some halves; the plans of the first ones start from ``starts``."""
+        found: list[PlannedGraph] = []
         refused: list[InfeasibleBudgetError] = []
-        for half, ctx in halves:
+        for (half, ctx), start in zip_longest(halves, starts):
             try:
-                found = self.plan(half, ctx, budget_of(half, ctx))
+                found.append(self.plan(half, replace(ctx, start=start), budget_of(half, ctx)))
             except InfeasibleBudgetError as error:
                 refused.append(error)
-                continue
-            seconds, peak = seconds + found.seconds, max(peak, found.peak_bytes)
         if refused:
             raise max(refused, key=lambda error: error.smallest_bytes)
-        return KeepingCost(seconds=seconds, peak_bytes=peak)
+        return KeepingCost(
+            seconds=sum(planned.plan.seconds for planned in found),
+            peak_bytes=max(planned.plan.peak_bytes for planned in found),
+            plans=tuple(planned.known for planned in found),
+        )
 
-    def plan(self, half: fx.GraphModule, ctx: PassContext, memory_budget: int | str) -> Plan:
+    def plan(self, half: fx.GraphModule, ctx: PassContext, memory_budget: int | str) -> PlannedGraph:
         """Plans a half at level 2, in place.
 
         Raises:
@@ -211,7 +226,7 @@ class JointTrials:
         place = replace(self.place, memory_budget=memory_budget, exact_states=EXACT_STATES, polishes=False)
         planned = place.run(half, replace(ctx, prices=self.prices(half))).planned
         assert isinstance(planned, PlannedGraph)
-        return planned.plan
+        return planned
 
     def _halves(self, choice: StepChoice | None) -> Iterator[tuple[fx.GraphModule, PassContext]]:
         """Forward and backward at level 2 with a choice; None for the default."""

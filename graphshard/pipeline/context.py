@@ -55,6 +55,7 @@ class PassContext:
         max_reductions: reductions that may be open at a time; 0 for the schedule's default.
         prices: the cost model; None if nothing is planned by cost.
         known_plan: the plan of another rank to follow; None to make one.
+        start: a plan of a like graph to start from; None to search from scratch.
         held_bytes: counted in the user's memory budget: what is held outside of the graph while it runs (gradients
             that wait for a later micro-batch and gathered parameters that are not inputs of it).
         resident_bytes: counted in the user's memory budget: the inputs that live through the whole step (shards,
@@ -88,6 +89,7 @@ class PassContext:
     device_type: str | None = None
     scratch: KernelScratch = UNMEASURED
     limit: TimeLimit = field(default_factory=TimeLimit, repr=False, compare=False)
+    start: KnownPlan | None = field(default=None, repr=False, compare=False)
 
     def binding(self, placeholder: str) -> ParameterBinding | None:
         """The parameter whose shard or kept piece enters through the placeholder of this name."""

@@ -74,6 +74,7 @@ def plan_graph(
     memory_budget: int | str | None = None,
     wishes: Wishes = NO_WISHES,
     known: KnownPlan | None = None,
+    start: KnownPlan | None = None,
     places: Mapping[fx.Node, RowPlace] | None = None,
     prepared: Set[fx.Node] = frozenset(),
     device_type: str | None = None,
@@ -94,6 +95,7 @@ def plan_graph(
         wishes: the user's constraints: buckets, prefetches, limits, links.
         known: the plan of another rank to follow. Its parts, its buckets and their order are kept; their places
             among compute are kept as far as this graph allows.
+        start: a plan of a like graph. If it can be followed within the budget, it is only improved.
         places: where the shards that gathers send lie in memory (``provenance.row_places``).
         prepared: what is computed of shards for their gathers (``provenance.prepared_nodes``).
         device_type: where the graph will run; None for where its values are.
@@ -116,6 +118,8 @@ def plan_graph(
     source = _with_one_wait_each(_Source(gm=gm, wishes=wishes, places=places or {}, prepared=prepared))
     if known is not None:
         return planner.followed(source, known)
+    if start is not None and (started := planner.started(source, start)) is not None:
+        return started
     source, found, best = planner.in_best_order(source, move_compute)
     for splits in _splits_to_try(found, best.plan, source.wishes):
         if effort.limit.is_over():
@@ -196,14 +200,39 @@ class _Planner:
         graph, result = _within_budget(source.gm, found, self.budget, self._live, self.effort)
         return found, _planned_graph(source, graph, found, result)
 
-    def followed(self, source: _Source, known: KnownPlan) -> PlannedGraph:
-        """The plan that follows another rank's."""
+    def started(self, source: _Source, start: KnownPlan) -> PlannedGraph | None:
+        """The plan of a like graph, improved; None if it cannot be followed here within the budget."""
+        try:
+            changed = self._changed_as(source, start)
+            found = self._read(changed)
+            steps = next(
+                (way for way in ways_to_follow(found.problem, start) if is_possible(found.problem, way)), None
+            )
+            if steps is None:
+                return None
+            came = self._read(source, measures_memory=False) if changed is not source else found
+            graph, result = _within_budget(changed.gm, found, self.budget, self._live, self.effort, steps)
+        except (PlanError, InfeasibleBudgetError):
+            return None
+        if result.solver in ("none", "leanest"):
+            return None
+        before = simulate(came.problem.without_wishes(), came.unplanned).seconds
+        bound = any_order_seconds(changed.gm, found)
+        result = replace(result, unplanned_seconds=before, any_order_seconds=bound)
+        return _planned_graph(changed, graph, found, result)
+
+    def _changed_as(self, source: _Source, known: KnownPlan) -> _Source:
+        """The graph with the moves and splits of a known plan."""
         if known.moves:
             moving = Moving(source.gm, self._read(source, measures_memory=False))
             moves = [Move(*move) for move in known.moves]
             moving.follow(moves)
             source = source.moved(moving, moves)
-        source = source.split(_known_splits(source.gm, known))
+        return source.split(_known_splits(source.gm, known))
+
+    def followed(self, source: _Source, known: KnownPlan) -> PlannedGraph:
+        """The plan that follows another rank's."""
+        source = self._changed_as(source, known)
         found = self._read(source)
         graph, result = _followed(source.gm, found, known, self.budget, self._live)
         return _planned_graph(source, graph, found, result)
@@ -320,9 +349,17 @@ def _followed(
 
 
 def _within_budget(
-    gm: fx.GraphModule, found: GraphProblem, budget: int | None, live_in: LiveIn, effort: Effort
+    gm: fx.GraphModule,
+    found: GraphProblem,
+    budget: int | None,
+    live_in: LiveIn,
+    effort: Effort,
+    start: Sequence[Step] | None = None,
 ) -> tuple[fx.GraphModule, Plan]:
-    """The graph with the fastest plan that the memory model accepts, the order in which it came included."""
+    """The graph with the fastest plan that the memory model accepts, the order in which it came included.
+
+    A plan that starts from ``start`` is that one, improved.
+    """
     before = _most(live_in(gm))
     came = simulate(found.problem.without_wishes(), found.unplanned).seconds
     may_stay = is_possible(replace(found.problem, budget_bytes=None), found.unplanned)
@@ -330,7 +367,7 @@ def _within_budget(
     problem = found.problem
     for _ in range(_ATTEMPTS):
         try:
-            result = plan(problem, unplanned=found.unplanned, notes=found.notes, effort=effort)
+            result = plan(problem, unplanned=found.unplanned, start=start, notes=found.notes, effort=effort)
         except InfeasibleBudgetError:
             break
         planned = planned_graph(gm, found, result.steps)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ...errors import InfeasibleBudgetError
 from ...progress import TimeLimit
@@ -27,10 +28,12 @@ class KeepingCost:
     Attributes:
         seconds: of both.
         peak_bytes: the larger peak of the two.
+        plans: the plans that take so long, as another plan can start from them; () if they are not kept.
     """
 
     seconds: float
     peak_bytes: int
+    plans: tuple[Any, ...] = ()
 
     @property
     def rank(self) -> tuple[float, int]:

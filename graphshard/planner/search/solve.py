@@ -35,7 +35,7 @@ _STATES_A_SECOND = 10_000
 #: Searches whose buckets end at multiples of a length: quick, and mostly the best.
 ALIGNED = tuple(Beam(width=8, shared_by=1, aligned=length) for length in (6, 4, 8, 5, 9, 3, 7, 12, 2, 18))
 
-#: Searches with buckets of any length. If the first one is slower by ``FAR_BEHIND`` than the best so far, the others are
+#: Searches with buckets of any length. If the first is slower by ``FAR_BEHIND`` than the best so far, the others are
 #: left out.
 NARROW, FAR_BEHIND = 2, 1.1
 FREE = (
@@ -124,6 +124,7 @@ def plan(
     problem: Problem,
     *,
     unplanned: Sequence[Step] | None = None,
+    start: Sequence[Step] | None = None,
     notes: Sequence[str] = (),
     effort: Effort | None = None,
 ) -> Plan:
@@ -132,6 +133,7 @@ def plan(
     Args:
         problem: what is planned.
         unplanned: a known schedule. The plan is no slower, if this one keeps the budget and the user's constraints.
+        start: a schedule that a search has found. If it keeps the budget and the constraints, it is only improved.
         notes: sentences to keep in the plan.
         effort: how hard to search; None for no limit.
 
@@ -145,30 +147,36 @@ def plan(
     before = simulate(problem.without_wishes(), known[0]).seconds if known else None
     bearable = before if before is not None else math.inf
     known = [steps for steps in known if is_possible(problem, steps)]
-    large = _in_large_buckets(problem, bearable, effort) if problem.prefers_large else None
-    solver, best = large or _solved(problem, known, bearable, effort)
+    first = list(start) if start is not None and is_possible(problem, start) else None
+    searches_large = problem.prefers_large and first is None
+    large = _in_large_buckets(problem, bearable, effort) if searches_large else None
+    solver, best = large or _solved(problem, known, bearable, effort, first)
     best = _known_unless_better(problem, known, best)
     return make_plan(problem, best, solver=solver, unplanned_seconds=before, notes=notes)
 
 
 def _solved(
-    problem: Problem, known: Sequence[list[Step]], bearable: float, effort: Effort
+    problem: Problem,
+    known: Sequence[list[Step]],
+    bearable: float,
+    effort: Effort,
+    start: list[Step] | None = None,
 ) -> tuple[str, list[Step]]:
-    """The solver and the best schedule found, the known ones included.
+    """The solver and the best schedule found, the known ones included; with ``start`` it is that one, improved.
 
     Raises:
         InfeasibleBudgetError, ProblemError: as for :func:`plan`.
     """
     found = [*known, *(steps for steps in [in_place(problem)] if is_possible(problem, steps))]
-    searched = list(_searched(problem, limit=effort.limit))
-    found += [steps for _, steps in searched]
+    searched = list(_searched(problem, limit=effort.limit)) if start is None else []
+    found += [steps for _, steps in searched] if start is None else [start]
     if not found:
         found.append(_leanest_in_budget(problem))
     best = _best(problem, found, bearable)
     exact = _exactly(problem, best, effort.states(EXACT_STATES))
     if exact is None:
         if effort.polishes and not effort.limit.is_over() and _is_worth_more(problem, best):
-            improved = _improved(problem, found, searched, best, effort.limit)
+            improved = _improved(problem, found if start is None else [start], searched, best, effort.limit)
             best = _best(problem, [best, *improved], bearable)
         if effort.exact_states > EXACT_STATES:
             exact = _exactly(problem, best, effort.states(effort.exact_states))
