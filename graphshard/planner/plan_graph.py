@@ -205,10 +205,8 @@ class _Planner:
         try:
             changed = self._changed_as(source, start)
             found = self._read(changed)
-            steps = next(
-                (way for way in ways_to_follow(found.problem, start) if is_possible(found.problem, way)), None
-            )
-            if steps is None:
+            steps = next(ways_to_follow(found.problem, start))
+            if not is_possible(found.problem, steps):
                 return None
             came = self._read(source, measures_memory=False) if changed is not source else found
             graph, result = _within_budget(changed.gm, found, self.budget, self._live, self.effort, steps)

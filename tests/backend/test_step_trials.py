@@ -29,6 +29,7 @@ from graphshard.passes import LowerShards, PlanCollectives
 from graphshard.pipeline.context import PassContext
 from graphshard.pipeline.pipeline import Pipeline
 from graphshard.planner import default_peak
+from graphshard.planner.search import solve
 from graphshard.planner.search.solve import EXACT_STATES
 from graphshard.progress import TimeLimit
 
@@ -74,6 +75,40 @@ def test_without_a_budget_the_choice_takes_no_more_than_the_default_schedule():
     assert len(step.kept) > 1 and step.kept[-1] == "root"
     assert costs[step.kept].seconds < costs["root",].seconds
     assert StepChoice.from_dict(json.loads(json.dumps(step.to_dict()))) == step
+
+
+def test_the_plans_of_the_choice_come_with_it():
+    """They are for the rank that tried; the others get the choice alone."""
+
+    def ask(trials):
+        step = trials.choose(None)
+        halves = list(trials._halves(step))
+        peak = step.peak_bytes
+
+        def again(place, start):
+            half, ctx = halves[place]
+            context = replace(ctx, start=start)
+            return trials.plan(copy_graph(half), context, peak + resident_bytes(half)).known
+
+        return step, [again(place, start) for place, start in enumerate(step.plans)]
+
+    step, again = in_capture(ask)
+    assert len(step.kept) > 1 and list(step.plans) == again
+    assert not StepChoice.from_dict(json.loads(json.dumps(step.to_dict()))).plans
+    assert "plan" not in str(step)
+
+
+def test_of_later_trials_only_the_backward_is_searched(monkeypatch):
+    searched, real = [], solve._searched
+
+    def remember(problem, *args, **options):
+        searched.append([one.limit for one in problem.collectives])
+        return real(problem, *args, **options)
+
+    monkeypatch.setattr(solve, "_searched", remember)
+    in_capture(lambda trials: trials.choose(None))
+    forwards = [limits for limits in searched if "reduction" not in limits]
+    assert len(forwards) == 1 < len(searched) - 1
 
 
 @pytest.mark.slow
@@ -180,7 +215,7 @@ def test_where_random_numbers_would_be_drawn_again_less_memory_is_refused(lean_s
 
 
 def test_where_no_plan_keeps_the_default_peak_the_default_stays(monkeypatch):
-    def refuse(self, halves, budget_of):
+    def refuse(self, halves, budget_of, starts=()):
         raise InfeasibleBudgetError(1, 2, is_smallest=False)
 
     monkeypatch.setattr(JointTrials, "_cost_of", refuse)

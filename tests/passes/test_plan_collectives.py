@@ -533,6 +533,32 @@ def test_a_plan_of_another_graph_is_refused(captured):
         run_pass(PlanCollectives(), gm, replace(ctx, known_plan=known), *HELD)
 
 
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_a_plan_starts_from_that_of_a_like_graph(captured, monkeypatch, half):
+    gm, ctx = _half(captured, "blocks_2", half, DEAR)
+    first, again = copy_graph(gm), copy_graph(gm)
+    found = run_pass(PlanCollectives(exact_states=0), first, ctx, *HELD).report.planned
+    monkeypatch.setattr(solve, "_searched", lambda *_, **__: pytest.fail("a search runs"))
+    started = run_pass(PlanCollectives(exact_states=0), again, replace(ctx, start=found.known), *HELD)
+    planned = started.report.planned
+    assert planned.plan.seconds <= found.plan.seconds and planned.plan.unplanned_seconds > planned.plan.seconds
+    assert planned.plan.any_order_seconds == found.plan.any_order_seconds
+    assert planned.plan.peak_bytes == _peak(again)
+
+
+def test_a_start_that_does_not_fit_is_left(captured):
+    """That of another graph, and one over the budget."""
+    gm, ctx = _half(captured, "blocks_2", "backward", CHEAP)
+    alone, other, tight = copy_graph(gm), copy_graph(gm), copy_graph(gm)
+    found = run_pass(PlanCollectives(), alone, ctx, *HELD).report.planned
+    start = KnownPlan(num_tasks=1, steps=((0, True, (0,)), (0, False, (0,))))
+    run_pass(PlanCollectives(), other, replace(ctx, start=start), *HELD)
+    assert text_of(other, ctx) == text_of(alone, ctx)
+    budget = found.plan.peak_bytes - 1
+    run_pass(PlanCollectives(memory_budget=budget), tight, replace(ctx, start=found.known), *HELD)
+    assert _peak(tight) <= budget
+
+
 @pytest.fixture
 def all_over_large(monkeypatch):
     """Collectives of any size may be split, where a part passes beside the one in front of it."""

@@ -399,3 +399,22 @@ def test_a_search_ends_at_its_limit_with_the_best_so_far():
         counts.append((limit.was_reached, limit.asked))
     assert [reached for reached, _ in counts][:3] == [True, True, True]
     assert counts[0][1] < counts[-1][1]
+
+
+def test_a_plan_that_starts_from_another_searches_no_more(monkeypatch):
+    problem = random_problem(3, most=16, num_tasks=30, is_long=True, with_memory=True)
+    searched = plan(problem, effort=Effort(polishes=False, exact_states=0))
+    monkeypatch.setattr(solve, "_searched", lambda *_, **__: pytest.fail("a search runs"))
+    again = plan(problem, start=searched.steps, effort=Effort(polishes=False, exact_states=0))
+    assert again.steps == searched.steps
+    late = plan(problem, start=in_place(problem), effort=Effort(exact_states=0))
+    assert late.seconds < simulate(problem, in_place(problem)).seconds, "it is improved"
+
+
+@briefly()
+def test_a_start_over_the_budget_is_left():
+    problem = random_problem(3, most=16, num_tasks=12, with_memory=True)
+    free = plan(problem)
+    tight = replace(problem, budget_bytes=free.peak_bytes - 1)
+    found, alone = plan(tight, start=free.steps), plan(tight)
+    assert found == alone and found.peak_bytes < free.peak_bytes
