@@ -11,7 +11,7 @@ Without a compiler: ``eager_autograd``, ``saved_parameters``, ``eager_collective
 Further: ``regroup`` (copies and ties).
 """
 
-from .compiled_block import runs_compiled_block
+from .compiled_block import runs_compiled_block, uncompiled_forward
 from .eager_autograd import Writable
 from .fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from .fully_shard import fully_shard
@@ -72,6 +72,7 @@ __all__ = [
     "refuse_wrapper",
     "register_fsdp_forward_method",
     "runs_compiled_block",
+    "uncompiled_forward",
     "share_comm_ctx",
     "slot_of_read",
     "slot_of_shard",
