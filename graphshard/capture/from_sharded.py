@@ -114,7 +114,11 @@ def _copied(model: nn.Module) -> nn.Module:
     What ``torch.compile`` has wrapped has the place of the wrapper, which names of parameters leave out.
     """
     memo: dict[int, Any] = {}
-    compiled = {id(module): inner for module in model.modules() if (inner := module._modules.get("_orig_mod")) is not None}
+    compiled = {
+        id(module): inner
+        for module in model.modules()
+        if (inner := module._modules.get("_orig_mod")) is not None
+    }
     modules = [module for module in model.modules() if id(module) not in compiled]
     for module in modules:
         memo[id(module)] = object.__new__(getattr(type(module), "_graphshard_plain_class", type(module)))

@@ -25,7 +25,7 @@ from torch import nn
 from .._compat import in_recomputation
 from ..errors import ParameterStateError
 from ..ir import UNIT
-from .parameter_slot import slots_of, stored_parameters
+from .parameter_slot import slots_of
 from .read_parameter import read_parameter
 from .shard_versions import FullParameter
 from .tree import SLOTS
@@ -76,7 +76,9 @@ def uncompiled_forward(forward: Any) -> Any:
     """What a forward that is set on a module itself runs, without what units and ``torch.compile`` put around it."""
     while inner := getattr(forward, RUNS, None) or getattr(forward, _COMPILED_FROM, None):
         forward = inner
-    return forward
+    # Around a forward of torch.nn, torch.compile has a closure of its own.
+    is_closure = getattr(forward, "__globals__", {}).get("__name__", "").startswith("torch._dynamo.")
+    return forward.__wrapped__ if is_closure else forward
 
 
 def call_part(module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
