@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedShardingError
-from ..fsdp import SLOTS, ParameterSlot, TreeUnit, slots_of
+from ..fsdp import SLOTS, ParameterSlot, TreeUnit, slots_of, uncompiled_forward
 from ..ir import UNIT, UnshardCall
 from .extended_parameters import ExtendedShard
 from .rules import ShardingRules
@@ -109,18 +109,27 @@ def _problems(model: nn.Module, slots: list[ParameterSlot], units: list[TreeUnit
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    """Copies of modules with their plain classes, and full parameters without data."""
+    """Copies of modules with their plain classes, and full parameters without data.
+
+    What ``torch.compile`` has wrapped has the place of the wrapper, which names of parameters leave out.
+    """
     memo: dict[int, Any] = {}
-    modules = list(model.modules())
+    compiled = {
+        id(module): inner
+        for module in model.modules()
+        if (inner := module._modules.get("_orig_mod")) is not None
+    }
+    modules = [module for module in model.modules() if id(module) not in compiled]
     for module in modules:
         memo[id(module)] = object.__new__(getattr(type(module), "_graphshard_plain_class", type(module)))
         for _, slot in slots_of(module):
             full = torch.empty(slot.global_shape, dtype=slot.param.dtype, device="meta")
             memo.setdefault(id(slot.param), nn.Parameter(full, requires_grad=slot.param.requires_grad))
+    memo.update({key: memo[id(inner)] for key, inner in compiled.items()})
     for module in modules:
         entries = {name: value for name, value in module.__dict__.items() if not _is_left_out(name, value)}
-        if "forward" in entries:  # one that a trainer has set, which runs as a forward of the unit
-            entries["forward"] = getattr(entries["forward"], "_graphshard_runs", entries["forward"])
+        if "forward" in entries:
+            entries["forward"] = uncompiled_forward(entries["forward"])
         copied = memo[id(module)]
         copied.__dict__.update(copy.deepcopy(entries, memo))
         copied._state_dict_pre_hooks, copied._load_state_dict_pre_hooks = {}, {}

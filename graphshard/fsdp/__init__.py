@@ -11,7 +11,7 @@ Without a compiler: ``eager_autograd``, ``saved_parameters``, ``eager_collective
 Further: ``regroup`` (copies and ties).
 """
 
-from .compiled_block import runs_compiled_block
+from .compiled_block import runs_compiled_block, uncompiled_forward
 from .eager_autograd import Writable
 from .fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from .fully_shard import fully_shard
@@ -76,6 +76,7 @@ __all__ = [
     "slot_of_read",
     "slot_of_shard",
     "slots_of",
+    "uncompiled_forward",
     "unit_of",
     "version_of",
     "why_untraceable",

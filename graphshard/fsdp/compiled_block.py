@@ -13,6 +13,7 @@ the graph.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from torch import nn
 from .._compat import in_recomputation
 from ..errors import ParameterStateError
 from ..ir import UNIT
-from .parameter_slot import slots_of, stored_parameters
+from .parameter_slot import slots_of
 from .read_parameter import read_parameter
 from .shard_versions import FullParameter
 from .tree import SLOTS
@@ -32,6 +33,12 @@ from .unit import Unit, owner_of
 
 #: Attribute of what ``torch.compile`` makes of a function: that function.
 _COMPILED_FROM = "_torchdynamo_orig_callable"
+
+#: Attribute of what ``torch.compiler.disable`` makes of a function.
+_DISABLED = "_torchdynamo_disable"
+
+#: Attribute of a forward that stands in the place of a module's own one: that one.
+RUNS = "_graphshard_runs"
 
 #: Attribute of the class of a sharded module: its class before ``fully_shard``.
 _PLAIN_CLASS = "_graphshard_plain_class"
@@ -41,12 +48,47 @@ _SET_CLASS = vars(object)["__class__"].__set__
 
 def is_compiled_alone(unit: Unit, module: nn.Module, method: Callable[..., Any]) -> bool:
     """Whether ``method`` is compiled code of a unit that is a block of a larger model, with no other unit inside."""
-    if unit.is_root or not hasattr(method, _COMPILED_FROM):
+    if unit.is_root or not _is_compiled(method):
         return False
     return all(each.__dict__.get(UNIT, unit) is unit for each in module.modules())
 
 
-def is_part_of_running(module: nn.Module) -> bool:
+def _is_compiled(function: Any) -> bool:
+    """Whether a function, or what a partial calls, is compiled code; ``torch.compiler.disable`` marks its own alike."""
+    function = function.func if isinstance(function, functools.partial) else function
+    return hasattr(function, _COMPILED_FROM) and not hasattr(function, _DISABLED)
+
+
+def wrap_compiled_forward(module: nn.Module) -> None:
+    """Makes a compiled forward of a module inside of a unit take full parameters while the unit runs.
+
+    It is the module's own, as that of the wrapper that ``torch.compile`` returns, or that of its class.
+    """
+    forward = module.forward
+    if _is_compiled(forward):
+        # A partial, unlike a closure, is deep-copied with the module that it is bound to.
+        wrapped: Any = functools.update_wrapper(functools.partial(call_part, module, forward), forward)
+        setattr(wrapped, RUNS, forward)
+        module.__dict__["forward"] = wrapped
+
+
+def uncompiled_forward(forward: Any) -> Any:
+    """What a forward that is set on a module itself runs, without what units and ``torch.compile`` put around it."""
+    while inner := getattr(forward, RUNS, None) or getattr(forward, _COMPILED_FROM, None):
+        forward = inner
+    # Around a forward of torch.nn, torch.compile has a closure of its own.
+    is_closure = getattr(forward, "__globals__", {}).get("__name__", "").startswith("torch._dynamo.")
+    return forward.__wrapped__ if is_closure else forward
+
+
+def call_part(module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls compiled code of a module inside of a unit."""
+    if torch.compiler.is_compiling() or not _is_part_of_running(module):
+        return compiled(*args, **kwargs)
+    return run_on_full_parameters(module, compiled, *args, **kwargs)
+
+
+def _is_part_of_running(module: nn.Module) -> bool:
     """Whether all sharded parameters inside a module are those of one unit, whose forward runs uncompiled.
 
     A checkpointed region that runs again does as it did in the forward.
@@ -77,39 +119,47 @@ def runs_compiled_block() -> bool:
 def _plain_modules(module: nn.Module) -> Iterator[None]:
     # In a compiled block that a graph break cuts, what is around this module has made its modules plain.
     sharded = [each for each in module.modules() if _PLAIN_CLASS in vars(type(each))]
-    found = [(each, type(each), each.__dict__["_parameters"], _full_parameters(each)) for each in sharded]
+    found = [(each, type(each), each.__dict__["_parameters"], _read_all(each)) for each in sharded]
+    fulls = [value for *_, read in found for value in read.values() if type(value) is FullParameter]
     try:
-        for each, cls, _, full in found:
-            each.__dict__["_parameters"] = dict(full)
+        for value in fulls:
+            value.__class__ = nn.Parameter  # Dynamo does not know the other class
+        for each, cls, stored, read in found:
+            each.__dict__["_parameters"] = {**stored, **read}
             _SET_CLASS(each, vars(cls)[_PLAIN_CLASS])
             if isinstance(each, nn.RNNBase) and SLOTS in each.__dict__:
-                each.__dict__["_flat_weights"] = [full.get(name) for name in each._flat_weights_names]
+                each.__dict__["_flat_weights"] = [read.get(name) for name in each._flat_weights_names]
         yield
-        for each, _, _, full in found:
-            _refuse_replaced(each, full)
+        for each, _, _, read in found:
+            _refuse_replaced(each, read)
     finally:
-        for each, cls, stored, _ in found:
+        for value in fulls:
+            value.__class__ = FullParameter
+        for each, cls, stored, read in found:
             _SET_CLASS(each, cls)
+            _keep_unsharded(stored, each.__dict__["_parameters"], read)
             each.__dict__["_parameters"] = stored
             if isinstance(each, nn.RNNBase) and SLOTS in each.__dict__:
                 each.__dict__.pop("_flat_weights", None)
 
 
-def _full_parameters(module: nn.Module) -> dict[str, Any]:
-    full = dict(stored_parameters(module)) if SLOTS in module.__dict__ else module.__dict__["_parameters"]
-    for name in module.__dict__.get(SLOTS, ()):
-        value = read_parameter(module, name)
-        if type(value) is FullParameter:
-            value.__class__ = torch.Tensor  # Dynamo knows no other class
-        full[name] = value
-    return full
+def _read_all(module: nn.Module) -> dict[str, Any]:
+    """The full parameters of a module's own sharded ones, by attribute name."""
+    return {name: read_parameter(module, name) for name in module.__dict__.get(SLOTS, ())}
 
 
-def _refuse_replaced(module: nn.Module, full: dict[str, Any]) -> None:
+def _refuse_replaced(module: nn.Module, read: dict[str, Any]) -> None:
     now = module.__dict__["_parameters"]
     for name, slot in module.__dict__.get(SLOTS, {}).items():
-        if now.get(name) is not full[name]:
+        if now.get(name) is not read[name]:
             raise ParameterStateError(
                 f"parameter {slot.name} is replaced in the forward of a compiled block, and the new one would be lost: "
                 "write to it under torch.no_grad(), or leave the block out of torch.compile"
             )
+
+
+def _keep_unsharded(stored: dict[str, Any], now: dict[str, Any], read: dict[str, Any]) -> None:
+    """Keeps what the code has made of the parameters that are not sharded: new ones, too."""
+    for name in stored.keys() - now.keys() - read.keys():
+        del stored[name]
+    stored.update({name: value for name, value in now.items() if name not in read})

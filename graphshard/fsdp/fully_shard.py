@@ -33,6 +33,7 @@ from ..errors import (
     UnsupportedShardingError,
 )
 from ..ir import NO_AXIS, READ_WHOLE, UNIT, MeshAxis, axis_of
+from .compiled_block import wrap_compiled_forward
 from .fsdp_module import FSDPModule, state_for_torch
 from .gather_extensions import has_extension, refuse_wrapper, why_untraceable
 from .parameter_slot import ParameterSlot, slots_of, store_parameters, stored_parameters
@@ -405,6 +406,8 @@ def _swap_classes(modules: list[nn.Module], unit: Unit) -> None:
                 owner.__dict__[UNIT] = unit
                 wrap_own_forward(owner)
                 set_state_for_torch(owner, state)
+            elif UNIT not in owner.__dict__:
+                wrap_compiled_forward(owner)
             if is_unit or (names and UNIT not in owner.__dict__):
                 owner.__class__ = sharded_class(_plain_class(owner), names, empty_names(owner), is_unit)
             if names:

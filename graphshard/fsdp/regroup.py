@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import AlreadyShardedError
 from ..ir import UNIT, padded_shape
+from .compiled_block import wrap_compiled_forward
 from .gather_extensions import copy_extended
 from .parameter_slot import ParameterSlot, slots_of, stored_parameters
 from .read_parameter import traced_read
@@ -73,6 +74,8 @@ def _regroup_copies(copied: nn.Module) -> None:
     if copied not in unit.modules:
         unit.modules.append(copied)
     for owner in copied.modules():
+        if UNIT not in owner.__dict__:
+            wrap_compiled_forward(owner)
         for name, slot in slots_of(owner):
             slot.traced_read = traced_read(slot) if slot.is_extended else None
             if (owner, name) not in slot.owners:

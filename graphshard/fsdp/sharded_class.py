@@ -30,7 +30,7 @@ from .._compat_frames import (
 from ..errors import ParameterStateError, ShardingError, UnsupportedShardingError
 from ..ir import UNIT
 from ..tensor_trees import cast_tensors, move_tensors
-from .compiled_block import is_compiled_alone, is_part_of_running, run_on_full_parameters
+from .compiled_block import RUNS, call_part, is_compiled_alone, run_on_full_parameters
 from .eager_autograd import (
     drop_prefetched,
     finish_reads,
@@ -301,10 +301,10 @@ def wrap_own_forward(module: nn.Module) -> None:
     It hides the forward of the class. ``del module.forward`` still shows that one.
     """
     own = module.__dict__.get("forward")
-    if own is not None and not hasattr(own, "_graphshard_runs"):
+    if own is not None and not hasattr(own, RUNS):
         # A partial, unlike a closure, is deep-copied with the module that it is bound to.
         wrapped: Any = functools.update_wrapper(functools.partial(_own_forward_runner(), module, own), own)
-        wrapped._graphshard_runs = own
+        setattr(wrapped, RUNS, own)
         module.__dict__["forward"] = wrapped
 
 
@@ -326,11 +326,12 @@ def _call_compiled(module: nn.Module, compiled: Callable[..., Any], *args: Any, 
     if torch.compiler.is_compiling():
         return compiled(*args, **kwargs)
     unit: Unit | None = module.__dict__.get(UNIT)
-    on_full = functools.partial(run_on_full_parameters, module, compiled)
-    if unit is not None and is_compiled_alone(unit, module, compiled):
+    if unit is None:
+        return call_part(module, compiled, *args, **kwargs)
+    if is_compiled_alone(unit, module, compiled):
+        on_full = functools.partial(run_on_full_parameters, module, compiled)
         return run_inside_tree(module, on_full, args, kwargs)
-    call = on_full if unit is None and is_part_of_running(module) else compiled
-    return call(*args, **kwargs)
+    return compiled(*args, **kwargs)
 
 
 def _set_state(self: nn.Module, state: dict[str, Any]) -> None:

@@ -665,6 +665,25 @@ def test_a_sharded_model_whose_forward_was_set_by_a_trainer(fake_group):
     assert (found.step_seconds, found.memory.categories) == (plain.step_seconds, plain.memory.categories)
 
 
+@pytest.mark.parametrize("form", ["wrapped", "forward"])
+def test_a_sharded_model_of_compiled_modules(form, fake_group):
+    group = fake_group(2)
+    options = {"hardware": CARD, "loss": mean_square}
+    batch = [example_batch("blocks_2")]
+    plain = graphshard.inspect(shard_units(MODELS["blocks_2"](), group), batch, **options)
+    model = MODELS["blocks_2"]()
+    for index, block in enumerate(model.blocks):
+        name, part = next(iter(block.named_children()))
+        for owner, key, module in ((model.blocks, str(index), block), (block, name, part)):
+            if form == "wrapped":
+                owner._modules[key] = torch.compile(module, backend="eager")
+            else:
+                module.forward = torch.compile(module.forward, backend="eager")
+    found = graphshard.inspect(shard_units(model, group), batch, **options)
+    assert found.model == plain.model and found.memory.peak_bytes == plain.memory.peak_bytes
+    assert [half.num_nodes for half in found.halves] == [half.num_nodes for half in plain.halves]
+
+
 def _run_forward(forward, *args):
     return forward(*args)
 

@@ -358,10 +358,121 @@ def compile_nested() -> None:
         check_shard(f"gradient of {name}", expected.grad, found.grad)
 
 
+class Decorated(Inner):
+    """Its class has it compiled; it has no parameters of its own."""
+
+    @torch.compile(backend="eager")
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class DecoratedBlock(Block):
+    @torch.compile(backend="eager")
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 + self.inner(x) * self.scale
+
+
+class OfParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrapped, self.own, self.decorated = Block(), Inner(), Decorated()
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decorated(self.own(self.wrapped(x))) * self.scale
+
+
+def share_other_compiled_forwards() -> None:
+    """Wrappers of torch.compile inside of units, forwards that are compiled, and those of classes; copies too."""
+    torch.manual_seed(0)
+    reference = Stack(0)
+    reference.blocks.extend(block for _ in range(9) for block in (OfParts(), DecoratedBlock()))
+    model = copy.deepcopy(reference)
+    for block in model.blocks:
+        if isinstance(block, OfParts):
+            block.wrapped = torch.compile(block.wrapped, backend="eager", fullgraph=True)
+            block.own.forward = torch.compile(block.own.forward, backend="eager")
+        fully_shard(block, mesh=world_mesh())
+    fully_shard(model, mesh=world_mesh())
+    x = torch.ones(2, WIDTH)
+    with torch.compiler.set_stance("force_eager"):
+        reference(x).square().mean().backward()
+    with count_collectives() as counts:
+        model(x).square().mean().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5  # four, and one for an input without gradient
+    assert counts == {"gathers": 37, "reductions": 19}
+    for (name, expected), found in zip(reference.named_parameters(), model.parameters(), strict=True):
+        check_shard(f"gradient of {name}", expected.grad, found.grad)
+    for block in model.blocks[::2]:
+        block.own = nn.Identity()  # torch's copy of such a forward is that of the first model
+    copied = copy.deepcopy(model)
+    torch._dynamo.utils.counters.clear()
+    for each in (model, copied):
+        each.zero_grad()
+        each(x).square().mean().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
+    _check_gradients(copied, model)
+
+
+class Late(Block):
+    """Makes a parameter, asks for others by name, and a part writes to one through .data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            self.bias = nn.Parameter(torch.ones(WIDTH))
+        for name in ("scale", "inner.up.weight"):
+            assert isinstance(self.get_parameter(name), nn.Parameter)
+        return (x + self.inner(x)) * self.scale + self.bias
+
+
+def make_parameters_inside() -> None:
+    """What is no shard stays with its module, as without a compiler."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(Late(), nn.Linear(WIDTH, WIDTH))
+    model = copy.deepcopy(reference)
+    for each in (model[0], model):
+        fully_shard(each, mesh=world_mesh())
+    model[0].compile(backend="eager")
+    made = None
+    for _ in range(2):
+        for each in (reference, model):
+            each.zero_grad()
+            each(torch.ones(2, WIDTH)).square().mean().backward()
+        assert made is None or model[0].bias is made
+        made = model[0].bias
+        assert_close(made.grad, reference[0].bias.grad)
+    assert "0.bias" in model.state_dict()
+
+
+class WritesBehind(Block):
+    """Writes through .data, which moves no version, behind a compiled part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        self.inner.up.weight.data.mul_(0.5)
+        return x * self.scale
+
+
+def write_behind_a_part() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(WritesBehind(), nn.Linear(WIDTH, WIDTH))
+    models = [copy.deepcopy(plain) for _ in range(3)]
+    models[1][0].inner.compile(backend="aot_eager")
+    models[2][0].forward = torch.compiler.disable(models[2][0].forward)
+    for model in models:
+        for each in (model[0], model):
+            fully_shard(each, mesh=world_mesh())
+        model(batch(0)).square().mean().backward()
+    half = plain[0].inner.up.weight * 0.5
+    for model in models:
+        check_shard("weight", half, model[0].inner.up.weight)
+        _check_gradients(model, models[0])
+
+
 FUNCTIONS = (
     hold_one_block, fail_inside, compile_whole_of_compiled_blocks, renorm_inside, pass_options_to_a_block,
     replace_inside, run_recurrent_block, wrap_compiled_blocks, compile_nested,
-    run_parts_again,
+    run_parts_again, share_other_compiled_forwards, make_parameters_inside, write_behind_a_part,
 )  # fmt: skip
 
 
