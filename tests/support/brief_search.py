@@ -1,7 +1,7 @@
 """Plans for which the exact searches look at few states: for tests that are not about how good a plan is.
 
-The searches are those of the fastest schedule and of the least memory. Few small changes of schedules are tried, too. The
-beams, the bounds and all checks of a plan work as in training. A small graph is planned in a quarter of the time.
+The searches are those of the fastest schedule and of the least memory. Few small changes of schedules are tried, too.
+The beams, the bounds and all checks of a plan work as in training. A small graph is planned in a quarter of the time.
 """
 
 import contextlib
