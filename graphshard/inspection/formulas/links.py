@@ -253,7 +253,9 @@ def stops_hiding(formulas: Formulas, card: HardwareCard, most: int, further: int
     pairs = []
     for half in ("forward", "backward"):
         compute = formulas.seconds[f"{half} compute"] + formulas.seconds.get(f"{half} reshards", 0)
-        communication = sympy.lambdify(shard, formulas.seconds[f"{half} communication"].xreplace(others), "math")
+        communication = sympy.lambdify(
+            shard, formulas.seconds[f"{half} communication"].xreplace(others), "math"
+        )
         pairs.append((float(compute.xreplace(others)), communication))
     sizes = sizes_that_fill_nodes(int(card.ranks_per_node), most, further)
     return next((size for size in sizes if any(talk(size) > compute for compute, talk in pairs)), None)
