@@ -69,8 +69,9 @@ class Formulas:
                 "make formulas on a mesh with another size of this axis"
             )
         at = {name: size for name, size in self.reference.items() if name in self.symbols} | sizes
-        point = {self.symbols[name]: size for name, size in at.items()}
-        found = expression.subs(point).doit()
+        # All at once, as numbers: `subs` would take one after the other, and compare what is left at each.
+        point = {self.symbols[name]: sympy.Integer(size) for name, size in at.items()}
+        found = expression.xreplace(point).doit()
         return int(found) if found.is_Integer else float(found)
 
     def to_dict(self) -> dict[str, Any]:

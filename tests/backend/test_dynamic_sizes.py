@@ -9,6 +9,8 @@ from graphshard.backend import dynamic_sizes
 from graphshard.errors import InfeasibleBudgetError
 from graphshard.units import exact_size
 
+pytestmark = pytest.mark.usefixtures("brief_plans", "interpreted")
+
 BUDGET = 200_000
 
 

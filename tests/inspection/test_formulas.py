@@ -173,7 +173,7 @@ def test_the_smallest_mesh_that_fits():
     swept = graphshard.sweep(lambda batch: (*inputs(batch, 12), {}), meshes=meshes, batches=[3], **options)
     peaks = {point.num_ranks: point.peak_bytes for point in swept.points}
     assert peaks[4] < peaks[5]
-    for budget in (peaks[4], peaks[7], peaks[3]):
+    for budget in (peaks[4], peaks[3]):
         solved = graphshard.formulas(
             *inputs(3, 12), dynamic={"batch": 0}, mesh={"shard": 4}, memory_budget=budget, **options
         )

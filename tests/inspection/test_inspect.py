@@ -431,7 +431,7 @@ def test_text_has_every_pass_and_no_clock(llama):
     text = report_text(llama)
     for name in ("joint: captured", "joint: insert_shards", "forward: partitioned", "backward: schedule_collectives"):
         assert f"# {name}" in text
-    assert text == report_text(inspect_llama())
+    assert text == report_text(inspect_llama(captures_again=True))
     deep = inspect_llama(config={"num_layers": 5})
     whole, short = report_text(deep), report_text(deep, folds=True)
     assert whole.count("\n") > 2 * short.count("\n") and "# 4 more blocks of " in short

@@ -19,6 +19,8 @@ from graphshard.report import Report, print_summary, report_schema
 from graphshard.report.html import html_page
 from graphshard.report.text import report_text
 
+pytestmark = pytest.mark.usefixtures("brief_plans")
+
 MESH = {"shard": 2, "tp": 2}
 
 
@@ -35,7 +37,8 @@ def llama() -> Report:
 
 
 def test_a_rank_holds_pieces(llama):
-    plain = inspect_llama(None, {"shard": 2}).memory.persistent
+    without = inspect_llama(None, {"shard": 2})
+    plain = without.memory.persistent
     config, norms = TINY, 5 * 64 * 4 // 2  # bytes of the shards of the five norms, which are whole on the axis
     assert llama.memory.persistent["parameters"] - norms == (plain["parameters"] - norms) // 2
     assert llama.num_ranks == 4 and llama.num_batches == 2
@@ -43,7 +46,7 @@ def test_a_rank_holds_pieces(llama):
     width, hidden = config.width, config.hidden
     assert rows["layers.*.feed_forward.down.weight"] == (2, "Shard(1)", (width, hidden), (width, hidden // 2))
     assert rows["layers.*.attention_norm.weight"] == (2, "Replicate", (width,), (width,))
-    whole = {unit.name: unit.full_bytes for unit in inspect_llama(None, {"shard": 2}).model.units}
+    whole = {unit.name: unit.full_bytes for unit in without.model.units}
     unit = next(unit for unit in llama.model.units if unit.name == "layers.0")
     assert unit.full_bytes - 2 * 64 * 4 == (whole["layers.0"] - 2 * 64 * 4) // 2
 
@@ -86,7 +89,7 @@ def test_every_rendering_has_them(llama):
     assert "Reshards over tp of a step: " in console.file.getvalue()
 
 
-@pytest.mark.parametrize("plan", ["unit", "auto"])
+@pytest.mark.parametrize("plan", [pytest.param("unit", marks=pytest.mark.slow), "auto"])
 def test_along_the_sequence(plan):
     """The same bytes of the axis in smaller steps, and smaller activations; planned by cost or not."""
     report = inspect_llama("llama-sequence", plan=plan, config={"num_layers": 1})

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from support.all_ranks import assert_same, run_halves, step_inputs
+from support.brief_search import briefly
 from support.small_graphs import (
     GraphBuilder,
     aten,
@@ -145,6 +146,7 @@ def test_without_merging_collectives_are_only_placed(captured, half):
 
 
 @pytest.mark.parametrize("half", ["forward", "backward"])
+@briefly()
 def test_the_budget_is_kept_or_refused(captured, half):
     gm, ctx = _half(captured, "blocks_3", half)
     free = copy_graph(gm)
@@ -194,6 +196,7 @@ def test_what_is_held_outside_of_the_graph_takes_of_the_budget(captured):
     assert _peak(least) + 10**6 <= smallest
 
 
+@briefly()
 def test_what_lives_through_the_step_counts_though_a_backward_does_not_read_it(captured):
     gm, ctx = _half(captured, "blocks_3", "backward")
     free, tight = copy_graph(gm), copy_graph(gm)
@@ -210,6 +213,7 @@ def test_what_lives_through_the_step_counts_though_a_backward_does_not_read_it(c
 
 @pytest.mark.parametrize("prices", [DEAR, CHEAP], ids=["dear", "cheap"])
 @pytest.mark.parametrize("half", ["forward", "backward"])
+@briefly()
 def test_the_default_budget_is_what_units_gathered_one_ahead_take(captured, half, prices):
     """With each collective waited for at once."""
     gm, ctx = _half(captured, "blocks_3", half, prices)
@@ -225,6 +229,7 @@ def test_the_default_budget_is_what_units_gathered_one_ahead_take(captured, half
     assert plan.solver != "none"
 
 
+@briefly()
 def test_a_rank_that_follows_leaves_the_default_budget_to_the_one_that_planned(captured):
     gm, ctx = _half(captured, "blocks_3", "backward", CHEAP)
     free = copy_graph(gm)
@@ -234,6 +239,7 @@ def test_a_rank_that_follows_leaves_the_default_budget_to_the_one_that_planned(c
 
 
 @pytest.mark.parametrize(("needed", "within"), [(1.2, 1.25), (9.0, None)], ids=["a little more", "no limit"])
+@briefly()
 def test_where_no_plan_keeps_the_default_budget_more_is_tried(captured, monkeypatch, needed, within):
     gm, ctx = _half(captured, "blocks_3", "backward", CHEAP)
     free = copy_graph(gm)
@@ -258,6 +264,7 @@ def test_where_no_plan_keeps_the_default_budget_more_is_tried(captured, monkeypa
     )
 
 
+@briefly()
 def test_where_the_peak_of_the_step_is_known_it_counts_beside_what_lives_through_it(captured):
     gm, ctx = _half(captured, "blocks_3", "forward", DEAR)
     own = half_budget.default_peak(gm, ctx)
@@ -283,6 +290,7 @@ def test_where_the_peak_of_the_step_is_known_it_counts_beside_what_lives_through
     assert own < wider.peak_bytes and wider.seconds < within(None).seconds
 
 
+@briefly()
 def test_gradients_that_waited_come_on_top_of_the_known_peak(captured):
     gm, ctx = _half(captured, "blocks_3", "backward", CHEAP)
     ctx = replace(ctx, default_peak_bytes=half_budget.default_peak(gm, ctx))
@@ -300,6 +308,7 @@ def test_gradients_that_waited_come_on_top_of_the_known_peak(captured):
     assert budget("unreduced_0") == budget("partial_0") == budget("other") + 800
 
 
+@briefly()
 def test_a_users_limit_of_reductions_is_kept(captured):
     def most_open(limit):
         gm, ctx = _half(captured, "blocks_3", "backward", CHEAP)
@@ -380,6 +389,7 @@ def test_a_forward_gathers_the_next_unit_right_after_the_one_before(captured):
 
 
 @pytest.mark.parametrize("kept", [None, 2, 1], ids="kept_{}".format)
+@briefly()
 def test_a_backward_gathers_the_next_unit_behind_the_gradients_of_the_one_before(fake_group, kept):
     """As FSDP1's BACKWARD_POST; a gather that is read before all of these exist starts where it is read."""
     model = shard_units(MODELS["blocks_3"]().double(), fake_group(2))
@@ -427,6 +437,7 @@ def test_what_a_user_says_of_a_units_prefetch_comes_before_that_of_all(captured)
 
 
 @pytest.mark.parametrize("half", ["forward", "backward"])
+@briefly()
 def test_gathers_in_flight_are_limited(captured, half):
     def most_open(limit):
         gm, ctx = _half(captured, "blocks_3", half, CHEAP)
@@ -469,6 +480,7 @@ def test_pipeline_text_reads_back():
 @pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("prices", [DEAR, CHEAP], ids=["dear", "cheap"])
 @pytest.mark.parametrize(("name", "num_ranks"), [("two_linears", 4), ("blocks_2", 2), ("tied_embedding", 2)])
+@briefly()
 def test_parity(captured, name, num_ranks, prices, merge):
     graphs = captured(name, num_ranks)
     planned = {}
@@ -486,6 +498,7 @@ def _starts(gm):
 
 
 @pytest.mark.parametrize("half", ["forward", "backward"])
+@briefly()
 def test_a_known_plan_is_followed(captured, half):
     """Another cost model, hence another plan of its own; and the same graph as the other rank's."""
     gm, ctx = _half(captured, "blocks_2", half, DEAR)
@@ -510,6 +523,7 @@ def test_a_known_plan_of_more_or_less_compute_is_followed(captured, half, scale)
 
 
 @pytest.mark.parametrize("half", ["forward", "backward"])
+@briefly()
 def test_a_known_plan_gives_way_to_the_budget_of_this_rank(captured, monkeypatch, half):
     """Same collectives in the same order, but close to where their results are read."""
     monkeypatch.setattr(
@@ -609,6 +623,7 @@ def test_without_merging_nothing_is_split(captured, all_over_large):
 @pytest.mark.parametrize(
     "name", ["two_linears", pytest.param("called_thrice", marks=pytest.mark.slow), "tied_embedding"]
 )
+@briefly()
 def test_parity_of_what_is_split(captured, all_over_large, name):
     graphs, planned = captured(name, 2), {}
     for half in ("forward", "backward"):

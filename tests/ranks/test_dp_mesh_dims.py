@@ -163,7 +163,14 @@ def refuse_number_of_ranks(implementation: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(each, marks=JOINS_SHARD_AXES if each == "two_shard_axes" else []) for each in MESHES],
+    [
+        *(
+            pytest.param(each, marks=JOINS_SHARD_AXES if each == "two_shard_axes" else [])
+            for each in MESHES
+            if each != "hybrid_tp"
+        ),
+        pytest.param("hybrid_tp", marks=pytest.mark.slow),  # its axes are those of `hybrid`, its ranks those of `shard`
+    ],
 )
 def test_training_on_named_axes(run_on_gloo_ranks, name):
     run_on_gloo_ranks(4, train_on_named_axes, "sharded", name)

@@ -1,12 +1,17 @@
 """Reports of small models, a graph and a card, for the tests of inspection and of the page."""
 
+import functools
 from dataclasses import replace
+from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import graphshard
+from graphshard.capture import CapturedStep, capture_step
+from graphshard.inspection import inspect_model
+from graphshard.ir.rewrite import copy_graph
 from graphshard.report import Report
 from support.cost_cards import round_card, with_rows
 from support.llama_example import llama_model
@@ -23,11 +28,27 @@ def mean_square(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
-def inspect_llama(**options) -> Report:
+def inspect_llama(*, captures_again: bool = False, **options) -> Report:
+    """The report of a tiny Llama; without a plan by cost its step is captured once for all cards and micro-batches."""
     config = replace(TINY, **options.pop("config", {}))
     model, args, kwargs = llama_model.on_meta(config, 2, 16)
-    given = {"mesh": {"shard": 8}, "hardware": CARD, "units": ["layers.*"], "mp_policy": POLICY}
-    return graphshard.inspect(model, args, kwargs, **(given | options))
+    given = {"mesh": {"shard": 8}, "hardware": CARD, "units": ["layers.*"], "mp_policy": POLICY} | options
+    if captures_again or "passes" in given or given.get("plan", "unit") != "unit":
+        return graphshard.inspect(model, args, kwargs, **given)
+    with mock.patch.object(inspect_model, "capture_step", functools.partial(_captured_once, config)):
+        return graphshard.inspect(model, args, kwargs, **given)
+
+
+_steps: dict[str, CapturedStep] = {}
+
+
+def _captured_once(config: object, *args, rules, checkpoint, device_type, **options) -> CapturedStep:
+    """A copy, because passes edit halves in place."""
+    key = repr((config, rules, checkpoint, device_type))
+    if key not in _steps:
+        _steps[key] = capture_step(*args, rules=rules, checkpoint=checkpoint, device_type=device_type, **options)
+    step = _steps[key]
+    return replace(step, **{name: copy_graph(getattr(step, name)) for name in ("joint", "forward", "backward")})
 
 
 def inspect_linears(**options) -> Report:

@@ -246,14 +246,16 @@ def stops_hiding(formulas: Formulas, card: HardwareCard, most: int, further: int
     symbols = formulas.symbols
     shard = symbols["shard"]
     others = {
-        symbols[name]: size
+        symbols[name]: sympy.Integer(size)
         for name, size in formulas.reference.items()
         if name in symbols and name != "shard"
     }
     pairs = []
     for half in ("forward", "backward"):
         compute = formulas.seconds[f"{half} compute"] + formulas.seconds.get(f"{half} reshards", 0)
-        communication = sympy.lambdify(shard, formulas.seconds[f"{half} communication"].subs(others), "math")
-        pairs.append((float(compute.subs(others)), communication))
+        communication = sympy.lambdify(
+            shard, formulas.seconds[f"{half} communication"].xreplace(others), "math"
+        )
+        pairs.append((float(compute.xreplace(others)), communication))
     sizes = sizes_that_fill_nodes(int(card.ranks_per_node), most, further)
     return next((size for size in sizes if any(talk(size) > compute for compute, talk in pairs)), None)

@@ -1,5 +1,7 @@
 """The planner on problems too large for brute force."""
 
+import contextlib
+import io
 import math
 import os
 import subprocess
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.brief_search import briefly
 from support.problems import LinePrices, random_problem
-from support.thorough import drawn, examples
+from support.thorough import drawn, examples, is_thorough
 
 from graphshard.errors import InfeasibleBudgetError, PlanError, ProblemError
 from graphshard.planner.search import solve
@@ -69,12 +71,17 @@ def test_other_hashes_in_another_process_give_the_same_plans(problems, graphs):
         f"print([schedule_with_prices(random_graph(seed), PRICES).steps for seed in range({graphs})])\n"
     )
     paths = str(Path(__file__).parents[2])
-    said = {
+    said = set()
+    if not is_thorough():  # this process has yet other hashes, and has imported everything
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(script, {})
+        said.add(printed.getvalue())
+    said |= {
         subprocess.run(
             [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=300,
             env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths},
         ).stdout
-        for seed in ("1", "2")
+        for seed in (("1", "2") if is_thorough() else ("1",))
     }  # fmt: skip
     (text,) = said
     assert text.count("Step(") > 8 * (problems + graphs)
