@@ -69,7 +69,7 @@ class BackendOptions:
         move_compute: with ``hardware``, compute may move beside collectives whose result is read soon, those of tensor
             parallelism for instance. False keeps the order of compute.
         planning_seconds: the most that the planning of a step may take, in seconds of the thread that plans. Past it,
-            the best plan so far is taken. None: a quarter of what the compilation takes by experience, and at least 2.
+            the best plan so far is taken. None: a fifth of what the compilation takes by experience, and at least 2.
         progress: rank 0 shows on stderr what takes longer than two seconds: a line that changes on a terminal, and one
             line a stage elsewhere. False shows nothing.
         verify: "cheap" compares the collectives across ranks before the first one of a new graph, and checks the order
