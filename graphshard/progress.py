@@ -78,8 +78,8 @@ class TimeLimit:
 
 
 #: Without a number from the user, planning may take so many times what tracing took, and at least so many seconds.
-#: That is about a fifth of the compilation: GPT of 8 layers is traced in 4 s and compiled in 65 s (of processors, with a cold
-#: cache), planning left out.
+#: That is about a fifth of the compilation: GPT of 8 layers is traced in 4 s and compiled in 65 s of processors, with a
+#: cold cache and without planning.
 _TIMES_TRACING, _LEAST_SECONDS = 3.5, 2.0
 
 
