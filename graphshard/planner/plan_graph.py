@@ -16,7 +16,7 @@ from torch import fx
 
 from ..budget_text import parse_bytes
 from ..cost import GraphPrices
-from ..errors import InfeasibleBudgetError, PlanError
+from ..errors import InfeasibleBudgetError, PlanError, ProblemError
 from ..ir import RowPlace, is_collective, merge_waits, repeated_waits
 from ..memory import UNMEASURED, KernelScratch, MemoryModel, kept_inputs
 from ..pipeline import KnownPlan, PassResult
@@ -33,6 +33,7 @@ from .search import (
     Plan,
     Problem,
     Step,
+    can_start,
     is_possible,
     leanest_schedule,
     lower_bounds,
@@ -206,11 +207,9 @@ class _Planner:
             changed = self._changed_as(source, start)
             found = self._read(changed)
             steps = next(ways_to_follow(found.problem, start))
-            if not is_possible(found.problem, steps):
-                return None
             came = self._read(source, measures_memory=False) if changed is not source else found
             graph, result = _within_budget(changed.gm, found, self.budget, self._live, self.effort, steps)
-        except (PlanError, InfeasibleBudgetError):
+        except (PlanError, ProblemError, InfeasibleBudgetError):
             return None
         if result.solver in ("none", "leanest"):
             return None
@@ -356,7 +355,7 @@ def _within_budget(
 ) -> tuple[fx.GraphModule, Plan]:
     """The graph with the fastest plan that the memory model accepts, the order in which it came included.
 
-    A plan that starts from ``start`` is that one, improved.
+    A plan that starts from ``start`` is that one, improved; ``PlanError`` if it does not fit.
     """
     before = _most(live_in(gm))
     came = simulate(found.problem.without_wishes(), found.unplanned).seconds
@@ -364,6 +363,8 @@ def _within_budget(
     fits = may_stay and (budget is None or before <= budget)
     problem = found.problem
     for _ in range(_ATTEMPTS):
+        if start is not None and not can_start(problem, start):
+            raise PlanError("the plan to start from does not fit this graph")
         try:
             result = plan(problem, unplanned=found.unplanned, start=start, notes=found.notes, effort=effort)
         except InfeasibleBudgetError:

@@ -93,9 +93,30 @@ def test_the_plans_of_the_choice_come_with_it():
         return step, [again(place, start) for place, start in enumerate(step.plans)]
 
     step, again = in_capture(ask)
-    assert len(step.kept) > 1 and list(step.plans) == again
+    assert len(step.kept) > 1 and len(step.plans) == 2 and list(step.plans) == again
     assert not StepChoice.from_dict(json.loads(json.dumps(step.to_dict()))).plans
     assert "plan" not in str(step)
+
+
+@pytest.mark.parametrize("budget", [None, "1GB"])
+def test_the_halves_start_from_the_plans_of_the_choice(fake_group, monkeypatch, tmp_path, budget):
+    monkeypatch.setenv("GRAPHSHARD_CACHE", str(tmp_path))
+    planned, real = [], PlanCollectives.run
+
+    def run(self, gm, ctx):
+        report = real(self, gm, ctx)
+        planned.append((self.polishes, ctx.start, report.planned.known))
+        return report
+
+    monkeypatch.setattr(PlanCollectives, "run", run)
+    options = {"hardware": CARD, "planning_seconds": 1000.0, "memory_budget": budget}
+    model, mesh = WithHead(), fake_group(2)
+    for unit in (*model.blocks, model):
+        graphshard.fully_shard(unit, mesh=mesh)
+    torch.compile(model, backend="graphshard", options=options)(torch.zeros(64, 8)).backward()
+    tried = [known for polishes, _, known in planned if not polishes]
+    starts = [start for polishes, start, _ in planned if polishes]
+    assert len(starts) == 2 and all(start in tried for start in starts)
 
 
 def test_of_later_trials_only_the_backward_is_searched(monkeypatch):
@@ -285,7 +306,7 @@ class CuttingTakes(TimeLimit):
         return self.asked * self.seconds_a_question
 
 
-@pytest.mark.parametrize(("cutting", "plans"), [(0.0, True), (0.5, True), (1.2, False), (3.0, False)])
+@pytest.mark.parametrize(("cutting", "plans"), [(0.0, True), (0.5, True), (1.9, False), (3.0, False)])
 def test_the_default_is_planned_only_if_another_choice_can_be_compared_with_it(monkeypatch, cutting, plans):
     planned, real = [], JointTrials.plan
 

@@ -190,6 +190,17 @@ def test_a_known_plan_with_prefetches_is_followed(blocks, half):
         assert started == wanted
 
 
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_a_start_that_splits_what_is_prefetched_is_left(blocks, half):
+    """As that of a half with more collectives would: the first one here is another."""
+    gm, ctx = blocks()[half]
+    pass_ = PlanCollectives(forward_prefetch="pre", backward_prefetch="pre", **QUICK)
+    alone, other = copy_graph(gm), copy_graph(gm)
+    known = run_pass(pass_, alone, ctx, *HELD).report.planned.known
+    run_pass(pass_, other, replace(ctx, start=replace(known, splits=((0, 2),))), *HELD)
+    assert [str(node) for node in other.graph.nodes] == [str(node) for node in alone.graph.nodes]
+
+
 class OwnCollectives:
     """Never called: nothing runs."""
 

@@ -16,7 +16,7 @@ from .plan import Plan, make_plan
 from .problem import Collective, Problem, Task
 from .recompute_share import SHARES, choose_saved
 from .simulate import BucketRun, simulate
-from .solve import EXACT_STATES, MOST_EXACT_STATES, Effort, is_possible, leanest_schedule, plan
+from .solve import EXACT_STATES, MOST_EXACT_STATES, Effort, can_start, is_possible, leanest_schedule, plan
 
 __all__ = [
     "EXACT_STATES",
@@ -32,6 +32,7 @@ __all__ = [
     "Problem",
     "Step",
     "Task",
+    "can_start",
     "choose_kept",
     "choose_saved",
     "extend_kept",

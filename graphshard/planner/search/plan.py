@@ -58,8 +58,8 @@ class Plan:
         budget_bytes: the most that may be; None for no limit.
         solver: "exact" (nothing is faster under the model), "beam" (the best of the searches), "large" (the one with
             the largest buckets of those at most 1 % slower than the best with large buckets; on GPUs), "leanest" (the
-            lowest peak, when no other schedule keeps the budget), "followed" (the plan of another rank), or "none" (the
-            graph as it came).
+            lowest peak, when no other schedule keeps the budget), "followed" (the plan of another rank, or of a
+            trial), or "none" (the graph as it came).
         steps: the schedule itself.
         notes: what was left as it is, and why.
         splits: collectives that are split, and into how many parts. Bounds and ``steps`` are then those of the graph
@@ -125,7 +125,7 @@ _SOLVERS = {
     "beam": "the fastest that was found",
     "large": "with the largest buckets that cost little time",
     "leanest": "the smallest that was found",
-    "followed": "as planned by another rank",
+    "followed": "as planned by another rank, or in a trial",
     "none": "as it came",
 }
 

@@ -133,7 +133,7 @@ def plan(
     Args:
         problem: what is planned.
         unplanned: a known schedule. The plan is no slower, if this one keeps the budget and the user's constraints.
-        start: a schedule that a search has found. If it keeps the budget and the constraints, it is only improved.
+        start: a schedule that a search has found. If it fits, it is improved (kept if large buckets are preferred).
         notes: sentences to keep in the plan.
         effort: how hard to search; None for no limit.
 
@@ -147,9 +147,10 @@ def plan(
     before = simulate(problem.without_wishes(), known[0]).seconds if known else None
     bearable = before if before is not None else math.inf
     known = [steps for steps in known if is_possible(problem, steps)]
-    first = list(start) if start is not None and is_possible(problem, start) else None
-    searches_large = problem.prefers_large and first is None
-    large = _in_large_buckets(problem, bearable, effort) if searches_large else None
+    first = list(start) if start is not None and can_start(problem, start) else None
+    if problem.prefers_large and first is not None:
+        return make_plan(problem, first, solver="followed", unplanned_seconds=before, notes=notes)
+    large = _in_large_buckets(problem, bearable, effort) if problem.prefers_large else None
     solver, best = large or _solved(problem, known, bearable, effort, first)
     best = _known_unless_better(problem, known, best)
     return make_plan(problem, best, solver=solver, unplanned_seconds=before, notes=notes)
@@ -249,6 +250,16 @@ def is_possible(problem: Problem, steps: Sequence[Step]) -> bool:
     return problem.budget_bytes is None or peak <= problem.budget_bytes
 
 
+def can_start(problem: Problem, steps: Sequence[Step]) -> bool:
+    """Whether a schedule of a like problem fits this one: its buckets may be merged here, and it is possible."""
+    fixed = {frozenset(bucket) for bucket in problem.fixed_buckets}
+    for step in steps:
+        keys = {problem.collectives[index].merge_key for index in step.members}
+        if len(step.members) > 1 and frozenset(step.members) not in fixed and (len(keys) > 1 or None in keys):
+            return False
+    return is_possible(problem, steps)
+
+
 def _best(problem: Problem, schedules: Sequence[list[Step]], bearable: float) -> list[Step]:
     """The fastest; without a budget, the leanest of those hardly slower and within ``bearable`` seconds."""
     machine = Machine(problem, budget_bytes=None)
@@ -281,7 +292,7 @@ def _searched(
     for search in every if searches is None else searches:
         if len(found) > 1 and limit.is_over():
             return
-        if _is_hopeless(search, found):
+        if searches is None and _is_hopeless(search, found):
             continue
         steps = (
             good_schedule(small, search, machine=machine)

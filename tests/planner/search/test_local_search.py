@@ -15,6 +15,7 @@ from graphshard.planner.search.machine import Step
 from graphshard.planner.search.problem import Collective, Problem, Task
 from graphshard.planner.search.simulate import simulate
 from graphshard.planner.search.solve import Effort, in_place, is_possible, plan
+from graphshard.progress import TimeLimit
 
 RANDOM = [random_problem(seed, most=6, num_tasks=6, with_memory=True) for seed in range(900, 930)]
 
@@ -233,6 +234,12 @@ def test_a_wide_search_is_left_out_where_its_narrow_twin_is_behind_or_found_noth
     assert not solve._is_hopeless(wide, {other: 1.0, narrow: 1.02})
     assert solve._is_hopeless(wide, {other: 1.0})
     assert not solve._is_hopeless(wide, {})
+
+
+def test_searches_that_are_asked_for_all_run():
+    wide = solve.WIDE_BEAMS[0]
+    found = solve._searched(RANDOM[0], (solve.ALIGNED[0], wide), limit=TimeLimit())
+    assert [search for search, _ in found] == [solve.ALIGNED[0], wide]
 
 
 def test_searches_with_free_buckets_are_left_out_where_the_first_is_far_behind():

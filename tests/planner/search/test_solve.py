@@ -418,6 +418,22 @@ def test_a_plan_that_starts_from_another_searches_no_more(monkeypatch):
     assert late.seconds < simulate(problem, in_place(problem)).seconds, "it is improved"
 
 
+def test_a_start_with_large_buckets_stays_as_it_is():
+    problem = replace(transformer(6, "forward", FAST, task_seconds=4e-3), prefers_large=True)
+    found = plan(problem)
+    again = plan(problem, start=found.steps)
+    assert (found.solver, again.solver) == ("large", "followed") and again.steps == found.steps
+
+
+def test_a_start_must_have_buckets_that_may_be_merged_here():
+    problem = transformer(2, "forward", FAST, task_seconds=4e-3)
+    merged = plan(replace(problem, prefers_large=True)).steps
+    assert solve.can_start(problem, merged) and any(len(step.members) > 1 for step in merged)
+    kinds = ("one", "other")
+    mixed = [replace(one, merge_key=(kinds[place % 2],)) for place, one in enumerate(problem.collectives)]
+    assert not solve.can_start(replace(problem, collectives=tuple(mixed)), merged)
+
+
 @briefly()
 def test_a_start_over_the_budget_is_left():
     problem = random_problem(3, most=16, num_tasks=12, with_memory=True)
