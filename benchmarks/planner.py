@@ -19,8 +19,9 @@ from graphshard.planner.search.beam import good_schedule
 from graphshard.planner.search.bound import lower_bounds
 from graphshard.planner.search.exact import TooLargeError, best_schedule
 from graphshard.planner.search.problem import Collective, Problem, Task
+from graphshard.planner.search.searches import BEAMS, WIDE_BEAMS
 from graphshard.planner.search.simulate import simulate
-from graphshard.planner.search.solve import BEAMS, WIDE_BEAMS, plan
+from graphshard.planner.search.solve import plan
 
 #: Bytes of the parameters of a layer, in bf16: norm, q, k, v, o, norm, gate, up, down.
 SIZES = (8 << 10, 32 << 20, 8 << 20, 8 << 20, 32 << 20, 8 << 10, 112 << 20, 112 << 20, 112 << 20)

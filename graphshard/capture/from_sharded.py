@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedShardingError
-from ..fsdp import SLOTS, ParameterSlot, TreeUnit, slots_of, uncompiled_forward
+from ..fsdp import PLAIN_CLASS, SLOTS, ParameterSlot, TreeUnit, slots_of, uncompiled_forward
 from ..ir import UNIT, UnshardCall
 from .extended_parameters import ExtendedShard
 from .rules import ShardingRules
@@ -121,7 +121,7 @@ def _copied(model: nn.Module) -> nn.Module:
     }
     modules = [module for module in model.modules() if id(module) not in compiled]
     for module in modules:
-        memo[id(module)] = object.__new__(getattr(type(module), "_graphshard_plain_class", type(module)))
+        memo[id(module)] = object.__new__(getattr(type(module), PLAIN_CLASS, type(module)))
         for _, slot in slots_of(module):
             full = torch.empty(slot.global_shape, dtype=slot.param.dtype, device="meta")
             memo.setdefault(id(slot.param), nn.Parameter(full, requires_grad=slot.param.requires_grad))

@@ -11,7 +11,7 @@ Without a compiler: ``eager_autograd``, ``saved_parameters``, ``eager_collective
 Further: ``regroup`` (copies and ties).
 """
 
-from .compiled_block import runs_compiled_block, uncompiled_forward
+from .compiled_block import PLAIN_CLASS, runs_compiled_block, uncompiled_forward
 from .eager_autograd import Writable
 from .fsdp_module import FSDPModule, UnshardHandle, share_comm_ctx
 from .fully_shard import fully_shard
@@ -43,6 +43,7 @@ from .waiting_gradients import expect_no_gradient, zero_gradients
 
 __all__ = [
     "LAST_SHOWN",
+    "PLAIN_CLASS",
     "ROOT",
     "SLOTS",
     "SUMMONED",

@@ -41,7 +41,7 @@ _DISABLED = "_torchdynamo_disable"
 RUNS = "_graphshard_runs"
 
 #: Attribute of the class of a sharded module: its class before ``fully_shard``.
-_PLAIN_CLASS = "_graphshard_plain_class"
+PLAIN_CLASS = "_graphshard_plain_class"
 
 _SET_CLASS = vars(object)["__class__"].__set__
 
@@ -64,12 +64,16 @@ def wrap_compiled_forward(module: nn.Module) -> None:
 
     It is the module's own, as that of the wrapper that ``torch.compile`` returns, or that of its class.
     """
-    forward = module.forward
-    if _is_compiled(forward):
-        # A partial, unlike a closure, is deep-copied with the module that it is bound to.
-        wrapped: Any = functools.update_wrapper(functools.partial(call_part, module, forward), forward)
-        setattr(wrapped, RUNS, forward)
-        module.__dict__["forward"] = wrapped
+    if _is_compiled(module.forward):
+        put_around(module, call_part, module.forward)
+
+
+def put_around(module: nn.Module, run: Callable[..., Any], forward: Callable[..., Any]) -> None:
+    """Sets a forward on the module itself that calls ``run`` with the module, ``forward``, and its arguments."""
+    # A partial, unlike a closure, is deep-copied with the module that it is bound to.
+    wrapped: Any = functools.update_wrapper(functools.partial(run, module, forward), forward)
+    setattr(wrapped, RUNS, forward)
+    module.__dict__["forward"] = wrapped
 
 
 def uncompiled_forward(forward: Any) -> Any:
@@ -118,7 +122,7 @@ def runs_compiled_block() -> bool:
 @contextmanager
 def _plain_modules(module: nn.Module) -> Iterator[None]:
     # In a compiled block that a graph break cuts, what is around this module has made its modules plain.
-    sharded = [each for each in module.modules() if _PLAIN_CLASS in vars(type(each))]
+    sharded = [each for each in module.modules() if PLAIN_CLASS in vars(type(each))]
     found = [(each, type(each), each.__dict__["_parameters"], _read_all(each)) for each in sharded]
     fulls = [value for *_, read in found for value in read.values() if type(value) is FullParameter]
     try:
@@ -126,7 +130,7 @@ def _plain_modules(module: nn.Module) -> Iterator[None]:
             value.__class__ = nn.Parameter  # Dynamo does not know the other class
         for each, cls, stored, read in found:
             each.__dict__["_parameters"] = {**stored, **read}
-            _SET_CLASS(each, vars(cls)[_PLAIN_CLASS])
+            _SET_CLASS(each, vars(cls)[PLAIN_CLASS])
             if isinstance(each, nn.RNNBase) and SLOTS in each.__dict__:
                 each.__dict__["_flat_weights"] = [read.get(name) for name in each._flat_weights_names]
         yield

@@ -28,6 +28,7 @@ from ..errors import (
     UnsupportedShardingError,
 )
 from ..ir import UNIT
+from .compiled_block import PLAIN_CLASS
 from .eager_autograd import show_gathered
 from .parameter_slot import is_substitute, slots_of, stored_parameters
 from .regroup import copy_sharded
@@ -97,7 +98,7 @@ class FSDPModule(TorchFSDPModule):
 
         Without arguments (copying, unpickling): an empty object of this class.
         """
-        plain: Any = getattr(cls, "_graphshard_plain_class", None)
+        plain: Any = getattr(cls, PLAIN_CLASS, None)
         if plain is not None and (args or kwargs):
             return plain(*args, **kwargs)
         return super(TorchFSDPModule, cls).__new__(cls)

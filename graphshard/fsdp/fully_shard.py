@@ -33,7 +33,7 @@ from ..errors import (
     UnsupportedShardingError,
 )
 from ..ir import NO_AXIS, READ_WHOLE, UNIT, MeshAxis, axis_of
-from .compiled_block import wrap_compiled_forward
+from .compiled_block import PLAIN_CLASS, wrap_compiled_forward
 from .fsdp_module import FSDPModule, state_for_torch
 from .gather_extensions import has_extension, refuse_wrapper, why_untraceable
 from .parameter_slot import ParameterSlot, slots_of, store_parameters, stored_parameters
@@ -431,4 +431,4 @@ def _reshard(module: nn.Module, *_: Any) -> None:
 
 def _plain_class(owner: nn.Module) -> Any:
     """The class that the user wrote, also if it was swapped before."""
-    return getattr(type(owner), "_graphshard_plain_class", type(owner))
+    return getattr(type(owner), PLAIN_CLASS, type(owner))

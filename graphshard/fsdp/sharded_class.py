@@ -30,7 +30,14 @@ from .._compat_frames import (
 from ..errors import ParameterStateError, ShardingError, UnsupportedShardingError
 from ..ir import UNIT
 from ..tensor_trees import cast_tensors, move_tensors
-from .compiled_block import RUNS, call_part, is_compiled_alone, run_on_full_parameters
+from .compiled_block import (
+    PLAIN_CLASS,
+    RUNS,
+    call_part,
+    is_compiled_alone,
+    put_around,
+    run_on_full_parameters,
+)
 from .eager_autograd import (
     drop_prefetched,
     finish_reads,
@@ -216,8 +223,8 @@ def _ignore(self: nn.Module, value: Any) -> None:
 
 def _set_class(self: nn.Module, cls: type[nn.Module]) -> None:
     """The setter of ``__class__``: a class that the user gives is made one of a sharded module."""
-    plain = vars(cls).get("_graphshard_plain_class", cls)
-    if plain is not cls or not hasattr(cls, "_graphshard_plain_class"):
+    plain = vars(cls).get(PLAIN_CLASS, cls)
+    if plain is not cls or not hasattr(cls, PLAIN_CLASS):
         cls = sharded_class(
             plain, tuple(self.__dict__.get(SLOTS, {})), empty_names(self), UNIT in self.__dict__
         )
@@ -238,7 +245,7 @@ def sharded_class(
     body: dict[str, Any] = {name: _make_property(name) for name in names}
     body.update({name: empty_property(name) for name in empty})
     body["__module__"] = cls.__module__
-    body["_graphshard_plain_class"] = cls
+    body[PLAIN_CLASS] = cls
     body["__class__"] = property(type, _set_class)
     body["compile"] = _compile
     for method in (_named_parameters, _get_parameter):
@@ -302,15 +309,12 @@ def wrap_own_forward(module: nn.Module) -> None:
     """
     own = module.__dict__.get("forward")
     if own is not None and not hasattr(own, RUNS):
-        # A partial, unlike a closure, is deep-copied with the module that it is bound to.
-        wrapped: Any = functools.update_wrapper(functools.partial(_own_forward_runner(), module, own), own)
-        setattr(wrapped, RUNS, own)
-        module.__dict__["forward"] = wrapped
+        put_around(module, _own_forward_runner(), own)
 
 
 def _compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
     """``nn.Module.compile``."""
-    plain: type[nn.Module] = self._graphshard_plain_class
+    plain: type[nn.Module] = getattr(self, PLAIN_CLASS)
     plain.compile(self, *args, **kwargs)
     wrap_compiled_call(self)
 
@@ -336,7 +340,7 @@ def _call_compiled(module: nn.Module, compiled: Callable[..., Any], *args: Any, 
 
 def _set_state(self: nn.Module, state: dict[str, Any]) -> None:
     """``nn.Module.__setstate__``. The wrapper that ``torch.compile`` returns sets a forward of its own there."""
-    plain: type[nn.Module] = self._graphshard_plain_class
+    plain: type[nn.Module] = getattr(self, PLAIN_CLASS)
     plain.__setstate__(self, state)
     wrap_own_forward(self)
 

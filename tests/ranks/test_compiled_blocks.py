@@ -240,6 +240,17 @@ def pass_options_to_a_block() -> None:
     assert len(told) == 1 and "memory_budget, planning_seconds without effect: this block is" in told[0]
 
 
+def _with_compiled(block: nn.Module, backend: str) -> tuple[nn.Module, nn.Module]:
+    """A model with a block, and its sharded copy whose block is compiled."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(block, nn.Linear(WIDTH, WIDTH))
+    model = copy.deepcopy(reference)
+    for each in (model[0], model):
+        fully_shard(each, mesh=world_mesh())
+    model[0].compile(backend=backend)
+    return reference, model
+
+
 class Replaces(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.scale = nn.Parameter(torch.ones(WIDTH))
@@ -247,10 +258,7 @@ class Replaces(Block):
 
 
 def replace_inside() -> None:
-    model = nn.Sequential(Replaces(), nn.Linear(WIDTH, WIDTH))
-    for each in (model[0], model):
-        fully_shard(each, mesh=world_mesh())
-    model[0].compile(backend="eager")
+    _, model = _with_compiled(Replaces(), "eager")
     scale = model[0].scale
     with pytest.raises(ParameterStateError, match=r"parameter 0\.scale is replaced in the forward of a compiled block"):
         model(batch(0))
@@ -269,12 +277,7 @@ class Recurrent(nn.Module):
 
 
 def run_recurrent_block() -> None:
-    torch.manual_seed(0)
-    reference = nn.Sequential(Recurrent(), nn.Linear(WIDTH, WIDTH))
-    model = copy.deepcopy(reference)
-    for each in (model[0], model):
-        fully_shard(each, mesh=world_mesh())
-    model[0].compile(backend="aot_eager")
+    reference, model = _with_compiled(Recurrent(), "aot_eager")
     for _ in range(2):
         x = batch(0)
         dist.broadcast(x.data, 0)
@@ -427,12 +430,7 @@ class Late(Block):
 
 def make_parameters_inside() -> None:
     """What is no shard stays with its module, as without a compiler."""
-    torch.manual_seed(0)
-    reference = nn.Sequential(Late(), nn.Linear(WIDTH, WIDTH))
-    model = copy.deepcopy(reference)
-    for each in (model[0], model):
-        fully_shard(each, mesh=world_mesh())
-    model[0].compile(backend="eager")
+    reference, model = _with_compiled(Late(), "eager")
     made = None
     for _ in range(2):
         for each in (reference, model):

@@ -144,6 +144,12 @@ def simulate(problem: Problem, steps: Sequence[Step], *, machine: Machine | None
     )
 
 
+def cost_of(problem: Problem, steps: Sequence[Step], machine: Machine) -> tuple[float, int]:
+    """Seconds, rounded to what a sum of them is sure of, and bytes at the peak: schedules compare by it."""
+    simulation = simulate(problem, steps, machine=machine)
+    return float(f"{simulation.seconds:.9g}"), simulation.peak_bytes
+
+
 def _why_not_run(machine: Machine, state: State) -> str:
     due = machine.must_wait(state)
     if due:

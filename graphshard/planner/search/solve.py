@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...errors import InfeasibleBudgetError, PlanError, ProblemError
 from ...progress import TimeLimit
 from .beam import Beam, good_schedule
 from .bound import gap, lower_bounds
-from .condense import both_ends, condense, expand
+from .condense import condense, expand
 from .exact import TooLargeError, best_schedule, least_peak
 from .feasible import constrained_schedules
 from .large_buckets import in_large_buckets
@@ -20,7 +20,8 @@ from .local_search import polished
 from .machine import Machine, Step
 from .plan import Plan, make_plan
 from .problem import Problem, RememberedPrices
-from .simulate import simulate
+from .searches import BEAMS, FIXED_SEARCHES, MANY, RULES, is_hopeless, promising
+from .simulate import cost_of, simulate
 
 #: A problem of at most so many collectives, and tasks after condensing, is solved exactly.
 EXACT_COLLECTIVES, EXACT_TASKS = 10, 40
@@ -32,50 +33,9 @@ EXACT_STATES, MOST_EXACT_STATES = 30_000, 400_000
 #: States that the exact search looks at in a second, roughly.
 _STATES_A_SECOND = 10_000
 
-#: Searches whose buckets end at multiples of a length: quick, and mostly the best.
-ALIGNED = tuple(Beam(width=8, shared_by=1, aligned=length) for length in (6, 4, 8, 5, 9, 3, 7, 12, 2, 18))
-
-#: Searches with buckets of any length. If the first is slower by ``FAR_BEHIND`` than the best so far, the others are
-#: left out.
-NARROW, FAR_BEHIND = 2, 1.1
-FREE = (
-    *(Beam(width=NARROW, shared_by=share) for share in (9, 3, 1, 16)),
-    Beam(width=NARROW, shared_by=1, splits_small=True),
-)
-
-#: Searches for every problem, in the order in which they are tried.
-BEAMS = (Beam(width=NARROW, merges=False), *ALIGNED, *FREE)
-
-#: Searches that take longer, for problems of at most ``MANY`` collectives. One is left out if its narrow twin found
-#: nothing, or was slower by ``BEHIND`` than the best so far.
-BEHIND = 1.03
-WIDE_BEAMS = (
-    Beam(width=8, shared_by=9),
-    Beam(width=8, shared_by=16),
-    Beam(width=8, shared_by=1, splits_small=True),
-)
-MANY = 150
-
-#: List schedules, tried if no beam came close to the bound.
-RULES = tuple(
-    Rule(num_gathers=gathers, num_reductions=reductions)
-    for gathers, reductions in itertools.product((1, 8, 32, 64), repeat=2)
-)
-
 _TOO_MANY_WISHES = (
     "no schedule is found that keeps the buckets, prefetches and limits that were asked for, whatever the "
     "budget; ask for fewer of them"
-)
-
-#: A larger problem runs so many of the searches with buckets of any length: the best on a sample of about ``SAMPLE``
-#: collectives.
-SAMPLE, NUM_DEAR = 120, 2
-
-#: Searches for problems whose buckets are all fixed.
-FIXED_SEARCHES: tuple[Beam | Rule, ...] = (
-    Beam(width=NARROW),
-    Rule(num_gathers=1, num_reductions=1),
-    Beam(width=8),
 )
 
 #: Where few buckets are preferred: the largest are taken that are predicted at most ``LARGE_WORTH`` slower than the
@@ -168,16 +128,17 @@ def _solved(
     Raises:
         InfeasibleBudgetError, ProblemError: as for :func:`plan`.
     """
-    found = [*known, *(steps for steps in [in_place(problem)] if is_possible(problem, steps))]
-    searched = list(_searched(problem, limit=effort.limit)) if start is None else []
-    found += [steps for _, steps in searched] if start is None else [start]
-    if not found:
-        found.append(_leanest_in_budget(problem))
-    best = _best(problem, found, bearable)
+    if start is None:
+        searched = list(_searched(problem, limit=effort.limit))
+        placed = [steps for steps in [in_place(problem)] if is_possible(problem, steps)]
+        found = [*known, *placed, *(steps for _, steps in searched)] or [_leanest_in_budget(problem)]
+    else:
+        searched, found = [], [start]
+    best = _best(problem, [*known, *found], bearable)
     exact = _exactly(problem, best, effort.states(EXACT_STATES))
     if exact is None:
         if effort.polishes and not effort.limit.is_over() and _is_worth_more(problem, best):
-            improved = _improved(problem, found if start is None else [start], searched, best, effort.limit)
+            improved = _improved(problem, found, searched, best, effort.limit)
             best = _best(problem, [best, *improved], bearable)
         if effort.exact_states > EXACT_STATES:
             exact = _exactly(problem, best, effort.states(effort.exact_states))
@@ -263,17 +224,12 @@ def can_start(problem: Problem, steps: Sequence[Step]) -> bool:
 def _best(problem: Problem, schedules: Sequence[list[Step]], bearable: float) -> list[Step]:
     """The fastest; without a budget, the leanest of those hardly slower and within ``bearable`` seconds."""
     machine = Machine(problem, budget_bytes=None)
-    costs = [_cost(problem, steps, machine) for steps in schedules]
+    costs = [cost_of(problem, steps, machine) for steps in schedules]
     fastest = most = min(costs)[0]
     if problem.budget_bytes is None:
         most = max(fastest, min(bearable, fastest * (1 + HARDLY_SLOWER)))
     tied = [place for place, (seconds, _) in enumerate(costs) if seconds <= most]
     return schedules[min(tied, key=lambda place: costs[place][::-1])]
-
-
-def _cost(problem: Problem, steps: Sequence[Step], machine: Machine) -> tuple[float, int]:
-    simulation = simulate(problem, steps, machine=machine)
-    return float(f"{simulation.seconds:.9g}"), simulation.peak_bytes
 
 
 def _searched(
@@ -287,12 +243,12 @@ def _searched(
     bounds = lower_bounds(problem)
     machine = Machine(small, budget_bytes=small.budget_bytes)
     free = Machine(small, budget_bytes=None)
-    every: Iterator[Beam | Rule] = itertools.chain(_promising(small), RULES)
+    every: Iterator[Beam | Rule] = itertools.chain(promising(small), RULES)
     found: dict[Beam | Rule, float] = {}
     for search in every if searches is None else searches:
         if len(found) > 1 and limit.is_over():
             return
-        if searches is None and _is_hopeless(search, found):
+        if searches is None and is_hopeless(search, found):
             continue
         steps = (
             good_schedule(small, search, machine=machine)
@@ -306,44 +262,12 @@ def _searched(
                 return
 
 
-def _is_hopeless(search: Beam | Rule, found: Mapping[Beam | Rule, float]) -> bool:
-    """Whether searches like this one, which took less, were far behind the best so far."""
-    if search in WIDE_BEAMS:
-        assert isinstance(search, Beam)
-        twin = found.get(replace(search, width=NARROW), math.inf)
-        return bool(found) and twin > BEHIND * min(found.values())
-    return search in FREE and FREE[0] in found and found[FREE[0]] > FAR_BEHIND * min(found.values())
-
-
-def _promising(problem: Problem) -> Iterator[Beam]:
-    """The searches worth their time: first the one without merging, which is the quickest, then best first.
-
-    For a large problem all are narrow: the quick ones, and of the others those that do best on its two ends.
-    """
-    yield BEAMS[0]
-    if len(problem.collectives) <= MANY:
-        yield from (*BEAMS[1:], *WIDE_BEAMS)
-        return
-    ends = both_ends(problem, SAMPLE)
-    machine = Machine(ends, budget_bytes=ends.budget_bytes)
-    free = Machine(ends, budget_bytes=None)
-    narrow = [replace(beam, width=NARROW) for beam in BEAMS[1:]]
-    costs = []
-    for place, beam in enumerate(narrow):
-        steps = good_schedule(ends, beam, machine=machine)
-        cost = _cost(ends, steps, free) if steps is not None else (float("inf"), 0)
-        costs.append((*cost, place))
-    ranked = [narrow[place] for *_, place in sorted(costs)]
-    dear = [beam for beam in ranked if not beam.aligned]
-    yield from (beam for beam in ranked if beam not in dear[NUM_DEAR:])
-
-
 def _known_unless_better(problem: Problem, known: list[list[Step]], best: list[Step]) -> list[Step]:
     """A known schedule if the best is no faster and hardly leaner (replanning changes nothing), else the best."""
     machine = Machine(problem, budget_bytes=None)
-    seconds, peak = _cost(problem, best, machine)
+    seconds, peak = cost_of(problem, best, machine)
     for steps in known:
-        found = _cost(problem, steps, machine)
+        found = cost_of(problem, steps, machine)
         if found[0] <= seconds and found[1] <= HARDLY_LEANER * peak:
             return steps
     return best
@@ -368,15 +292,15 @@ def _improved(
 ) -> list[list[Step]]:
     """Schedules found by the best searches with less memory, and by small changes."""
     machine = Machine(problem, budget_bytes=None)
-    costs = {_cost(problem, steps, machine): steps for steps in [*found, best]}
-    budget, peak = problem.budget_bytes, _cost(problem, best, machine)[1]
+    costs = {cost_of(problem, steps, machine): steps for steps in [*found, best]}
+    budget, peak = problem.budget_bytes, cost_of(problem, best, machine)[1]
     if budget is not None and peak > SHARES[-1] * budget:
-        ranked = sorted(searched, key=lambda one: _cost(problem, one[1], machine))
+        ranked = sorted(searched, key=lambda one: cost_of(problem, one[1], machine))
         searches = [search for search, _ in ranked[:NUM_AGAIN]]
         for share in SHARES:
             less = replace(problem, budget_bytes=round(share * budget))
             costs |= {
-                _cost(problem, steps, machine): steps for _, steps in _searched(less, searches, limit=limit)
+                cost_of(problem, steps, machine): steps for _, steps in _searched(less, searches, limit=limit)
             }
     first = [costs[cost] for cost in sorted(costs)[:NUM_POLISHED]]
     return [polished(problem, steps, limit) for steps in first if not limit.is_over()]

@@ -15,7 +15,6 @@ from graphshard.planner.search.machine import Step
 from graphshard.planner.search.problem import Collective, Problem, Task
 from graphshard.planner.search.simulate import simulate
 from graphshard.planner.search.solve import Effort, in_place, is_possible, plan
-from graphshard.progress import TimeLimit
 
 RANDOM = [random_problem(seed, most=6, num_tasks=6, with_memory=True) for seed in range(900, 930)]
 
@@ -224,29 +223,3 @@ def test_a_state_that_is_better_in_anything_is_followed(name):
     more = replace(state, **{name: getattr(state, name) + 1})
     assert polish._is_no_better(more, state) and not polish._is_no_better(state, more)
     assert not polish._is_no_better(replace(state, waited=0), state)
-
-
-def test_a_wide_search_is_left_out_where_its_narrow_twin_is_behind_or_found_nothing():
-    wide, other = solve.WIDE_BEAMS[0], solve.BEAMS[0]
-    narrow = replace(wide, width=solve.NARROW)
-    assert narrow in solve.FREE
-    assert solve._is_hopeless(wide, {other: 1.0, narrow: 1.05})
-    assert not solve._is_hopeless(wide, {other: 1.0, narrow: 1.02})
-    assert solve._is_hopeless(wide, {other: 1.0})
-    assert not solve._is_hopeless(wide, {})
-
-
-def test_searches_that_are_asked_for_all_run():
-    wide = solve.WIDE_BEAMS[0]
-    found = solve._searched(RANDOM[0], (solve.ALIGNED[0], wide), limit=TimeLimit())
-    assert [search for search, _ in found] == [solve.ALIGNED[0], wide]
-
-
-def test_searches_with_free_buckets_are_left_out_where_the_first_is_far_behind():
-    first, second = solve.FREE[:2]
-    aligned = solve.ALIGNED[0]
-    assert solve._is_hopeless(second, {aligned: 1.0, first: 1.2})
-    assert not solve._is_hopeless(second, {aligned: 1.0, first: 1.05})
-    assert not solve._is_hopeless(second, {aligned: 1.0})
-    assert not solve._is_hopeless(aligned, {first: 1.2, second: 1.0})
-
