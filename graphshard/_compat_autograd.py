@@ -115,10 +115,20 @@ def accumulates_in_leaf(node: Any, *, is_in_order: bool) -> bool:
         or torch.is_grad_enabled()
     ):
         return False
+    return is_in_backward(node)
+
+
+def backward_id() -> int:
+    """A number for the running backward; one inside of another has its own (checked: 2.13)."""
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
+def is_in_backward(node: Any) -> bool:
+    """Whether the running backward runs a node, or has run it (checked: 2.13)."""
     try:
         is_run: bool = torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        # Of a leaf that torch.autograd.grad was given; or another engine runs the backward.
+    except RuntimeError:  # of a leaf that torch.autograd.grad was given; or another engine runs the backward
         return False
     return is_run
 

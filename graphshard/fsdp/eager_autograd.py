@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from .._compat import gradients_are_boxed, in_backward, in_recomputation, is_tracing
-from .._compat_autograd import accumulates_in_leaf, are_in_order
+from .._compat_autograd import accumulates_in_leaf, are_in_order, backward_id, is_in_backward
 from ..ir import COMMS
 from ..tensor_trees import tensors_in
 from .eager_collectives import reduce_together
@@ -46,7 +46,9 @@ class _GatherUnit(torch.autograd.Function):
         # What a gather returns are views, to which autograd lets nobody write in place.
         held = [slot.as_held(full) for slot, full in zip(slots, unit.gather(slots), strict=True)]
         fulls = tuple(full.data if type(full) is Tensor else full for full in held)
-        ctx.is_own = reads is not None
+        ctx.is_own, ctx.is_again, ctx.ran_in = reads is not None, in_backward(), None
+        if ctx.is_own:
+            unit.note_graph(ctx)
         ctx.is_complex = [slot.is_complex for slot in slots]
         # A module that shows the result would keep itself alive through the unit: no garbage collector sees that.
         ctx.unit = weakref.ref(unit) if is_shown else lambda: unit
@@ -88,20 +90,27 @@ class _GatherUnit(torch.autograd.Function):
             ctx.slots and ctx.slots[0].arguments is not ctx.arguments
         ):  # a setting has changed since the forward
             ctx.calls = [slot.reduction_of(shard_data(slot)) for slot in ctx.slots]
+        unit = ctx.unit()
+        waits = unit is not None and not is_recorded and _waits(ctx, unit, grads)
         given, calls = [], []
         for index in range(num_grads):
             grad, grads[index] = grads[index], None
-            if grad is not None:
+            if grad is None and not waits and unit is not None and ctx.slots:
+                grad = unit.take_unreduced(ctx.slots[index].name)
+            elif grad is not None:
                 grad = torch.view_as_real(grad.resolve_conj()) if ctx.is_complex[index] else grad
+            if grad is not None:
                 given.append(index)
                 calls.append(ctx.calls[index].with_gradient(grad, ctx.handle))
         grad = None
-        unit = ctx.unit()
         if unit is not None and ctx.is_own:
+            unit.owes_reduction = False
             unit.end_of_gradients()
+        elif unit is not None:
+            unit.owes_reduction |= waits
             if other := unit.tree.behind.pop(unit.label, None):
                 other.prefetch_for_backward()
-        reduced = unit.reduce(calls) if unit is not None else reduce_together(calls)
+        reduced = unit.reduce(calls, waits=waits) if unit is not None else reduce_together(calls)
         result: list[Tensor | None] = [None] * num_grads
         leaves = ctx.next_functions
         by_index = dict(zip(given, reduced, strict=True))
@@ -121,6 +130,24 @@ class _GatherUnit(torch.autograd.Function):
                 else:
                     result[index] = reduced_grad
         return (None, None, None, None, *result)
+
+
+def _waits(ctx: Any, unit: Unit, grads: list[Tensor | None]) -> bool:
+    """Whether gradients are added up, and reduced with those that the running backward comes to later.
+
+    So it is where the backward will come to another forward of the unit, and where a reentrant checkpoint runs a part of
+    a forward again: FSDP2 reduces a unit once as well.
+    """
+    if not ctx.slots:
+        return False
+    if ctx.is_own:
+        ctx.ran_in = backward_id()
+        return not ctx.is_again and any(
+            node.ran_in != ctx.ran_in and is_in_backward(node) for node in unit.graphs()
+        )
+    leaves = [node for (node, _), grad in zip(ctx.next_functions, grads, strict=True) if grad is not None]
+    is_in_order = are_in_order(grads)
+    return ctx.is_again and all(accumulates_in_leaf(leaf, is_in_order=is_in_order) for leaf in leaves)
 
 
 @once_differentiable
@@ -204,12 +231,14 @@ def watch_backward(unit: Unit, outputs: Any) -> None:
         return
     tree, reads = unit.tree, unit.in_use
     around = tuple(tree.running[:-1])
-    enter = _EnterBackward(unit, around, tree.last_forward, reads.gathers, reads.span)
+    previous = None if in_backward() else tree.last_forward  # a part that runs again has none before it
+    enter = _EnterBackward(unit, around, previous, reads.gathers, reads.span)
     watched = [each for each in tensors_in(outputs) if each.requires_grad and each.grad_fn is not None]
     for output in watched:
         _hook_first(output, enter)
     reads.span.num_to_enter += bool(watched)
-    tree.last_forward = unit
+    if not in_backward():
+        tree.last_forward = unit
 
 
 @dataclass(eq=False, slots=True)

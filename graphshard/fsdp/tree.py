@@ -116,6 +116,7 @@ class TreeUnit(UnitState, Protocol):
     in_backward: bool
     is_entered: bool
     is_between: bool
+    owes_reduction: bool
     between: ForwardReads | None
     successors: list[TreeUnit]
     handle: Tensor
@@ -383,6 +384,8 @@ class Tree:
         for other in list(self.gathered_again):
             if other.is_entered and not other.is_between and other is not unit and other not in around:
                 other.leave_backward()
+                if other.owes_reduction:
+                    other.reduce_left_over()
         unit.is_entered = True
 
     def queue_end_of_backward(self) -> None:
@@ -404,7 +407,7 @@ class Tree:
         units = self.units()
         for unit in units:
             unit.end_backward()
-            if self.is_last_backward:
+            if self.is_last_backward or unit.owes_reduction:
                 unit.reduce_left_over()
             unit.finish_gradients()
         self.waiting = any(unit.is_waiting for unit in units)

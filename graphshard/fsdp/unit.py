@@ -247,13 +247,13 @@ class Unit(UnitGradients):
             self.tree.queue_end_of_backward()
 
     def leave_backward(self) -> None:
-        """Frees what was gathered for the backward, unless ``unshard()`` shows it or the unit keeps it."""
+        """Frees what was gathered for the backward, unless ``unshard()`` shows it or the next forward is to have it."""
         if not self.in_backward:
             return
         self.in_backward = self.is_entered = self.is_between = False
         self.tree.gathered_again.remove(self)
         is_shown = any(slot.hidden is not None for slot in self.slots) and not self.shows_kept
-        if not is_shown and not self.keeps_from_forward:
+        if not is_shown and self.reshard_after_backward and not self.stays_gathered:
             self._gathered.clear()
 
     def end_of_gradients(self) -> None:

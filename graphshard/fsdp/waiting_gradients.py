@@ -116,6 +116,7 @@ class UnitGradients:
 
     Attributes:
         steps_optimizers: backwards step the optimizers that ``_apply_optimizer_in_backward`` has made, as FSDP1's do.
+        owes_reduction: the running backward has added up gradients that it reduces once it leaves the unit.
     """
 
     tree: Tree
@@ -125,8 +126,10 @@ class UnitGradients:
     all_reduce_grads: bool = True
     reduces_unused: bool = False
     steps_optimizers: bool = False
+    owes_reduction: bool = False
     gradients: WaitingGradients = field(default_factory=WaitingGradients)
     _has_run: bool = False
+    _graphs: list[ref[Any]] = field(default_factory=list)
 
     @property
     def unreduced(self) -> dict[str, Tensor]:
@@ -147,10 +150,19 @@ class UnitGradients:
         """Notes that a forward with gradients has run: the unit takes part in the reductions of its backward."""
         self._has_run = True
 
+    def note_graph(self, node: Any) -> None:
+        """Notes the node by which the graph of an uncompiled forward of the unit reads its parameters."""
+        self._graphs = [reference for reference in self._graphs if reference() is not None]
+        self._graphs.append(ref(node))
+
+    def graphs(self) -> Iterator[Any]:
+        """These nodes of the graphs that autograd still holds."""
+        return filter(None, [reference() for reference in self._graphs])
+
     def drop_gradients(self) -> None:
         """Forgets gradients that wait, and that a forward has run."""
         self.gradients.clear()
-        self._has_run = False
+        self._has_run = self.owes_reduction = False
 
     def drop_gradient(self, name: str) -> None:
         """Forgets the gradient of a parameter that waits for a reduction."""
@@ -176,10 +188,21 @@ class UnitGradients:
         self.gradients.add_partial(name, grad)
         self.tree.waiting = True
 
-    def reduce(self, calls: list[ReduceGradCall]) -> list[Tensor | None]:
-        """Reduces gradients in an uncompiled backward, and takes them out of the list; None for each that waits."""
+    def take_unreduced(self, name: str) -> Tensor | None:
+        """The full gradient of a parameter that waits, which the next reduction takes along; None without one."""
+        if not self.reduce_grads or self.reduces_unused:
+            return None
+        return self.gradients.unreduced.pop(name, None)
+
+    def reduce(self, calls: list[ReduceGradCall], *, waits: bool = False) -> list[Tensor | None]:
+        """Reduces gradients in an uncompiled backward, and takes them out of the list; None for each that waits.
+
+        Args:
+            calls: the gradients.
+            waits: all wait for a later reduction in this backward.
+        """
         self.tree.queue_end_of_backward()
-        if self.reduce_grads and not self.reduces_unused:
+        if self.reduce_grads and not self.reduces_unused and not waits:
             return self._reduce_now(calls)
         for call in calls:
             self.add_unreduced(call.name, call.grad.to(call.reduce_dtype or call.grad.dtype, copy=True))
@@ -216,6 +239,7 @@ class UnitGradients:
 
     def reduce_left_over(self) -> None:
         """Reduces gradients that wait, and zeros for unused parameters, at the end of a backward."""
+        self.owes_reduction = False
         if not self.reduce_grads:
             return
         waiting = set(self.unreduced) | (set(self.partial) if self.all_reduce_grads else set())

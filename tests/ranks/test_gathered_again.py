@@ -478,3 +478,147 @@ def test_a_unit_of_two_modules_is_gathered_once_a_forward(run_on_gloo_ranks, imp
         counts = run_on_gloo_ranks(2, run_units_of_two_modules, implementation, reshard, tied)
         assert [counts[0][index] for index in (0, 3)] == [(2, again, 2)] * 2
         assert counts[0] == counts[1]
+
+
+class Half(nn.Module):
+    """Computes its second half as a function says: in a checkpoint, for instance."""
+
+    def __init__(self, call: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.rest = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.rest, self.first(x).tanh())
+
+
+class Halves(nn.Module):
+    """Such blocks and a head, all called ``call``'s way if that is for the blocks."""
+
+    def __init__(self, inside: Callable[..., Tensor], outside: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Half(inside) for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.call = outside
+
+    def loss(self, step: int, num_blocks: int = 3) -> Tensor:
+        return self(batch(step), num_blocks).square().mean()
+
+    def forward(self, x: Tensor, num_blocks: int) -> Tensor:
+        for block in self.blocks[:num_blocks]:
+            x = self.call(block, x)
+        return self.head(x)
+
+
+def one_forward(model: Halves) -> None:
+    model.loss(0).backward()
+
+
+def three_forwards(model: Halves) -> None:
+    sum(model.loss(step) for step in range(3)).backward()
+
+
+def three_backwards(model: Halves) -> None:
+    for loss in [model.loss(step) for step in range(3)]:
+        loss.backward()
+
+
+def fewer_parameters(model: Halves) -> None:
+    """The forward whose backward comes last does not use all units."""
+    few = model.loss(0, num_blocks=1)
+    (few + model.loss(1)).backward()
+
+
+def backwards_that_overlap(model: Halves) -> None:
+    """The second backward visits one of two forwards."""
+    losses = [model.loss(step) for step in range(2)]
+    sum(losses).backward(retain_graph=True)
+    losses[0].backward()
+
+
+def micro_batches(model: Halves) -> None:
+    """As pipelines accumulate: nothing is reduced, and nothing freed after the backward, until the last one."""
+    for step in range(3):
+        if hasattr(model, "reshard"):
+            model.set_requires_gradient_sync(step == 2)
+            model.set_reshard_after_backward(step == 2)
+        model.loss(step).backward()
+
+
+def plain(block: nn.Module, x: Tensor) -> Tensor:
+    return block(x)
+
+
+#: Who trains, and how parts of blocks and blocks are called.
+COUNTED = [
+    *((train, plain, plain) for train in (three_forwards, three_backwards, fewer_parameters)),
+    *((train, plain, plain) for train in (backwards_that_overlap, micro_batches)),
+    (one_forward, reentrant, plain),
+    (three_forwards, reentrant, plain),
+    (micro_batches, reentrant, plain),
+    (one_forward, plain, reentrant),
+    (three_forwards, checkpointed, plain),
+]
+
+
+def count_collectives_of_both() -> list[tuple[str, dict[str, int], dict[str, int]]]:
+    """Gathers and reductions, of FSDP2 and here; the gradients are those of the unsharded model."""
+    found = []
+    for train, inside, outside in COUNTED:
+        name = f"{train.__name__}, {inside.__name__}, {outside.__name__}"
+        torch.manual_seed(0)
+        reference = Halves(inside, outside)
+        models = [copy.deepcopy(reference) for _ in range(2)]
+        counts = []
+        for implementation, model in zip(("fsdp2", "sharded"), models, strict=True):
+            shard_units(implementation, model, list(model.blocks), reshard_after_forward=True)
+            with count_collectives() as counted:
+                train(model)
+            counts.append(dict(counted))
+        train(reference)
+        for (path, parameter), expected in zip(
+            models[1].named_parameters(), reference.parameters(), strict=True
+        ):
+            dist.all_reduce(expected.grad, dist.ReduceOp.AVG)
+            torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad, msg=f"{name}: {path}")
+        found.append((name, *counts))
+    return found
+
+
+def test_collectives_are_as_many_as_fsdp2s(run_on_gloo_ranks):
+    """Several forwards before a backward, reentrant checkpoints, accumulation: one reduction a unit and backward."""
+    for name, theirs, ours in run_on_gloo_ranks(2, count_collectives_of_both)[0]:
+        # FSDP2 reduces each checkpoint of the earlier backwards alone.
+        fewer = {"reductions": 4} if name == "three_forwards, reentrant, plain" else {}
+        assert ours == theirs | fewer, name
+
+
+def differentiate_two_forwards() -> None:
+    """``torch.autograd.grad`` returns the sum. After a backward that raises, ``zero_grad`` drops what was added up."""
+    torch.manual_seed(0)
+    reference = Halves(plain, plain)
+    model = copy.deepcopy(reference)
+    shard_units("sharded", model, list(model.blocks), reshard_after_forward=True)
+
+    def stop(grad: Tensor) -> None:
+        raise ArithmeticError
+
+    first = model.loss(0)
+    first.register_hook(stop)
+    with pytest.raises(ArithmeticError):
+        (model.loss(1) + first).backward()
+    model.zero_grad()
+    for each in (reference, model):
+        loss = each.loss(0) + each.loss(1)
+        for parameter, grad in zip(
+            each.parameters(), torch.autograd.grad(loss, list(each.parameters())), strict=True
+        ):
+            parameter.grad = grad
+    for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        dist.all_reduce(expected.grad, dist.ReduceOp.AVG)
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+
+
+def test_gradients_of_two_forwards_by_grad(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, differentiate_two_forwards)
