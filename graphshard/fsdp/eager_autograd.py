@@ -135,8 +135,8 @@ class _GatherUnit(torch.autograd.Function):
 def _waits(ctx: Any, unit: Unit, grads: list[Tensor | None]) -> bool:
     """Whether gradients are added up, and reduced with those that the running backward comes to later.
 
-    So it is where the backward will come to another forward of the unit, and where a reentrant checkpoint runs a part of
-    a forward again: FSDP2 reduces a unit once as well.
+    So it is where the backward will come to another forward of the unit, and where a reentrant checkpoint runs a part
+    of a forward again: FSDP2 reduces a unit once as well.
     """
     if not ctx.slots:
         return False

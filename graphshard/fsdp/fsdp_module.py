@@ -190,7 +190,7 @@ class FSDPModule(TorchFSDPModule):
             unit.refresh()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether the backward frees parameters that were kept from the forward. False keeps them."""
+        """Whether the backward frees what the forward kept or, uncompiled, the backward gathered. False keeps it."""
         for unit in _units(self, recurse):
             unit.reshard_after_backward = _flag(reshard_after_backward, "reshard_after_backward")
 

@@ -490,7 +490,7 @@ def test_number_of_ranks_is_refused(run_on_gloo_ranks):
 
 
 def train_with_compute_moved(folder: str, move_compute: bool) -> None:
-    """Products take long on this card, so that those of weights' gradients can hide what `tp` sends; memory is there."""
+    """Products take long on this card, so those of weights' gradients can hide what `tp` sends; memory is there."""
     card = load_card("cpu-ethernet-1g")
     slow = dataclasses.replace(card, peak_flops={name: value / 3e4 for name, value in card.peak_flops.items()})
     workload, mesh = stack_workload(*EVEN), two_dim_mesh()
