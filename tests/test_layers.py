@@ -6,6 +6,7 @@ Every rule is a function of source text, tried on small snippets that break it a
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -106,21 +107,29 @@ PACKAGES = {name for name, path in FILES.items() if path.name == "__init__.py"}
 MODULES = [pytest.param(name, id=name) for name in FILES]
 
 
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """Each file is looked at by several tests."""
+    return ast.parse(source)
+
+
+@functools.cache
 def exported_by(door: str) -> set[str]:
     """The names in ``__all__`` of a room's door; a module may share its name with a function it exports."""
     if door not in PACKAGES:
         return set()
-    for node in ast.parse(FILES[door].read_text()).body:
+    for node in parsed(FILES[door].read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return set(ast.literal_eval(node.value))
     return set()
 
 
+@functools.cache
 def imported_modules(name: str, source: str) -> set[str]:
     """Modules of the project that ``source``, the module ``name``, imports anywhere in its text."""
     base = name if name in PACKAGES else name.rpartition(".")[0]
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -159,6 +168,7 @@ def deep_imports(name: str, source: str) -> list[str]:
     ]
 
 
+@functools.cache
 def import_graph() -> nx.DiGraph:
     """Which file imports which; a name that a door exports counts as an import of the door's file."""
     graph = nx.DiGraph()
@@ -271,7 +281,7 @@ def _dotted(node: ast.expr, aliases: dict[str, str]) -> str | None:
 
 
 def _torch_names(source: str) -> Iterator[str]:
-    tree = ast.parse(source)
+    tree = parsed(source)
     aliases = _aliases(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -334,7 +344,7 @@ def test_other_underscores_are_fine(source):
 
 def torch_assignments(source: str) -> list[str]:
     """Assignments to attributes of torch."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     aliases = _aliases(tree)
     targets = [
         node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
@@ -376,7 +386,7 @@ def _module_statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 def mutable_state(name: str, source: str) -> list[str]:
     """Module state that may change: containers not named as constants, constants changed, globals, caches."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     problems = []
     for node in _module_statements(tree.body):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]

@@ -255,12 +255,10 @@ def cold_product(device: torch.device, dtype: torch.dtype, side: int) -> Callabl
     """
     each = 3 * side**2 * dtype.itemsize
     cached = 2 * largest_cache_bytes() if device.type == "cpu" else 0
-    operands = itertools.cycle(
-        [
-            [torch.randn(side, side, device=device, dtype=dtype) for _ in range(3)]
-            for _ in range(max(_COLD_BYTES[device.type], cached) // each + 1)
-        ]
-    )
+    drawn = [torch.randn(side, side, device=device, dtype=dtype) for _ in range(3)]
+    # Copies: to draw as many values as a large cache holds takes seconds.
+    count = max(_COLD_BYTES[device.type], cached) // each + 1
+    operands = itertools.cycle([[tensor.clone() for tensor in drawn] for _ in range(count)])
 
     def multiply() -> None:
         left, right, out = next(operands)

@@ -129,9 +129,13 @@ def test_the_help_of_calibrate_says_which_device_it_takes(capsys):
     assert "default cuda under torchrun where there is one, else cpu" in " ".join(capsys.readouterr().out.split())
 
 
-def test_calibrate_writes_a_card_that_cards_shows(tmp_path, capfd):
+@pytest.mark.parametrize(
+    "arguments", [pytest.param([], marks=pytest.mark.slow), ["--nproc", "1", "--like", "h100-sxm"]], ids=["two", "one"]
+)
+def test_calibrate_writes_a_card_that_cards_shows(arguments, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("graphshard.cost.probes.largest_cache_bytes", lambda: 2**20)  # takes time to fill
     out = tmp_path / "here.json"
-    assert main(["calibrate", "--quick", "--out", str(out)]) == 0
+    assert main(["calibrate", "--quick", "--out", str(out), *arguments]) == 0
     printed = capfd.readouterr()
     assert printed.out == f"wrote {out}; use it with hardware={str(out)!r}\n"
     assert "matmul float32" not in printed.err  # progress is for terminals

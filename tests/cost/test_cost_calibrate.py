@@ -30,6 +30,12 @@ def _job(out, **changes):
     return CalibrationJob(out=Path(out), device_type="cpu", sizes=QUICK, num_threads=1, **changes)
 
 
+@pytest.fixture(autouse=True)
+def small_cache(monkeypatch):
+    """What a large cache holds takes seconds to fill, for each product; spawned ranks fill the one that is there."""
+    monkeypatch.setattr(probes_module, "largest_cache_bytes", lambda: 2**20)
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """A card measured on two spawned ranks."""

@@ -584,7 +584,11 @@ def test_terms_that_others_read_are_summed_before_a_cast():
 
 
 @pytest.mark.parametrize(
-    ("held", "before", "after"), [("all", (18, 17280), (16, 13184)), ("norms", (19, 19328), (16, 13184))]
+    ("held", "before", "after"),
+    [
+        pytest.param("all", (18, 17280), (16, 13184), marks=pytest.mark.slow),
+        ("norms", (19, 19328), (16, 13184)),
+    ],
 )
 def test_clean_ups_of_a_block_along_the_sequence(fake_group, held, before, after):
     """Marks of the norms' inputs alone lead to the collectives of the whole plan. Number and bytes over two ranks."""

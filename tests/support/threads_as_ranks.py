@@ -26,7 +26,7 @@ TESTS = Path(__file__).parents[1]
 
 def check_script(script: Path, num_ranks: int, *arguments: str, timeout_s: float = 150) -> None:
     """Runs a script that prints what :func:`run_on_threads` returns, in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     command = [sys.executable, script, *arguments]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
     assert f"trained: {list(range(num_ranks))}" in answer.stdout, answer.stdout + answer.stderr
