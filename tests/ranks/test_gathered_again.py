@@ -490,6 +490,8 @@ class Half(nn.Module):
         self.call = call
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.call is reentrant_whole:
+            return self.call(lambda x: self.rest(self.first(x).tanh()), x)
         return self.call(self.rest, self.first(x).tanh())
 
 
@@ -546,8 +548,20 @@ def micro_batches(model: Halves) -> None:
         model.loss(step).backward()
 
 
+def not_the_last_backward(model: Halves) -> None:
+    """What the backward has added up of a checkpoint does not wait for the last backward."""
+    if hasattr(model, "reshard"):
+        model.set_is_last_backward(False)
+    one_forward(model)
+
+
 def plain(block: nn.Module, x: Tensor) -> Tensor:
     return block(x)
+
+
+def reentrant_whole(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Of all that a block computes: autograd reads none of its parameters outside of the checkpoint."""
+    return checkpoint(function, x, use_reentrant=True)
 
 
 #: Who trains, and how parts of blocks and blocks are called.
@@ -555,6 +569,8 @@ COUNTED = [
     *((train, plain, plain) for train in (three_forwards, three_backwards, fewer_parameters)),
     *((train, plain, plain) for train in (backwards_that_overlap, micro_batches)),
     (one_forward, reentrant, plain),
+    (one_forward, reentrant_whole, plain),
+    (not_the_last_backward, reentrant_whole, plain),
     (three_forwards, reentrant, plain),
     (micro_batches, reentrant, plain),
     (one_forward, plain, reentrant),
