@@ -95,7 +95,7 @@ class NotRootError(GraphShardError, RuntimeError):
     """A method that concerns the whole model was called on an inner unit. Remedy: call it on the outermost unit."""
 
 
-class TrainingStateError(GraphShardError, AssertionError, ValueError):
+class TrainingStateError(GraphShardError, AssertionError, ValueError, RuntimeError):
     """A method of a wrapper was called in a state in which it cannot run: inside a forward, for instance.
 
     Remedy: call it at the place that the message names, between training steps most often.

@@ -87,7 +87,8 @@ ARGUMENTS = {
 FSDP_MODULE = """
     unshard reshard reset_iter_state zero_grad set_requires_gradient_sync set_requires_all_reduce
     set_reshard_after_forward
-    set_reshard_after_backward set_is_last_backward set_gradient_divide_factor set_reduce_scatter_divide_factor
+    set_reshard_after_backward set_is_last_backward set_manual_backward_finalization finalize_backward
+    set_keep_unsharded_storage set_gradient_divide_factor set_reduce_scatter_divide_factor
     set_force_sum_reduction_for_comms set_modules_to_forward_prefetch set_modules_to_backward_prefetch
     set_custom_all_gather set_custom_reduce_scatter set_all_reduce_hook set_post_optim_event
     set_reduce_scatter_unused_params set_reduce_scatter_max_input_buffers set_separate_reduce_scatter_group

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
-from torch.distributed.tensor import DTensor
 
 from .._compat import group_by_name
 from .._compat_composable import StateForTorch
@@ -23,18 +22,17 @@ from ..errors import (
     NotRootError,
     OptionError,
     OptionTypeError,
-    ParameterStateError,
     ShardingError,
     UnsupportedShardingError,
 )
 from ..ir import UNIT
 from .compiled_block import PLAIN_CLASS
 from .eager_autograd import show_gathered
-from .parameter_slot import is_substitute, slots_of, stored_parameters
+from .parameter_slot import slots_of
 from .regroup import copy_sharded
-from .shard_parameter import changed_only, units_read_in
+from .shard_parameter import changed_only, refuse_unsharded_state, units_read_in
 from .unit import Unit
-from .waiting_gradients import zero_gradients
+from .waiting_gradients import finalize_backward, flag, set_manual_backward_finalization, zero_gradients
 
 #: Marks what changes parameters: Dynamo would trace it, and lose parameters when it writes back the modules' dicts.
 _untraced = torch.compiler.disable(
@@ -109,7 +107,7 @@ class FSDPModule(TorchFSDPModule):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """The method of nn.Module that every ``load_state_dict`` calls; refuses values that are not sharded."""
-        _refuse_unsharded_state(self, state_dict, prefix)
+        refuse_unsharded_state(self, state_dict, prefix)
         super(TorchFSDPModule, self)._load_from_state_dict(state_dict, prefix, *args)
 
     @_untraced
@@ -173,18 +171,16 @@ class FSDPModule(TorchFSDPModule):
         The next backward that reduces includes the sum.
         """
         for unit in _units(self, recurse):
-            unit.reduce_grads = unit.all_reduce_grads = _flag(
-                requires_gradient_sync, "requires_gradient_sync"
-            )
+            unit.reduce_grads = unit.all_reduce_grads = flag(requires_gradient_sync, "requires_gradient_sync")
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backwards sum gradients over the replicate axis. False keeps the sum of each shard group."""
         for unit in _units(self, recurse):
-            unit.all_reduce_grads = _flag(requires_all_reduce, "requires_all_reduce")
+            unit.all_reduce_grads = flag(requires_all_reduce, "requires_all_reduce")
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are freed after the forward; compiled graphs are traced again."""
-        value = _flag(reshard_after_forward, "reshard_after_forward")
+        value = flag(reshard_after_forward, "reshard_after_forward")
         for unit in _units(self, recurse):
             unit.settings.reshard_after_forward = value
             unit.refresh()
@@ -192,11 +188,23 @@ class FSDPModule(TorchFSDPModule):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether the backward frees what the forward kept or, uncompiled, the backward gathered. False keeps it."""
         for unit in _units(self, recurse):
-            unit.reshard_after_backward = _flag(reshard_after_backward, "reshard_after_backward")
+            unit.reshard_after_backward = flag(reshard_after_backward, "reshard_after_backward")
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether gradients that wait are reduced at the end of the backward. Applies to the whole model."""
-        _unit(self).tree.is_last_backward = _flag(is_last_backward, "is_last_backward")
+        _unit(self).tree.is_last_backward = flag(is_last_backward, "is_last_backward")
+
+    set_manual_backward_finalization = set_manual_backward_finalization
+    finalize_backward = finalize_backward
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Refused if enabled: each gather has memory of its own. A method of FSDP2 from torch 2.15 on."""
+        if flag(keep, "keep"):
+            raise UnsupportedShardingError(
+                "set_keep_unsharded_storage is not supported: each gather has memory of its own; to keep parameters "
+                "gathered use reshard_after_forward=False and set_reshard_after_backward(False), and for CUDA graphs "
+                'torch.compile(model, backend="graphshard", options={"inductor": {"triton.cudagraphs": True}})'
+            )
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides this unit's summed gradients by ``factor``, not by the number of ranks; traces graphs again."""
@@ -213,7 +221,7 @@ class FSDPModule(TorchFSDPModule):
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Whether this unit's gradients are summed and then divided, even if the process group can average."""
         unit = _unit(self)
-        unit.settings.force_sum = _flag(enable, "enable")
+        unit.settings.force_sum = flag(enable, "enable")
         unit.refresh()
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
@@ -300,7 +308,7 @@ class FSDPModule(TorchFSDPModule):
         or on none; the gradient of an unused one becomes zeros.
         """
         for unit in _units(self, recurse):
-            unit.reduces_unused = _flag(reduce_scatter_unused_params, "reduce_scatter_unused_params")
+            unit.reduces_unused = flag(reduce_scatter_unused_params, "reduce_scatter_unused_params")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions of a compiled backward may be open at a time; the largest number in the model counts.
@@ -330,7 +338,7 @@ class FSDPModule(TorchFSDPModule):
 
         Makes one group for each set of ranks. Call it on all ranks.
         """
-        enable = _flag(enable, "enable")
+        enable = flag(enable, "enable")
         made: dict[str, str] = {}
         for unit in _units(self, recurse):
             unit.settings.reduce_group = ""
@@ -347,7 +355,7 @@ class FSDPModule(TorchFSDPModule):
 
         A compiled backward gathers exactly the parameters that it reads.
         """
-        _unit(self).unshards_in_backward = _flag(unshard_in_backward, "unshard_in_backward")
+        _unit(self).unshards_in_backward = flag(unshard_in_backward, "unshard_in_backward")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Refused if enabled, because Inductor allocates the buffers of a compiled graph.
@@ -356,7 +364,7 @@ class FSDPModule(TorchFSDPModule):
             ConflictingCommError: (an AssertionError) a custom collective was set before.
             UnsupportedShardingError: otherwise.
         """
-        if not _flag(enable, "enable"):
+        if not flag(enable, "enable"):
             return
         self._refuse_buffers("set_allocate_memory_from_process_group_for_comm")
 
@@ -379,7 +387,7 @@ class FSDPModule(TorchFSDPModule):
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted for compatibility: gathers allocate on the stream of the compute in any case."""
-        _flag(async_op, "async_op")
+        flag(async_op, "async_op")
 
     def _get_fsdp_state(self) -> NoReturn:
         """Refused: functions of torch that are made for FSDP2 alone call it, and methods of later versions of torch."""
@@ -414,26 +422,6 @@ def _check_comm(comm: Any, method: str) -> None:
         )
 
 
-def _refuse_unsharded_state(module: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """Refuses plain tensors: they cannot be copied into a shard, and an assigned one would stay unsharded."""
-    plain = []
-    for path, owner in module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
-        for name, _ in slots_of(owner):
-            key = f"{path}.{name}" if path else name
-            value = state_dict.get(key)
-            if not isinstance(value, Tensor) or isinstance(value, DTensor):
-                continue
-            if not is_substitute(stored_parameters(owner).get(name)):  # summon_full_params() shows it whole
-                plain.append(f"{key} {tuple(value.shape)}")
-    if plain:
-        shown = ", ".join(plain[:5]) + (f" and {len(plain) - 5} more" if len(plain) > 5 else "")
-        raise ParameterStateError(
-            f"load_state_dict: {len(plain)} value(s) of an unsharded model: {shown}; load them with "
-            "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state, "
-            "options=StateDictOptions(full_state_dict=True)), or cut each with distribute_tensor() first"
-        )
-
-
 def _unit(module: Any) -> Unit:
     return module.__dict__[UNIT]
 
@@ -442,9 +430,3 @@ def _units(module: Any, recurse: bool) -> Iterator[Unit]:
     assert isinstance(module, nn.Module)
     found = (each.__dict__.get(UNIT) for each in (module.modules() if recurse else (module,)))
     yield from dict.fromkeys(unit for unit in found if unit is not None)
-
-
-def _flag(value: Any, name: str) -> bool:
-    if not isinstance(value, bool):
-        raise OptionError(f"{name}={value!r} must be True or False")
-    return value

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from .._compat import queue_after_backward
+from ..errors import ParameterStateError
 from ..ir import (
     UNIT,
     ShardedShape,
@@ -29,7 +30,7 @@ from ..ir import (
     shard_shape,
 )
 from .gather_extensions import check_gather, copy_extended, cut_extended, is_quantised
-from .parameter_slot import link_shard, slots_of, stored_parameters
+from .parameter_slot import is_substitute, link_shard, slots_of, stored_parameters
 from .placements import Layout
 from .shard_versions import SUCCESSOR, note_storage
 from .unit import Unit, owner_of
@@ -299,3 +300,23 @@ def _set_hooks(param: Tensor, hooks: tuple[Any, Any]) -> None:
         param._backward_hooks = hooks[0]
     if hooks[1] is not None:
         param._post_accumulate_grad_hooks = hooks[1]
+
+
+def refuse_unsharded_state(module: Any, state_dict: dict[str, Any], prefix: str) -> None:
+    """Refuses plain tensors: they cannot be copied into a shard, and an assigned one would stay unsharded."""
+    plain = []
+    for path, owner in module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
+        for name, _ in slots_of(owner):
+            key = f"{path}.{name}" if path else name
+            value = state_dict.get(key)
+            if not isinstance(value, Tensor) or isinstance(value, DTensor):
+                continue
+            if not is_substitute(stored_parameters(owner).get(name)):  # summon_full_params() shows it whole
+                plain.append(f"{key} {tuple(value.shape)}")
+    if plain:
+        shown = ", ".join(plain[:5]) + (f" and {len(plain) - 5} more" if len(plain) > 5 else "")
+        raise ParameterStateError(
+            f"load_state_dict: {len(plain)} value(s) of an unsharded model: {shown}; load them with "
+            "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state, "
+            "options=StateDictOptions(full_state_dict=True)), or cut each with distribute_tensor() first"
+        )

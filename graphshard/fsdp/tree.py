@@ -65,9 +65,8 @@ class UnitSettings:
         comms: the user's own collectives, which replace those of the process group.
         reduce_group: process group of the reduce-scatters; "" if it is the one of the gathers.
         max_reductions: reductions of the model that may be open at a time; 0 leaves the number to the schedule.
-        forward_order, backward_order: when a half gathers the next unit, as FSDP1's wrapper of the outermost unit asks
-            for: "pre", "post" (:class:`graphshard.passes.PlanCollectives`), or "" for no matter. Uncompiled backwards
-            of the unit follow "post" and, with no gather ahead, "none".
+        forward_order, backward_order: when a half gathers the next unit, as FSDP1's outermost wrapper asks for: "pre",
+            "post" (:class:`graphshard.passes.PlanCollectives`) or ""; uncompiled backwards follow "post" and "none".
     """
 
     reshard_after_forward: bool | int | None = None
@@ -205,7 +204,7 @@ class Tree:
         behind: units whose gathers start once the gradients of another exist, by the label of that.
         roots: the outermost modules.
         may_be_tied: a parameter may have been written into the ``_parameters`` of another module.
-        is_last_backward: gradients that wait are reduced at the end of a backward.
+        is_last_backward: gradients that wait are reduced at the end of a backward, unless it ``is_finalized_by_hand``.
         waiting: gradients of a unit wait for a reduction.
         max_reductions: the largest ``max_reductions`` of its units.
         graph_breaks: places where Dynamo has cut a forward of the model into several graphs.
@@ -229,6 +228,7 @@ class Tree:
     roots: list[nn.Module] = field(default_factory=list)
     may_be_tied: bool = False
     is_last_backward: bool = True
+    is_finalized_by_hand: bool = False
     waiting: bool = False
     max_reductions: int = 0
     graph_breaks: set[str] = field(default_factory=set)
@@ -399,20 +399,20 @@ class Tree:
         if self._end_is_queued:  # else the iteration was reset
             self.finish_backward()
 
-    def finish_backward(self) -> None:
+    def finish_backward(self, *, by_hand: bool = False) -> None:
         """Frees gathered parameters, and reduces gradients that wait if this is the last backward."""
+        is_last = by_hand or (self.is_last_backward and not self.is_finalized_by_hand)
         self._end_is_queued = False
         self.write_back()
         self.drop_prefetched()
         units = self.units()
         for unit in units:
             unit.end_backward()
-            if self.is_last_backward or unit.owes_reduction:
+            if is_last or unit.owes_reduction:
                 unit.reduce_left_over()
             unit.finish_gradients()
         self.waiting = any(unit.is_waiting for unit in units)
-        if self.is_last_backward:
-            self.last_forward = None
+        self.last_forward = None if is_last else self.last_forward
 
 
 def relabel(roots: Iterable[nn.Module]) -> None:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import UnsupportedShardingError
-from ..ir import ReduceGradCall, UnshardCall, gradient_call, parameter_of
+from ..errors import NotRootError, OptionError, TrainingStateError, UnsupportedShardingError
+from ..ir import UNIT, ReduceGradCall, UnshardCall, gradient_call, parameter_of
 from .eager_collectives import are_started_here, reduce_together
 from .parameter_slot import ParameterSlot, shard_data, stored_parameters
 from .tree import REDUCE, ROOT, SLOTS, Tree
@@ -278,6 +278,74 @@ def zero_gradients(module: nn.Module, set_to_none: bool) -> None:
                 param.grad = None
             elif param.grad is not None:
                 param.grad.requires_grad_(False).zero_()
+
+
+class GradientReductionHandle:
+    """The result of ``finalize_backward(async_op=True)``."""
+
+    def wait(self) -> None:
+        """Does nothing: the gradients are reduced."""
+
+
+def set_manual_backward_finalization(module: Any, enabled: bool) -> None:
+    """Whether gradients that wait are reduced by :meth:`finalize_backward`, whatever ``set_is_last_backward`` says.
+
+    Applies to the whole model, from the next backward on. A method of FSDP2 from torch 2.15 on.
+
+    Raises:
+        NotRootError: (a RuntimeError) the module is inside another.
+        TrainingStateError: (a RuntimeError) a backward is running.
+    """
+    tree = _whole_tree(module, "set_manual_backward_finalization")
+    if tree.has_begun_backward:
+        raise TrainingStateError(
+            "set_manual_backward_finalization was called inside a backward; call it before the forward"
+        )
+    tree.is_finalized_by_hand = flag(enabled, "enabled")
+
+
+def finalize_backward(module: Any, *, async_op: bool = False) -> GradientReductionHandle | None:
+    """Reduces gradients that wait, and zeros for unused parameters, once all backwards have run.
+
+    A method of FSDP2 from torch 2.15 on.
+
+    Args:
+        module: the outermost unit's.
+        async_op: return a handle. Gradients are complete already.
+
+    Raises:
+        NotRootError: (a RuntimeError) the module is inside another.
+        TrainingStateError: (a RuntimeError) a backward is running, or ``set_manual_backward_finalization`` is off.
+    """
+    tree = _whole_tree(module, "finalize_backward")
+    if tree.has_begun_backward or not tree.is_finalized_by_hand:
+        raise TrainingStateError(
+            "finalize_backward: call set_manual_backward_finalization(True) before the forward, and "
+            "finalize_backward() once the backwards have ended"
+        )
+    tree.finish_backward(by_hand=True)
+    return GradientReductionHandle() if flag(async_op, "async_op") else None
+
+
+def _whole_tree(module: Any, method: str) -> Tree:
+    unit = module.__dict__[UNIT]
+    if not unit.is_root:
+        raise NotRootError(
+            f"{method} concerns the whole model, and {unit.label} is inside another unit: call it there"
+        )
+    tree: Tree = unit.tree
+    return tree
+
+
+def flag(value: Any, name: str) -> bool:
+    """Checks an argument that is True or False.
+
+    Raises:
+        OptionError: (a ValueError) it is neither.
+    """
+    if not isinstance(value, bool):
+        raise OptionError(f"{name}={value!r} must be True or False")
+    return value
 
 
 def refuse_early_hook(name: str) -> NoReturn:

@@ -137,6 +137,58 @@ def test_flags_count_between_forward_and_backward(
     run_on_gloo_ranks(2, _backwards_later, implementation, reshard, reshard_after_backward)
 
 
+def _finalized_by_hand(implementation: str, reduces_unused: bool) -> None:
+    """The gradients of three micro-batches are reduced where the user says so, of unused parameters too."""
+    reference = _build()
+    model = copy.deepcopy(reference)
+    shard_units(implementation, model, list(model), reshard_after_forward=True)
+    model.set_reduce_scatter_unused_params(reduces_unused)
+    model.set_manual_backward_finalization(True)
+    forward = compile_if_asked(implementation, model)
+    rank = dist.get_rank()
+    for step in range(2):
+        model.set_requires_gradient_sync(False)
+        for index in range(3):
+            _mean_backward(reference, 3 * step + index)
+            forward(_batch(3 * step + index, rank)).square().sum().backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model.set_requires_gradient_sync(True)
+        with count_collectives() as counts:
+            if step:
+                model.finalize_backward()
+            else:
+                model.finalize_backward(async_op=True).wait()
+        assert counts["reductions"] == 3
+        _check_gradients(reference, model)
+        model.zero_grad()
+        reference.zero_grad()
+    if implementation == "sharded":
+        inputs = _batch(9, rank).requires_grad_()
+        inputs.register_hook(lambda grad: _refused_in_backward(model))
+        model(inputs).sum().backward()
+        assert model._graphshard_unit.tree.is_finalized_by_hand
+    with pytest.raises(RuntimeError, match="root" if implementation == "fsdp2" else "0 is inside another unit"):
+        model[0].finalize_backward()
+    model.set_manual_backward_finalization(False)
+    with pytest.raises(RuntimeError, match="set_manual_backward_finalization"):
+        model.finalize_backward()
+
+
+def _refused_in_backward(model: nn.Module) -> None:
+    with pytest.raises(RuntimeError, match="once the backwards have ended"):
+        model.finalize_backward()
+    with pytest.raises(RuntimeError, match="inside a backward"):
+        model.set_manual_backward_finalization(False)
+
+
+@pytest.mark.parametrize("reduces_unused", [False, True])
+@pytest.mark.parametrize("implementation", EVERY)
+def test_backwards_are_finalized_by_hand(run_on_gloo_ranks, implementation, reduces_unused):
+    if implementation == "fsdp2" and not hasattr(torch.distributed.fsdp.FSDPModule, "finalize_backward"):
+        pytest.skip("FSDP2 has it from torch 2.15 on")
+    run_on_gloo_ranks(2, _finalized_by_hand, implementation, reduces_unused)
+
+
 class Branches(nn.Module):
     """Two layers, the second one used on request."""
 
