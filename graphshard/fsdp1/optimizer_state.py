@@ -61,7 +61,7 @@ def by_names(
         model: holds the parameters.
         params: the parameters in the optimizer's order.
         state: the optimizer's state; its keys may be names already.
-        kind: whole values, DTensors, or this rank's rows.
+        kind: whole values, or DTensors; those of LOCAL_STATE_DICT share memory with the optimizer.
         to_cpu: move values to the CPU.
         is_kept: this rank returns the state; others return an empty dict.
         group: the ranks that gather whole values.
@@ -227,12 +227,10 @@ def _sent(value: Any, kind: StateDictType, meshes: Iterable[Meshes], *, to_cpu: 
     if isinstance(value, DTensor):
         if kind is StateDictType.FULL_STATE_DICT:
             value = whole_tensor(value)
-        elif kind is StateDictType.LOCAL_STATE_DICT:
-            value = value.to_local()
-        else:
-            for each in meshes:
-                value = each.as_given(value)
-    elif kind is StateDictType.FULL_STATE_DICT:  # whole values do not follow the training, so steps must not
+            return value.cpu() if to_cpu else value
+        for each in meshes:
+            value = each.as_given(value)
+    if kind is not StateDictType.LOCAL_STATE_DICT:  # values that do not follow the training, nor do steps
         value = value.detach().clone()
     return value.cpu() if to_cpu else value
 

@@ -66,7 +66,7 @@ def _after_state_dict(
             continue
         value = state_dict[key] if is_kept else state_dict.pop(key)
         if isinstance(value, DTensor):  # else summon_full_params() shows it whole
-            value = _converted(value, kind)
+            value = _converted(value, kind, is_copy=not by_helpers)
             value = state.meshes.as_given(value) if isinstance(value, DTensor) else value
         if is_kept:
             state_dict[key] = value.cpu() if to_cpu else value
@@ -89,10 +89,12 @@ def _is_first(state: WrapperState) -> bool:
     return all(mesh.get_local_rank(dim) == 0 for dim in range(mesh.ndim))
 
 
-def _converted(value: DTensor, kind: StateDictType) -> Tensor:
+def _converted(value: DTensor, kind: StateDictType, *, is_copy: bool) -> Tensor:
+    """Local values share memory with the model and sharded ones do not, as with FSDP1."""
     if kind is StateDictType.FULL_STATE_DICT:
         return whole_tensor(value)
-    return value.detach() if kind is StateDictType.SHARDED_STATE_DICT else value.detach().to_local()
+    value = value.detach()
+    return value.clone() if is_copy and kind is StateDictType.SHARDED_STATE_DICT else value
 
 
 def _rename(entries: dict[str, Any], old: str, new: str) -> None:

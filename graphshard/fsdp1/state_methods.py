@@ -30,7 +30,8 @@ class StateMethods:
     ) -> StateDictSettings | None:
         """Sets what ``state_dict()`` and ``optim_state_dict()`` return; deprecated, as in torch.
 
-        FULL_STATE_DICT, the default: whole tensors. SHARDED_STATE_DICT: DTensors. LOCAL_STATE_DICT: this rank's rows.
+        FULL_STATE_DICT, the default: whole tensors. SHARDED_STATE_DICT: DTensors. LOCAL_STATE_DICT: DTensors that share
+        memory with the model.
 
         Returns:
             The settings before; None for a module without wrappers.

@@ -37,6 +37,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
+from torch.utils._pytree import tree_map
 
 from graphshard import FullyShardedDataParallel
 from graphshard.errors import OptionError, OptionTypeError, ParameterStateError, TrainingStateError
@@ -81,6 +82,10 @@ def values(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: values(value) for key, value in state.items()}
     return whole(state) if isinstance(state, torch.Tensor) else state
+
+
+def local_rows(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def settings(cls: Any, model: nn.Module, kind: StateDictType, **config: Any) -> None:
@@ -148,12 +153,17 @@ def kinds_of_state() -> None:
     assert cls.get_state_dict_type(model).state_dict_type is FULL
     settings(cls, model, LOCAL)
     state, of_optimizer = model.state_dict(), cls.optim_state_dict(model, optimizer)
-    assert tuple(state["1.weight"].shape) == ((3, 4) if rank == 0 else (2, 4))
-    assert tuple(of_optimizer["state"]["1.weight"]["exp_avg"].shape) == tuple(state["1.weight"].shape)
-    other, other_optimizer = make("sharded", seed=1)
-    other.load_state_dict(state)
-    cls.optim_state_dict_to_load(other, other_optimizer, of_optimizer, load_directly=True)
-    assert_close(full_parameters(other), full_parameters(model))
+    average = of_optimizer["state"]["1.weight"]["exp_avg"]
+    assert tuple(state["1.weight"].to_local().shape) == ((3, 4) if rank == 0 else (2, 4))
+    assert tuple(average.to_local().shape) == tuple(state["1.weight"].to_local().shape)
+    assert state["1.weight"].to_local().data_ptr() == model.module[1].weight.to_local().data_ptr()  # as FSDP1's
+    for as_rows in (False, True):  # plain tensors of this rank's rows load, too
+        other, other_optimizer = make("sharded", seed=1)
+        other.load_state_dict(tree_map(local_rows, state) if as_rows else state)
+        of_other = tree_map(local_rows, of_optimizer) if as_rows else of_optimizer
+        cls.optim_state_dict_to_load(other, other_optimizer, of_other, load_directly=True)
+        assert_close(full_parameters(other), full_parameters(model))
+        assert_close(cls.optim_state_dict(other, other_optimizer)["state"]["1.weight"]["exp_avg"], whole(average))
     # A module around wrappers, and one wrapper alone.
     settings(cls, model, FULL)
     around = nn.ModuleDict({"net": model})

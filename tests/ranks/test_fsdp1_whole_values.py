@@ -1,11 +1,13 @@
 """Whole values under FullyShardedDataParallel: of parts with several names, inside summon_full_params, of stages."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.fsdp1 import full_parameters, wrap
+import torch.distributed.checkpoint as dcp
+from support.fsdp1 import full_parameters, whole, wrap
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -188,3 +190,62 @@ def save_stages() -> None:
 
 def test_stages_of_hybrid_models(run_on_gloo_ranks):
     run_on_gloo_ranks(4, save_stages)
+
+
+def set_kind(wrapper: nn.Module, kind: StateDictType) -> None:
+    with pytest.warns(FutureWarning):
+        type(wrapper).set_state_dict_type(wrapper, kind)
+
+
+def buffers_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [whole(each["momentum_buffer"]).clone() for each in optimizer.state_dict()["state"].values()]
+
+
+def keep_sharded_states() -> None:
+    """Sharded states do not follow the training either, as FSDP1's do not: loading one goes back to it."""
+    warnings.simplefilter("ignore", FutureWarning)  # of ShardedTensor
+    for implementation in ("fsdp1", "sharded"):
+        wrapper = wrap(implementation, two_linears())
+        cls, optimizer = type(wrapper), torch.optim.SGD(wrapper.parameters(), lr=0.1, momentum=0.9)
+        set_kind(wrapper, StateDictType.SHARDED_STATE_DICT)
+
+        def step(wrapper=wrapper, optimizer=optimizer) -> None:
+            wrapper(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        kept, kept_of_optimizer = wrapper.state_dict(), cls.optim_state_dict(wrapper, optimizer)
+        parameters, buffers = full_parameters(wrapper), buffers_of(optimizer)
+        step()
+        assert all((new != old).any() for new, old in zip(buffers_of(optimizer), buffers, strict=True))
+        wrapper.load_state_dict(kept)
+        cls.optim_state_dict_to_load(wrapper, optimizer, kept_of_optimizer, load_directly=True)
+        assert_close(full_parameters(wrapper), parameters)
+        assert_close(buffers_of(optimizer), buffers)
+
+
+def test_sharded_states_are_kept(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, keep_sharded_states)
+
+
+def save_local_states(folder: str) -> None:
+    """DCP saves the local values of every rank, as it does FSDP1's, which are ShardedTensors."""
+    warnings.simplefilter("ignore", FutureWarning)  # of ShardedTensor
+    for implementation in ("fsdp1", "sharded"):
+        options = {"use_orig_params": False} if implementation == "fsdp1" else {}
+        saved, loaded = (wrap(implementation, two_linears(), **options) for _ in range(2))
+        with torch.no_grad():
+            for param in loaded.parameters():
+                param.zero_()
+        for wrapper in (saved, loaded):
+            set_kind(wrapper, StateDictType.LOCAL_STATE_DICT)
+        dcp.save(saved.state_dict(), checkpoint_id=f"{folder}/{implementation}")
+        state = loaded.state_dict()
+        dcp.load(state, checkpoint_id=f"{folder}/{implementation}")
+        loaded.load_state_dict(state)
+        assert_close(full_parameters(loaded), full_parameters(saved))
+
+
+def test_local_states_through_dcp(run_on_gloo_ranks, tmp_path):
+    run_on_gloo_ranks(2, save_local_states, str(tmp_path))
