@@ -106,10 +106,10 @@ class _GatherUnit(torch.autograd.Function):
         if unit is not None and ctx.is_own:
             unit.owes_reduction = False
             unit.end_of_gradients()
-        elif unit is not None:
-            unit.owes_reduction |= waits
             if other := unit.tree.behind.pop(unit.label, None):
                 other.prefetch_for_backward()
+        elif unit is not None:
+            unit.owes_reduction |= waits
         reduced = unit.reduce(calls, waits=waits) if unit is not None else reduce_together(calls)
         result: list[Tensor | None] = [None] * num_grads
         leaves = ctx.next_functions
