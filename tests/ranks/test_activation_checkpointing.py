@@ -256,13 +256,12 @@ def test_compiled_trains_like_unsharded(run_on_gloo_ranks, form, reshard_after_f
     run_on_gloo_ranks(2, train_checkpointed, form, "compiled", reshard_after_forward)
 
 
-@pytest.mark.inductor
 @pytest.mark.parametrize(
     ("implementation", "options"),
     [
         ("fsdp2", {}),
         ("sharded", {}),
-        ("compiled", {"verify": "full"}),
+        pytest.param("compiled", {"verify": "full"}, marks=pytest.mark.inductor),
         ("compiled", {"hardware": "cpu-loopback", "memory_budget": "1MB"}),
     ],
     ids=["fsdp2", "sharded", "compiled", "planned"],
@@ -331,7 +330,6 @@ def test_weights_changed_before_another_forward(run_on_gloo_ranks):
     assert not any(all(equal) for equal in run_on_gloo_ranks(2, change_between_two_forwards))
 
 
-@pytest.mark.inductor
 @pytest.mark.parametrize("form", [pytest.param("function", marks=pytest.mark.slow), "selective"])
 def test_checkpointing_changes_no_bit(run_on_gloo_ranks, form):
     run_on_gloo_ranks(1, compare_with_and_without, form)

@@ -1,5 +1,6 @@
 """The memory model against the allocator: gloo's own copies, and the peak of a compiled model."""
 
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from support.implementations import compile_if_asked, shard_units
 from support.thorough import is_thorough
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.testing import assert_close
 
 from graphshard._compat import gradients_are_boxed
 from graphshard.ir.collectives import ALL_GATHER, REDUCE_SCATTER, WAIT
@@ -24,6 +26,10 @@ PIECE = 64 * 1024
 def _num_measured() -> int:
     """Steps whose allocations are recorded: in a thorough run enough to see what happens in one step of many."""
     return 20 if is_thorough() else 6
+
+
+def _num_blocks() -> int:
+    return 3 if is_thorough() else 2
 
 
 def _copies_of_gloo() -> dict[str, int]:
@@ -84,7 +90,7 @@ def _peaks_of_steps(
     """The gradient of the results is made by autograd, and held by nobody else."""
     torch.manual_seed(0)
     head = nn.Linear(64, num_results) if num_results else nn.Identity()
-    model = nn.Sequential(*(block(64) for _ in range(3)), head)
+    model = nn.Sequential(*(block(64) for _ in range(_num_blocks())), head)
     model = shard_units("compiled", model, list(model)[:-1])
     forward = compile_if_asked("compiled", model, dump=f"{folder}/{dist.get_rank()}", **options)
     inputs = torch.randn(512, 64)
@@ -124,10 +130,17 @@ def _convolution_step(folder: str, memory_budget: int) -> tuple[int, int]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(16, 48, 3, padding=1), nn.ReLU(), nn.Conv2d(48, 16, 3, padding=1))
     shards = sum(parameter.numel() for parameter in model.parameters()) // dist.get_world_size()
+    reference = copy.deepcopy(model)
     model = shard_units("compiled", model, [])
     options = {"hardware": "cpu-loopback", "bucket": "auto", "memory_budget": memory_budget}
     forward = compile_if_asked("compiled", model, dump=f"{folder}/{dist.get_rank()}", **options)
     inputs = torch.randn(4, 16, 48, 48)
+    reference(inputs).square().sum().backward()
+    forward(inputs).square().sum().backward()
+    for (name, one), other in zip(reference.named_parameters(), model.parameters(), strict=True):
+        assert_close(other.grad.full_tensor(), one.grad, rtol=1e-4, atol=1e-3, msg=name)
+    model.zero_grad(set_to_none=True)
+    del reference
 
     def step() -> None:
         forward(inputs).square().sum().backward()
@@ -179,7 +192,7 @@ def _held_within(folder: str, share: float) -> tuple[int, int, int]:
     budget = int(share * int(re.search(r"is [^(]*\(?(\d+) bytes", str(refused.value))[1]))
     peaks = _peaks_of_steps(folder, 0, memory_budget=budget, **options)
     peak = sorted(peaks)[-2]  # in one step of many a thread of gloo may lose its core while it frees a tensor
-    shards = 3 * sum(parameter.numel() for parameter in _Residual(64).parameters()) // dist.get_world_size()
+    shards = _num_blocks() * sum(parameter.numel() for parameter in _Residual(64).parameters()) // dist.get_world_size()
     (path,) = (Path(folder) / str(dist.get_rank())).glob("graph*.backward.memory.txt")
     return budget, 4 * (shards + 512 * 64) + peak, peak - int(re.match(r"peak .*?(\d+) bytes", path.read_text())[1])
 

@@ -11,6 +11,6 @@ def test_convnet_trains_like_unsharded(run_on_gloo_ranks, implementation, reshar
     run_on_gloo_ranks(world_size, train_in_lockstep, "convnet", implementation, reshard_after_forward)
 
 
-@pytest.mark.inductor
 def test_compiled_convnet_trains_like_unsharded(run_on_gloo_ranks):
+    """What Inductor makes of convolutions has its gradients compared in `test_memory_model.py`."""
     run_on_gloo_ranks(2, train_in_lockstep, "convnet", "compiled", True)
