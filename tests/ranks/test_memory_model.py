@@ -28,10 +28,6 @@ def _num_measured() -> int:
     return 20 if is_thorough() else 6
 
 
-def _num_blocks() -> int:
-    return 3 if is_thorough() else 2
-
-
 def _copies_of_gloo() -> dict[str, int]:
     """Peak bytes while a collective runs besides its input and its output."""
     size = dist.get_world_size()
@@ -90,7 +86,7 @@ def _peaks_of_steps(
     """The gradient of the results is made by autograd, and held by nobody else."""
     torch.manual_seed(0)
     head = nn.Linear(64, num_results) if num_results else nn.Identity()
-    model = nn.Sequential(*(block(64) for _ in range(_num_blocks())), head)
+    model = nn.Sequential(*(block(64) for _ in range(3)), head)
     model = shard_units("compiled", model, list(model)[:-1])
     forward = compile_if_asked("compiled", model, dump=f"{folder}/{dist.get_rank()}", **options)
     inputs = torch.randn(512, 64)
@@ -192,7 +188,7 @@ def _held_within(folder: str, share: float) -> tuple[int, int, int]:
     budget = int(share * int(re.search(r"is [^(]*\(?(\d+) bytes", str(refused.value))[1]))
     peaks = _peaks_of_steps(folder, 0, memory_budget=budget, **options)
     peak = sorted(peaks)[-2]  # in one step of many a thread of gloo may lose its core while it frees a tensor
-    shards = _num_blocks() * sum(parameter.numel() for parameter in _Residual(64).parameters()) // dist.get_world_size()
+    shards = 3 * sum(parameter.numel() for parameter in _Residual(64).parameters()) // dist.get_world_size()
     (path,) = (Path(folder) / str(dist.get_rank())).glob("graph*.backward.memory.txt")
     return budget, 4 * (shards + 512 * 64) + peak, peak - int(re.match(r"peak .*?(\d+) bytes", path.read_text())[1])
 

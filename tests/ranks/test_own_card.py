@@ -39,7 +39,7 @@ def quick_sizes(need: MachineNeed, group: Any = None) -> ProbeSizes:
     kinds = ("all_gather",) if group is None else group.kinds
     return ProbeSizes(
         matmul=(64, 128), memory_bytes=(2**16, 2**20), collective_bytes=(2**10, 2**16), num_samples=2,
-        sample_seconds=1e-4, enough_seconds=1e-2, dtypes=(torch.float32,), classes=(), kinds=kinds, compiles=False,
+        sample_seconds=1e-4, dtypes=(torch.float32,), classes=(), kinds=kinds, compiles=False,
     )  # fmt: skip
 
 

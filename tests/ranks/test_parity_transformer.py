@@ -15,6 +15,7 @@ def test_transformer_trains_like_unsharded(
     run_on_gloo_ranks(world_size, train_in_lockstep, "transformer", implementation, reshard_after_forward)
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize(
     "reshard_after_forward",
     [True, pytest.param(False, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.slow)],

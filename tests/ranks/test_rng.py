@@ -98,9 +98,9 @@ def test_recomputation_draws_the_same_masks(run_on_gloo_ranks, implementation, f
     run_on_gloo_ranks(2, compare_with_no_checkpointing, implementation, form, True)
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize(
     ("form", "reshard_after_forward"), [("function", True), pytest.param("submodule", False, marks=pytest.mark.slow)]
 )
 def test_compiled_recomputation_draws_the_same_masks(run_on_gloo_ranks, form, reshard_after_forward):
-    """Through Inductor: with what torch draws again, bit for bit, in `test_one_rank_draws_what_unsharded_draws`."""
     run_on_gloo_ranks(2, compare_with_no_checkpointing, "compiled", form, reshard_after_forward)

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from support.implementations import GRAPHSHARD, UNCOMPILED, compile_if_asked, pick_fully_shard
 from support.meshes_parity import Arrangement, FullyShard, check_like_unsharded, named_mesh, train_on_mesh
-from support.thorough import is_thorough
 from support.toy_models import Batch, Forward, Workload
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -49,10 +48,10 @@ class FeedForward(nn.Module):
 class Stack(nn.Module):
     """Token embedding, feed-forward blocks, norm, output layer; returns log-probabilities."""
 
-    def __init__(self, dim: int, inner: int, num_layers: int = 2) -> None:
+    def __init__(self, dim: int, inner: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(8, dim)
-        self.layers = nn.ModuleList([FeedForward(dim, inner) for _ in range(num_layers)])
+        self.layers = nn.ModuleList([FeedForward(dim, inner) for _ in range(2)])
         self.norm = nn.LayerNorm(dim)
         self.output = nn.Linear(dim, 6)
 
@@ -68,9 +67,9 @@ def class_loss(forward: Forward, batch: Batch) -> Tensor:
     return F.nll_loss(forward(tokens).flatten(0, 1), classes.flatten())
 
 
-def stack_workload(dim: int, inner: int, num_layers: int = 2) -> Workload:
+def stack_workload(dim: int, inner: int) -> Workload:
     return Workload(
-        build=lambda: Stack(dim, inner, num_layers),
+        build=lambda: Stack(dim, inner),
         list_units=lambda model: list(model.layers),
         draw_batch=lambda generator, size: (
             torch.randint(8, (size, 4), generator=generator),
@@ -81,11 +80,6 @@ def stack_workload(dim: int, inner: int, num_layers: int = 2) -> Workload:
 
 
 EVEN, UNEVEN = (8, 16), (6, 7)
-
-
-def num_layers() -> int:
-    """Of models whose plans are looked at."""
-    return 2 if is_thorough() else 1
 
 
 def split_layers(model: nn.Module, tp: DeviceMesh) -> None:
@@ -277,7 +271,7 @@ def count_collectives(tmp_path: str) -> tuple[list[str], list[str]]:
 
     folder = Path(tmp_path) / str(dist.get_rank())
     torch.manual_seed(42)
-    workload, mesh = stack_workload(*EVEN, num_layers()), two_dim_mesh()
+    workload, mesh = stack_workload(*EVEN), two_dim_mesh()
     arrangement = arrange(workload, mesh, mesh["dp"], "sequence", reshard_after_forward=True)
     options = {"dump": str(folder), "verify": "full"}
     train_on_mesh(workload, "compiled", arrangement, num_steps=2, options=options)
@@ -298,7 +292,7 @@ def check_collectives(found: list[list[str]]) -> None:
         return [line.split(" = ")[1].split("(")[0] for line in on_axis if ("axis=dp)" not in line) is of_tp]
 
     forward_before, forward, backward_before, backward = found
-    num_units = num_layers() + 1
+    num_units = 3
     assert kinds(forward, of_tp=False) == ["all_gather_into_tensor"] * num_units
     assert sorted(kinds(backward, of_tp=False)) == (
         ["all_gather_into_tensor"] * num_units + ["reduce_scatter_tensor"] * num_units
@@ -306,11 +300,10 @@ def check_collectives(found: list[list[str]]) -> None:
     forward_tp, backward_tp = kinds(forward, of_tp=True), kinds(backward, of_tp=True)
     assert forward_tp == kinds(forward_before, of_tp=True)
     assert backward_tp == kinds(backward_before, of_tp=True)
-    # One reduction a row-wise layer (the blocks, the embedding), one gather a column-wise one and one of the output.
-    assert forward_tp.count("reduce_scatter_tensor") == num_layers() + 1
-    assert forward_tp.count("all_gather_into_tensor") == num_layers() + 2
-    # The gradients of the norms' replicated parameters are summed over `tp` one by one.
-    assert backward_tp.count("all_reduce") == 2 * (num_layers() + 1)
+    # One reduction a row-wise layer (two blocks, the embedding), one gather a column-wise one and one of the output.
+    assert forward_tp.count("reduce_scatter_tensor") == 3 and forward_tp.count("all_gather_into_tensor") == 4
+    # The gradients of the norms' six replicated parameters are summed over `tp` one by one.
+    assert backward_tp.count("all_reduce") == 6
 
 
 def clip_mixed_meshes(implementation: str) -> None:
