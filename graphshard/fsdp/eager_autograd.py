@@ -48,7 +48,7 @@ class _GatherUnit(torch.autograd.Function):
         fulls = tuple(full.data if type(full) is Tensor else full for full in held)
         ctx.is_own, ctx.is_again, ctx.ran_in = reads is not None, in_backward(), None
         if ctx.is_own:
-            unit.note_graph(ctx)
+            unit.graphs.add(ctx)
         ctx.is_complex = [slot.is_complex for slot in slots]
         # A module that shows the result would keep itself alive through the unit: no garbage collector sees that.
         ctx.unit = weakref.ref(unit) if is_shown else lambda: unit
@@ -143,7 +143,7 @@ def _waits(ctx: Any, unit: Unit, grads: list[Tensor | None]) -> bool:
     if ctx.is_own:
         ctx.ran_in = backward_id()
         return not ctx.is_again and any(
-            node.ran_in != ctx.ran_in and is_in_backward(node) for node in unit.graphs()
+            node.ran_in != ctx.ran_in and is_in_backward(node) for node in unit.graphs
         )
     leaves = [node for (node, _), grad in zip(ctx.next_functions, grads, strict=True) if grad is not None]
     is_in_order = are_in_order(grads)
@@ -302,6 +302,27 @@ def show_gathered(unit: Unit) -> None:
     if slots:
         for slot, full in zip(slots, _gathered(unit, slots, is_shown=True), strict=True):
             slot.show(full)
+
+
+#: Marks what changes parameters: Dynamo would trace it, and lose parameters when it writes back the modules' dicts.
+untraced = torch.compiler.disable(
+    reason="unshard(), reshard() and the like change what modules hold: Dynamo does not trace them, and torch.compile "
+    "without fullgraph=True runs them as they are"
+)
+
+
+class UnshardHandle:
+    """The result of ``unshard(async_op=True)``: call :meth:`wait` before the parameters are used."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    @untraced
+    def wait(self) -> None:
+        """Waits for the gather; after it the module's parameters are the full ones, unless a forward has freed them."""
+        with torch.inference_mode(False):  # what is shown may be read in a forward that trains
+            self._unit.finish_unshard()
+            show_gathered(self._unit)
 
 
 def show_kept(unit: Unit) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
@@ -23,36 +22,17 @@ from ..errors import (
     OptionError,
     OptionTypeError,
     ShardingError,
+    TrainingStateError,
     UnsupportedShardingError,
 )
 from ..ir import UNIT
 from .compiled_block import PLAIN_CLASS
-from .eager_autograd import show_gathered
+from .eager_autograd import UnshardHandle, untraced
 from .parameter_slot import slots_of
 from .regroup import copy_sharded
 from .shard_parameter import changed_only, refuse_unsharded_state, units_read_in
 from .unit import Unit
-from .waiting_gradients import finalize_backward, flag, set_manual_backward_finalization, zero_gradients
-
-#: Marks what changes parameters: Dynamo would trace it, and lose parameters when it writes back the modules' dicts.
-_untraced = torch.compiler.disable(
-    reason="unshard(), reshard() and the like change what modules hold: Dynamo does not trace them, and torch.compile "
-    "without fullgraph=True runs them as they are"
-)
-
-
-class UnshardHandle:
-    """The result of ``unshard(async_op=True)``: call :meth:`wait` before the parameters are used."""
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
-    @_untraced
-    def wait(self) -> None:
-        """Waits for the gather; after it the module's parameters are the full ones, unless a forward has freed them."""
-        with torch.inference_mode(False):  # what is shown may be read in a forward that trains
-            self._unit.finish_unshard()
-            show_gathered(self._unit)
+from .waiting_gradients import GradientReductionHandle, zero_gradients
 
 
 def refuse_state(unit: Unit, what: str) -> NoReturn:
@@ -110,7 +90,7 @@ class FSDPModule(TorchFSDPModule):
         refuse_unsharded_state(self, state_dict, prefix)
         super(TorchFSDPModule, self)._load_from_state_dict(state_dict, prefix, *args)
 
-    @_untraced
+    @untraced
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this unit's parameters, not those of units below, and keeps them until :meth:`reshard`.
 
@@ -129,12 +109,12 @@ class FSDPModule(TorchFSDPModule):
         handle.wait()
         return None
 
-    @_untraced
+    @untraced
     def reshard(self) -> None:
         """Frees this unit's gathered parameters; ``module.parameters()`` shows the shards again."""
         _unit(self).reshard()
 
-    @_untraced
+    @untraced
     def reset_iter_state(self) -> None:
         """Drops the state of an iteration in which a forward or a backward raised an exception.
 
@@ -144,20 +124,14 @@ class FSDPModule(TorchFSDPModule):
         Raises:
             NotRootError: (a RuntimeError) this is not the outermost unit.
         """
-        unit = _unit(self)
-        if not unit.is_root:
-            raise NotRootError(
-                f"reset_iter_state was called on unit {unit.label}; call it on the outermost module given to "
-                "fully_shard"
-            )
-        unit.tree.reset()
+        _outermost(self, "reset_iter_state").tree.reset()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """``nn.Module.zero_grad``, on the shards, shown or not; gradients that wait for a reduction are dropped."""
         assert isinstance(self, nn.Module)
         zero_gradients(self, set_to_none)
 
-    @_untraced
+    @untraced
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """``nn.Module._apply``, which ``.to()`` and the like call: on the shards, never on gathered parameters."""
         for unit in units_read_in(self):
@@ -170,17 +144,18 @@ class FSDPModule(TorchFSDPModule):
 
         The next backward that reduces includes the sum.
         """
+        value = _flag(requires_gradient_sync, "requires_gradient_sync")
         for unit in _units(self, recurse):
-            unit.reduce_grads = unit.all_reduce_grads = flag(requires_gradient_sync, "requires_gradient_sync")
+            unit.reduce_grads = unit.all_reduce_grads = value
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backwards sum gradients over the replicate axis. False keeps the sum of each shard group."""
         for unit in _units(self, recurse):
-            unit.all_reduce_grads = flag(requires_all_reduce, "requires_all_reduce")
+            unit.all_reduce_grads = _flag(requires_all_reduce, "requires_all_reduce")
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are freed after the forward; compiled graphs are traced again."""
-        value = flag(reshard_after_forward, "reshard_after_forward")
+        value = _flag(reshard_after_forward, "reshard_after_forward")
         for unit in _units(self, recurse):
             unit.settings.reshard_after_forward = value
             unit.refresh()
@@ -188,21 +163,48 @@ class FSDPModule(TorchFSDPModule):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether the backward frees what the forward kept or, uncompiled, the backward gathered. False keeps it."""
         for unit in _units(self, recurse):
-            unit.reshard_after_backward = flag(reshard_after_backward, "reshard_after_backward")
+            unit.reshard_after_backward = _flag(reshard_after_backward, "reshard_after_backward")
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether gradients that wait are reduced at the end of the backward. Applies to the whole model."""
-        _unit(self).tree.is_last_backward = flag(is_last_backward, "is_last_backward")
+        _unit(self).tree.is_last_backward = _flag(is_last_backward, "is_last_backward")
 
-    set_manual_backward_finalization = set_manual_backward_finalization
-    finalize_backward = finalize_backward
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether gradients that wait are reduced by :meth:`finalize_backward`, not at the end of the last backward.
+
+        Applies to the whole model, from the next backward on. A method of FSDP2 from torch 2.15 on.
+
+        Raises:
+            NotRootError: (a RuntimeError) this is not the outermost unit.
+            TrainingStateError: (a RuntimeError) a backward is running.
+        """
+        tree = _outermost(self, "set_manual_backward_finalization").tree
+        if tree.has_begun_backward:
+            raise TrainingStateError("set_manual_backward_finalization inside a backward: call it earlier")
+        tree.is_finalized_by_hand = _flag(enabled, "enabled")
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduces gradients that wait, and zeros for unused parameters. A method of FSDP2 from torch 2.15 on.
+
+        With ``async_op`` it returns a handle that has nothing to wait for.
+
+        Raises:
+            NotRootError: (a RuntimeError) this is not the outermost unit.
+            TrainingStateError: (a RuntimeError) a backward is running, or is finalized without this method.
+        """
+        tree = _outermost(self, "finalize_backward").tree
+        if tree.has_begun_backward or not tree.is_finalized_by_hand:
+            raise TrainingStateError(
+                "finalize_backward: call it after set_manual_backward_finalization(True), once the backwards have ended"
+            )
+        tree.finish_backward(by_hand=True)
+        return GradientReductionHandle() if _flag(async_op, "async_op") else None
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Refused if enabled: each gather has memory of its own. A method of FSDP2 from torch 2.15 on."""
-        if flag(keep, "keep"):
+        if _flag(keep, "keep"):
             raise UnsupportedShardingError(
-                "set_keep_unsharded_storage is not supported: each gather has memory of its own; to keep parameters "
-                "gathered use reshard_after_forward=False and set_reshard_after_backward(False), and for CUDA graphs "
+                "set_keep_unsharded_storage is not supported: each gather has memory of its own; for CUDA graphs use "
                 'torch.compile(model, backend="graphshard", options={"inductor": {"triton.cudagraphs": True}})'
             )
 
@@ -221,7 +223,7 @@ class FSDPModule(TorchFSDPModule):
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Whether this unit's gradients are summed and then divided, even if the process group can average."""
         unit = _unit(self)
-        unit.settings.force_sum = flag(enable, "enable")
+        unit.settings.force_sum = _flag(enable, "enable")
         unit.refresh()
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
@@ -308,7 +310,7 @@ class FSDPModule(TorchFSDPModule):
         or on none; the gradient of an unused one becomes zeros.
         """
         for unit in _units(self, recurse):
-            unit.reduces_unused = flag(reduce_scatter_unused_params, "reduce_scatter_unused_params")
+            unit.reduces_unused = _flag(reduce_scatter_unused_params, "reduce_scatter_unused_params")
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many reductions of a compiled backward may be open at a time; the largest number in the model counts.
@@ -338,7 +340,7 @@ class FSDPModule(TorchFSDPModule):
 
         Makes one group for each set of ranks. Call it on all ranks.
         """
-        enable = flag(enable, "enable")
+        enable = _flag(enable, "enable")
         made: dict[str, str] = {}
         for unit in _units(self, recurse):
             unit.settings.reduce_group = ""
@@ -355,7 +357,7 @@ class FSDPModule(TorchFSDPModule):
 
         A compiled backward gathers exactly the parameters that it reads.
         """
-        _unit(self).unshards_in_backward = flag(unshard_in_backward, "unshard_in_backward")
+        _unit(self).unshards_in_backward = _flag(unshard_in_backward, "unshard_in_backward")
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Refused if enabled, because Inductor allocates the buffers of a compiled graph.
@@ -364,7 +366,7 @@ class FSDPModule(TorchFSDPModule):
             ConflictingCommError: (an AssertionError) a custom collective was set before.
             UnsupportedShardingError: otherwise.
         """
-        if not flag(enable, "enable"):
+        if not _flag(enable, "enable"):
             return
         self._refuse_buffers("set_allocate_memory_from_process_group_for_comm")
 
@@ -387,7 +389,7 @@ class FSDPModule(TorchFSDPModule):
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted for compatibility: gathers allocate on the stream of the compute in any case."""
-        flag(async_op, "async_op")
+        _flag(async_op, "async_op")
 
     def _get_fsdp_state(self) -> NoReturn:
         """Refused: functions of torch that are made for FSDP2 alone call it, and methods of later versions of torch."""
@@ -426,7 +428,22 @@ def _unit(module: Any) -> Unit:
     return module.__dict__[UNIT]
 
 
+def _outermost(module: Any, method: str) -> Unit:
+    unit = _unit(module)
+    if not unit.is_root:
+        raise NotRootError(
+            f"{method} was called on unit {unit.label}; call it on the outermost unit's module"
+        )
+    return unit
+
+
 def _units(module: Any, recurse: bool) -> Iterator[Unit]:
     assert isinstance(module, nn.Module)
     found = (each.__dict__.get(UNIT) for each in (module.modules() if recurse else (module,)))
     yield from dict.fromkeys(unit for unit in found if unit is not None)
+
+
+def _flag(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise OptionError(f"{name}={value!r} must be True or False")
+    return value

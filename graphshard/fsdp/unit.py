@@ -52,8 +52,8 @@ class Unit(UnitGradients):
                             reshard. Uncompiled: ``in_use`` during a    backward (:meth:`end_backward`);
                             forward of the unit, then autograd.         :meth:`reshard`. To kept: the end of a forward
                             After ``unshard()``: ``_gathered``; the     with :attr:`keeps_from_forward`.
-                            modules show it. Before its wait:
-                            ``_prefetched``.
+                            modules show it. Before its wait:           Uncompiled, also the end of a backward that does
+                            ``_prefetched``.                            not reshard (:attr:`reshard_after_backward`).
     kept between            ``_gathered``: the full parameter. The      To sharded: the end of a backward that reduces;
     micro-batches           next graphs take it as an input and do      :meth:`reshard`; a change of the shard, such as
                             not gather it.                              an optimizer step.
@@ -72,7 +72,7 @@ class Unit(UnitGradients):
         label, slots: path of the unit's module, "root" for the outermost; its parameters.
         forward_prefetch, backward_prefetch: units whose gathers start after this one's.
         reduce_grads, all_reduce_grads: backwards reduce gradients, and over the replicate axis, too; else they add up.
-        reshard_after_backward: whether the backward frees parameters that the forward kept.
+        reshard_after_backward: whether the backward frees what the forward kept or, uncompiled, itself gathered.
         reduces_unused: whether parameters without a gradient take part in the reductions, with zeros.
         marker: leads to the unit as the handle does, for calls that Dynamo runs as it traces; no graph takes it.
         unshards_in_backward: whether an uncompiled backward gathers again; if not, autograd keeps full parameters.

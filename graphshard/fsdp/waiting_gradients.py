@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import NotRootError, OptionError, TrainingStateError, UnsupportedShardingError
-from ..ir import UNIT, ReduceGradCall, UnshardCall, gradient_call, parameter_of
+from ..errors import UnsupportedShardingError
+from ..ir import ReduceGradCall, UnshardCall, gradient_call, parameter_of
 from .eager_collectives import are_started_here, reduce_together
 from .parameter_slot import ParameterSlot, shard_data, stored_parameters
 from .tree import REDUCE, ROOT, SLOTS, Tree
@@ -117,6 +117,7 @@ class UnitGradients:
     Attributes:
         steps_optimizers: backwards step the optimizers that ``_apply_optimizer_in_backward`` has made, as FSDP1's do.
         owes_reduction: the running backward has added up gradients that it reduces once it leaves the unit.
+        graphs: the nodes by which uncompiled forwards read the unit's parameters, in graphs that autograd still holds.
     """
 
     tree: Tree
@@ -128,8 +129,8 @@ class UnitGradients:
     steps_optimizers: bool = False
     owes_reduction: bool = False
     gradients: WaitingGradients = field(default_factory=WaitingGradients)
+    graphs: WeakSet[Any] = field(default_factory=WeakSet)
     _has_run: bool = False
-    _graphs: list[ref[Any]] = field(default_factory=list)
 
     @property
     def unreduced(self) -> dict[str, Tensor]:
@@ -149,15 +150,6 @@ class UnitGradients:
     def mark_run(self) -> None:
         """Notes that a forward with gradients has run: the unit takes part in the reductions of its backward."""
         self._has_run = True
-
-    def note_graph(self, node: Any) -> None:
-        """Notes the node by which the graph of an uncompiled forward of the unit reads its parameters."""
-        self._graphs = [reference for reference in self._graphs if reference() is not None]
-        self._graphs.append(ref(node))
-
-    def graphs(self) -> Iterator[Any]:
-        """These nodes of the graphs that autograd still holds."""
-        return filter(None, [reference() for reference in self._graphs])
 
     def drop_gradients(self) -> None:
         """Forgets gradients that wait, and that a forward has run."""
@@ -285,67 +277,6 @@ class GradientReductionHandle:
 
     def wait(self) -> None:
         """Does nothing: the gradients are reduced."""
-
-
-def set_manual_backward_finalization(module: Any, enabled: bool) -> None:
-    """Whether gradients that wait are reduced by :meth:`finalize_backward`, whatever ``set_is_last_backward`` says.
-
-    Applies to the whole model, from the next backward on. A method of FSDP2 from torch 2.15 on.
-
-    Raises:
-        NotRootError: (a RuntimeError) the module is inside another.
-        TrainingStateError: (a RuntimeError) a backward is running.
-    """
-    tree = _whole_tree(module, "set_manual_backward_finalization")
-    if tree.has_begun_backward:
-        raise TrainingStateError(
-            "set_manual_backward_finalization was called inside a backward; call it before the forward"
-        )
-    tree.is_finalized_by_hand = flag(enabled, "enabled")
-
-
-def finalize_backward(module: Any, *, async_op: bool = False) -> GradientReductionHandle | None:
-    """Reduces gradients that wait, and zeros for unused parameters, once all backwards have run.
-
-    A method of FSDP2 from torch 2.15 on.
-
-    Args:
-        module: the outermost unit's.
-        async_op: return a handle. Gradients are complete already.
-
-    Raises:
-        NotRootError: (a RuntimeError) the module is inside another.
-        TrainingStateError: (a RuntimeError) a backward is running, or ``set_manual_backward_finalization`` is off.
-    """
-    tree = _whole_tree(module, "finalize_backward")
-    if tree.has_begun_backward or not tree.is_finalized_by_hand:
-        raise TrainingStateError(
-            "finalize_backward: call set_manual_backward_finalization(True) before the forward, and "
-            "finalize_backward() once the backwards have ended"
-        )
-    tree.finish_backward(by_hand=True)
-    return GradientReductionHandle() if flag(async_op, "async_op") else None
-
-
-def _whole_tree(module: Any, method: str) -> Tree:
-    unit = module.__dict__[UNIT]
-    if not unit.is_root:
-        raise NotRootError(
-            f"{method} concerns the whole model, and {unit.label} is inside another unit: call it there"
-        )
-    tree: Tree = unit.tree
-    return tree
-
-
-def flag(value: Any, name: str) -> bool:
-    """Checks an argument that is True or False.
-
-    Raises:
-        OptionError: (a ValueError) it is neither.
-    """
-    if not isinstance(value, bool):
-        raise OptionError(f"{name}={value!r} must be True or False")
-    return value
 
 
 def refuse_early_hook(name: str) -> NoReturn:
