@@ -133,6 +133,19 @@ def is_in_backward(node: Any) -> bool:
     return is_run
 
 
+def is_asked_for(node: Any) -> bool:
+    """Whether the running backward is a ``torch.autograd.grad`` that returns the gradient of a leaf (checked: 2.13).
+
+    Args:
+        node: of the leaf.
+    """
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch cannot say it of a leaf that autograd.grad was given
+        return True
+    return False
+
+
 def tensor_of_input(node: fx.Node, traced: fx.GraphModule) -> torch.Tensor | None:
     """The parameter or buffer of ``traced`` that an input of its joint graph stands for; None if it stands for none."""
     described = node.meta.get("desc")

@@ -32,6 +32,10 @@ _OPERATORS = frozenset(
 )
 
 
+#: The functions of torch's pipeline schedules that compute the gradients of inputs, and those of parameters.
+_HALVES = {"stage_backward_input": "input", "stage_backward_weight": "weight"}
+
+
 @contextmanager
 def failures_unlogged() -> Iterator[None]:
     """Inside, torch does not log the traceback of an op that fails on fake tensors; the error is raised as ever."""
@@ -164,3 +168,15 @@ def is_counting_hook(frame: types.FrameType) -> bool:
     """
     is_hook = frame.f_code.co_name == "_fw_pre_hook"
     return is_hook and frame.f_globals.get("__name__") == "torch.distributed.tensor.debug._comm_mode"
+
+
+def half_of_backward(frame: types.FrameType) -> str:
+    """Which half of a backward a pipeline schedule splits, if a frame is ``parameters()`` and it lists them for that.
+
+    Returns:
+        "input" for the gradients of inputs, "weight" for those of parameters, "" for any other frame (checked: 2.13).
+    """
+    caller = frame.f_back
+    if caller is None or caller.f_globals.get("__name__") != "torch.distributed.pipelining._backward":
+        return ""
+    return _HALVES.get(caller.f_code.co_name, "")

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from .._compat import gradients_are_boxed, in_backward, in_recomputation, is_tracing
-from .._compat_autograd import accumulates_in_leaf, are_in_order, backward_id, is_in_backward
+from .._compat_autograd import accumulates_in_leaf, are_in_order, backward_id, is_asked_for, is_in_backward
 from ..ir import COMMS
 from ..tensor_trees import tensors_in
 from .eager_collectives import reduce_together
@@ -114,10 +114,12 @@ class _GatherUnit(torch.autograd.Function):
         result: list[Tensor | None] = [None] * num_grads
         leaves = ctx.next_functions
         by_index = dict(zip(given, reduced, strict=True))
-        is_in_order = are_in_order(reduced)
+        is_in_order, gives_zeros = are_in_order(reduced), unit is not None and unit.gives_zeros
         for index in range(num_grads):
             grad, leaf = by_index.get(index), leaves[index][0]
-            if grad is None:
+            if grad is None and gives_zeros and leaf is not None and is_asked_for(leaf):
+                result[index] = torch.zeros_like(leaf.variable)
+            elif grad is None:
                 # None of a frozen shard, and of one that was computed.
                 if (param := getattr(leaf, "variable", None)) is not None:
                     expect_no_gradient(param)

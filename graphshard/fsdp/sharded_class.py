@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from .._compat import is_tracing, outside_transforms, register_backend
 from .._compat_composable import watch_torch_sharding
 from .._compat_frames import (
+    half_of_backward,
     is_counting_hook,
     leave_frame_to_python,
     leave_frames_to_python,
@@ -175,15 +176,18 @@ def _named_parameters(
     """``nn.Module.named_parameters``, which gathers in a forward.
 
     It compares slots: in a compiled forward, two reads of a tied parameter are different tensors. A hook of torch's
-    CommDebugMode gets the shards: it cannot count a gather that it causes itself.
+    CommDebugMode gets the shards: it cannot count a gather that it causes itself. So does a pipeline schedule that
+    splits a backward: it looks for the parameters as leaves of the graph, which shards are.
     """
-    read = read_parameter
+    read: Callable[[nn.Module, str], Any] = read_parameter
     if not torch.compiler.is_compiling():
         trees = (slot.unit.tree for each in self.modules() for _, slot in slots_of(each))
         for tree in itertools.islice(trees, 1):
             find_ties(tree)
         if is_counting_hook(sys._getframe(1)):
             read = _shard
+        elif half := half_of_backward(sys._getframe(1)):
+            read = functools.partial(_leaf, half)
     modules = (
         self.named_modules(prefix=prefix, remove_duplicate=remove_duplicate) if recurse else [(prefix, self)]
     )
@@ -201,6 +205,13 @@ def _named_parameters(
 
 def _shard(module: nn.Module, name: str) -> Any:
     return stored_parameters(module)[name]
+
+
+def _leaf(half: str, module: nn.Module, name: str) -> Any:
+    """The shard, shown or not, for a pipeline schedule that splits a backward; see ``UnitGradients.gives_zeros``."""
+    slot: ParameterSlot = module.__dict__[SLOTS][name]
+    owner_of(slot).gives_zeros = half == "weight"
+    return slot.param
 
 
 def _get_parameter(self: nn.Module, target: str) -> Any:

@@ -116,6 +116,8 @@ class UnitGradients:
 
     Attributes:
         steps_optimizers: backwards step the optimizers that ``_apply_optimizer_in_backward`` has made, as FSDP1's do.
+        gives_zeros: a pipeline schedule asks ``torch.autograd.grad`` for the gradients of shards, which must return
+            some: it gives zeros for a gradient that waits for the reduction at the end of the schedule.
         owes_reduction: the running backward has added up gradients that it reduces once it leaves the unit.
         graphs: the nodes by which uncompiled forwards read the unit's parameters, in graphs that autograd still holds.
     """
@@ -127,6 +129,7 @@ class UnitGradients:
     all_reduce_grads: bool = True
     reduces_unused: bool = False
     steps_optimizers: bool = False
+    gives_zeros: bool = False
     owes_reduction: bool = False
     gradients: WaitingGradients = field(default_factory=WaitingGradients)
     graphs: WeakSet[Any] = field(default_factory=WeakSet)
@@ -154,7 +157,7 @@ class UnitGradients:
     def drop_gradients(self) -> None:
         """Forgets gradients that wait, and that a forward has run."""
         self.gradients.clear()
-        self._has_run = self.owes_reduction = False
+        self._has_run = self.owes_reduction = self.gives_zeros = False
 
     def drop_gradient(self, name: str) -> None:
         """Forgets the gradient of a parameter that waits for a reduction."""
@@ -231,7 +234,7 @@ class UnitGradients:
 
     def reduce_left_over(self) -> None:
         """Reduces gradients that wait, and zeros for unused parameters, at the end of a backward."""
-        self.owes_reduction = False
+        self.owes_reduction = self.gives_zeros = False
         if not self.reduce_grads:
             return
         waiting = set(self.unreduced) | (set(self.partial) if self.all_reduce_grads else set())

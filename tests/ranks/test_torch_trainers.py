@@ -98,6 +98,60 @@ def test_pipeline_schedules(run_on_gloo_ranks: Run, implementation: str, schedul
     run_on_gloo_ranks(2, run_a_pipeline_stage, implementation, schedule_name)
 
 
+def split_the_backward(implementation: str, schedule_name: str, reshards: bool) -> None:
+    """The schedule asks autograd for gradients of inputs, and later for those of the leaves that parameters() gives."""
+    from torch.distributed import pipelining
+
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("pp", "dp"))
+    torch.manual_seed(0)
+    reference = nn.Sequential(*(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)) for _ in range(4)))
+    reference[3][0].bias.requires_grad_(False)
+    parts = [copy.deepcopy(reference[:2]), copy.deepcopy(reference[2:])]
+    fully_shard = pick_fully_shard(implementation)
+    for part in parts:
+        for block in part:
+            fully_shard(block, mesh=mesh["dp"], reshard_after_forward=reshards)
+        fully_shard(part, mesh=mesh["dp"])
+    stages = [
+        pipelining.PipelineStage(part, index, 2, torch.device("cpu"), group=mesh.get_group("pp"))
+        for index, part in enumerate(parts)
+    ]
+    schedule = getattr(pipelining, schedule_name)(stages, n_microbatches=2, loss_fn=_loss)
+    model, target = nn.Sequential(*parts[0], *parts[1]), torch.ones(4, 4)
+    for _ in range(2):
+        reference.zero_grad()
+        for part in parts:
+            part.zero_grad()
+        schedule.step(_batches()[dist.get_rank()], target=target)
+        _train_reference(reference, target)
+        check_sharded_parity(reference, model)
+
+
+@pytest.mark.parametrize("schedule_name", ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
+@pytest.mark.parametrize(
+    ("implementation", "reshards"),
+    # Of units that reshard, FSDP2 loses gradients.
+    [("fsdp2", False), ("sharded", False), ("sharded", True)],
+)
+def test_schedules_that_split_the_backward(
+    run_on_gloo_ranks: Run, implementation: str, reshards: bool, schedule_name: str
+) -> None:
+    run_on_gloo_ranks(2, split_the_backward, implementation, schedule_name, reshards)
+
+
+def ask_for_gradients_that_wait() -> None:
+    """Only a schedule gets zeros for a gradient that waits: who asks for it is told that there is none."""
+    _, model, _ = _pair("sharded")
+    model.set_requires_gradient_sync(False)
+    output = model(_batches()[dist.get_rank()]).sum()
+    with pytest.raises(RuntimeError, match="appears to not have been used"):
+        torch.autograd.grad(output, list(model.parameters()))
+
+
+def test_a_gradient_that_waits_is_none(run_on_gloo_ranks: Run) -> None:
+    run_on_gloo_ranks(2, ask_for_gradients_that_wait)
+
+
 def wrap_in_ddp(implementation: str) -> None:
     _, model, _ = _pair(implementation)
     with pytest.raises(RuntimeError, match="Sharding propagation failed"):
