@@ -1,6 +1,7 @@
 """Units that are added below the outermost one after it was sharded: adapters, further layers, another head."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -83,3 +84,31 @@ def train_adapters(implementation: str, kind: type[nn.Module]) -> None:
 def test_adapters_with_equal_names(run_on_gloo_ranks, implementation, kind):
     """Seen from their own units, all adapters are called alike."""
     run_on_gloo_ranks(2, train_adapters, implementation, kind)
+
+
+def train_unsharded_parts(implementation: str) -> None:
+    """A new head, and a layer that replaces one in a unit, without ``fully_shard``."""
+    torch.manual_seed(42)
+    model = build(nn.Sequential)
+    ignored = model[2].bias
+    shard_units(implementation, model, [model[0]], ignored_params={ignored})
+    run = compile_if_asked(implementation, model)
+    for step, (added, expected) in enumerate([(None, []), (nn.Linear(8, 3), ["4.weight", "4.bias"])]):
+        if added is not None:
+            model[4] = added
+        optimizer = make_adam(model.parameters())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for again in range(2):
+                run(batch_of(dist.get_rank(), 2 * step + again)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        texts = [str(each.message) for each in caught if "call fully_shard on the modules" in str(each.message)]
+        assert len(texts) == bool(expected), texts
+        assert all(f"graphshard: {', '.join(expected)} came into the model" in text for text in texts)
+
+
+@pytest.mark.parametrize("implementation", GRAPHSHARD)
+def test_added_parameters_that_nobody_shards_are_told(run_on_gloo_ranks, implementation):
+    """Once an optimizer; those of ``ignored_params`` are not."""
+    run_on_gloo_ranks(2, train_unsharded_parts, implementation)
