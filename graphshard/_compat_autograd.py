@@ -146,6 +146,13 @@ def is_asked_for(node: Any) -> bool:
     return False
 
 
+def compiles_backwards() -> bool:
+    """Whether compiled autograd is on: Dynamo traces each backward as it runs (checked: 2.13)."""
+    from torch._dynamo import compiled_autograd, config
+
+    return bool(config.compiled_autograd or compiled_autograd.compiled_autograd_enabled)
+
+
 def tensor_of_input(node: fx.Node, traced: fx.GraphModule) -> torch.Tensor | None:
     """The parameter or buffer of ``traced`` that an input of its joint graph stands for; None if it stands for none."""
     described = node.meta.get("desc")

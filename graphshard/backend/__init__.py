@@ -5,8 +5,8 @@ Imports: all rooms below, ``fsdp`` included.
 Read first: ``entry``, then in the order of a compile:
 
 - ``options`` (what a user may set), ``dynamo_graph`` (what the graph says), ``dtensor_boundary`` (parameters
-  enter), ``extended_gathers`` (those with gather extensions), ``parameter_writes`` (those that the model changes
-  leave);
+  enter), ``padded_shards`` (as what), ``extended_gathers`` (those with gather extensions), ``parameter_writes`` (those
+  that the model changes leave);
 - ``joint`` (passes on the joint graph), ``step_planner``, ``step_choice``, ``step_trials`` and ``accumulation``
   (choices by cost for both halves);
 - ``compilation`` (the steps that compile a half), ``pipelines``, ``half`` and ``half_variants`` (one half in the states

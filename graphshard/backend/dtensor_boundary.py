@@ -21,11 +21,11 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from .._compat import detect_fake_mode, is_to_local
-from .._compat_autograd import accumulates_in_leaf, are_in_order
 from ..errors import ParameterStateError
-from ..fsdp import Version, add_to_grad, as_complex, refuse_lost_data, slot_of_shard, unit_of, version_of
+from ..fsdp import Version, slot_of_shard, unit_of, version_of
 from ..ir import UNSHARD, ExtendedInputs, UnshardCall, padded_shape, unshard_outside_transforms
 from .extended_gathers import ExtendedEntrance, enter_extended, entrances, inputs_of_extended
+from .padded_shards import Crossing, PaddedLocals, padded_local
 from .parameter_writes import (
     HandedOn,
     ParameterWrite,
@@ -34,29 +34,6 @@ from .parameter_writes import (
     store_written,
     views_for_gather,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
-    """One parameter that enters as its padded shard.
-
-    Attributes:
-        position: where the shard enters.
-        source: position of the argument: the same, or that of a parameter that the graph reads without a gather, too.
-        shape: of the padded shard.
-        dim: along which the parameter is cut.
-        names: under which the graph gathers it: one, several for a tied parameter, none at one rank.
-        as_reals: it is complex, and enters as reals, with a last dim of 2.
-        is_carrier: what enters takes the gradient only; the shard has a gather extension.
-    """
-
-    position: int
-    source: int
-    shape: tuple[int, ...]
-    dim: int
-    names: tuple[str, ...] = ()
-    as_reals: bool = False
-    is_carrier: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,7 +298,7 @@ def _at_runtime(
         if not differentiable:
             return compiled(*values)
         params = [args[crossing.source] for crossing in differentiable]
-        shards = _PaddedLocals.apply(differentiable, *params)
+        shards = PaddedLocals.apply(differentiable, *params)
         for crossing, shard in zip(differentiable, shards, strict=True):
             values[crossing.position] = shard
         read = [_ReadShard(name, args[position], version_of(args[position])) for position, name in watched]
@@ -376,61 +353,3 @@ def _reader_of(entrance: Any, outputs: Any) -> Any:
                 return node
             node = sources[0] if sources else None
     return None
-
-
-def padded_local(param: DTensor, crossing: Crossing) -> Tensor:
-    """The padded shard of a parameter: a view if its storage has room for the padding, a copy if not.
-
-    The gather drops the padding, whatever its values are.
-    """
-    refuse_lost_data(param, crossing.names[0] if crossing.names else "")
-    if crossing.is_carrier:
-        device = param._local_tensor.device
-        return torch.empty(1, dtype=param.dtype, device=device).expand(crossing.shape)
-    local = param._local_tensor.detach()
-    if crossing.as_reals:
-        local = torch.view_as_real(local)
-    if local.shape == crossing.shape:
-        return local
-    numel = 1
-    for size in crossing.shape:
-        numel *= size
-    room = local.untyped_storage().nbytes() // local.element_size() - local.storage_offset()
-    if crossing.dim == 0 and room >= numel and local.is_contiguous():
-        return local.as_strided((numel,), (1,)).view(crossing.shape)
-    padded = local.new_zeros(crossing.shape)
-    padded.narrow(crossing.dim, 0, local.shape[crossing.dim]).copy_(local)
-    return padded
-
-
-class _PaddedLocals(torch.autograd.Function):
-    """Turns DTensor parameters into padded local shards, and gradients of shards into DTensor gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, crossings: list[Crossing], *params: DTensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.crossings = crossings
-        ctx.specs = [param._spec for param in params]
-        ctx.local_shapes = [param._local_tensor.shape for param in params]
-        return tuple(padded_local(param, crossing) for crossing, param in zip(crossings, params, strict=True))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        result: list[Any] = [None]
-        is_in_order = are_in_order(grads)
-        for (leaf, _), crossing, spec, shape, grad in zip(
-            ctx.next_functions, ctx.crossings, ctx.specs, ctx.local_shapes, grads, strict=True
-        ):
-            if grad is not None:
-                if grad.shape[crossing.dim] != shape[crossing.dim]:
-                    grad = grad.narrow(crossing.dim, 0, shape[crossing.dim])
-                if crossing.as_reals:
-                    grad = as_complex(grad)
-                # What DTensor(...) does, without its __init__, which is empty and takes 2 us.
-                grad = DTensor.__new__(DTensor, grad.contiguous(), spec, requires_grad=False)
-                if accumulates_in_leaf(leaf, is_in_order=is_in_order):
-                    # That node would detach the DTensor, through the dispatch of DTensors for each parameter.
-                    add_to_grad(leaf.variable, grad)
-                    grad = None
-            result.append(grad)
-        return tuple(result)

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx
 
+from .._compat_autograd import compiles_backwards
 from .._compat_frames import inline_regions, leave_frames_to_python
 from ..coordination import refusing
 from ..errors import OptionError
@@ -46,7 +47,7 @@ def graphshard(
         mode: refused: the modes of ``torch.compile`` are Inductor's.
 
     Raises:
-        OptionError: an unknown option or value, or a mode.
+        OptionError: an unknown option or value, a mode, or compiled autograd is on.
         PipelineError: a pass of the user does not fit where it is to run.
         AgreementError: the ranks would issue different collectives.
         RefusedError: another rank has stopped with an error.
@@ -59,6 +60,11 @@ def graphshard(
             raise OptionError(
                 f"graphshard backend: mode={mode!r} is for Inductor alone; give the settings that it stands for "
                 f"(torch._inductor.list_mode_options({mode!r})) in options={{'inductor': {{...}}}}"
+            )
+        if compiles_backwards():
+            raise OptionError(
+                "graphshard backend: compiled autograd is on, and would run the backward as it was before the passes; "
+                "turn it off (torch._dynamo.config.compiled_autograd = False); the backward is compiled as it is"
             )
         parsed = BackendOptions.parse(options)
     return compile_graph(gm, example_inputs, parsed)

@@ -8,7 +8,7 @@ A unit in parts: ``parameter_slot``, ``waiting_gradients``, ``tree`` (the units 
 Where shards are: ``placements``, ``shard_parameter``, ``shard_versions`` (has a shard changed).
 Without a compiler: ``eager_autograd``, ``saved_parameters``, ``eager_collectives``, ``plain_gathers``,
 ``gather_extensions``, ``compiled_block`` (a block that is compiled by itself).
-Further: ``regroup`` (copies and ties).
+Further: ``regroup`` (copies, ties, parameters that are added).
 """
 
 from .compiled_block import PLAIN_CLASS, runs_compiled_block, uncompiled_forward

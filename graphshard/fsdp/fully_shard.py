@@ -39,6 +39,7 @@ from .gather_extensions import has_extension, refuse_wrapper, why_untraceable
 from .parameter_slot import ParameterSlot, slots_of, store_parameters, stored_parameters
 from .placements import DataParallelAxes, Layout, layout_of
 from .read_parameter import empty_names, traced_read
+from .regroup import note_whole_parameters, tell_added
 from .shard_parameter import (
     give_places,
     hand_over,
@@ -124,7 +125,7 @@ def fully_shard(
     _refuse_sparse_gradients(fresh)
     _refuse_unsupported_regather(reshard_after_forward, axes, fresh, layouts)
     refuse_stale_optimizers([(entry.path, entry.param) for entry in fresh], "fully_shard", num_holders=2)
-    watch_optimizers()
+    watch_optimizers(tell_added)
     watch_frames()
     offer_backend()
     settings = UnitSettings(
@@ -150,6 +151,7 @@ def fully_shard(
     hand_over({entry.path: entry.param for entry in names.values()})
     _swap_classes(modules, unit)
     relabel(modules)
+    note_whole_parameters(modules)
     for each in modules:
         each.register_state_dict_pre_hook(_show_shards)
         each.register_load_state_dict_pre_hook(_reshard)

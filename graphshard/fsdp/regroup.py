@@ -1,12 +1,15 @@
-"""Modules that a user copies or ties after ``fully_shard``: their parameters enter units anew.
+"""Modules that a user copies, ties or adds after ``fully_shard``: their parameters enter units anew, or are told.
 
 ``copy.deepcopy`` of a sharded model is a separate model with its own shards, units and forward. A sharded parameter
-that is put in the place of another is gathered as one with it.
+that is put in the place of another is gathered as one with it. Parameters that no unit shards would train to other
+values on each rank.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +20,17 @@ from ..errors import AlreadyShardedError
 from ..ir import UNIT, padded_shape
 from .compiled_block import wrap_compiled_forward
 from .gather_extensions import copy_extended
-from .parameter_slot import ParameterSlot, slots_of, stored_parameters
+from .parameter_slot import ParameterSlot, slot_of_shard, slots_of, stored_parameters
 from .read_parameter import traced_read
 from .shard_parameter import lay_out
-from .tree import SLOTS, Tree, relabel
+from .tree import SLOTS, WRAPPERS, Tree, relabel
 from .unit import Unit, owner_of, unit_of
+
+#: Where the module of a unit keeps the names of the parameters below it that were left whole when it was sharded.
+_WHOLE = "_graphshard_whole"
+
+#: Where an optimizer keeps how many parameters it had when it was looked at.
+_LOOKED_AT = "_graphshard_looked_at"
 
 
 def copy_sharded(module: Any, memo: dict[int, Any], has_own: bool) -> nn.Module:
@@ -145,3 +154,59 @@ def _tie_found(tree: Tree) -> None:
                 other = first.setdefault(id(param), slot) if param is not None else slot
                 if other is not slot:
                     tie(module, name, slot, other)
+
+
+def note_whole_parameters(modules: Iterable[nn.Module]) -> None:
+    """Notes which parameters ``fully_shard`` has left whole, as ``ignored_params`` says."""
+    for module in modules:
+        module.__dict__[_WHOLE] = frozenset(path for path, _ in _whole_parameters(module))
+
+
+def _whole_parameters(root: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for wrapped_path, module in root.named_modules():
+        path = [part for part in wrapped_path.split(".") if part not in WRAPPERS and part]
+        slots = module.__dict__.get(SLOTS, {})
+        for name, param in (stored_parameters(module) if slots else module._parameters).items():
+            if param is not None and name not in slots and not isinstance(param, DTensor):
+                yield ".".join([*path, name]), param
+
+
+def tell_added(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """A hook before each step of an optimizer: its first one with parameters that nobody shards warns of them.
+
+    A new head, a further layer, adapters. FSDP2 trains them in silence, to other values on each rank.
+    """
+    if torch.compiler.is_compiling():
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if vars(optimizer).get(_LOOKED_AT) == len(params):
+        return
+    vars(optimizer)[_LOOKED_AT] = len(params)
+    names = _added(params)
+    if names:
+        some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        warnings.warn(
+            f"graphshard: {some} came into the model after fully_shard, so no unit shards them or averages their "
+            "gradients, and each rank trains values of its own: call fully_shard on the modules that were added, then "
+            "make the optimizer; or average the gradients yourself",
+            stacklevel=3,
+        )
+
+
+def _added(params: Sequence[Any]) -> list[str]:
+    """The names of trained parameters that belong to the model of others, and were not there when it was sharded."""
+    whole = {id(param) for param in params if not isinstance(param, DTensor) and param.requires_grad}
+    if not whole:
+        return []
+    slots = [slot_of_shard(param) for param in params if isinstance(param, DTensor)]
+    trees: dict[int, Tree] = {id(slot.unit.tree): slot.unit.tree for slot in slots if slot is not None}
+    roots = [root for tree in trees.values() if tree.groups() for root in tree.roots]
+    found = {
+        id(param): path for root in roots for path, param in _whole_parameters(root) if id(param) in whole
+    }
+    for module in (module for root in roots if found for module in root.modules()):
+        if noted := module.__dict__.get(_WHOLE):
+            for path, param in _whole_parameters(module):
+                if path in noted:
+                    found.pop(id(param), None)
+    return list(found.values())

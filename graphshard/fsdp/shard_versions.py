@@ -158,13 +158,14 @@ def refuse_stale_optimizers(
 
 
 @functools.cache
-def watch_optimizers() -> None:
-    """From the first call on, each step of an optimizer moves the version of the DTensors that it holds.
+def watch_optimizers(before: Callable[..., None]) -> None:
+    """From the first call on, each step of an optimizer calls ``before``, and moves the version of its DTensors.
 
     A step of parameters that :func:`graphshard.fully_shard` has replaced is an error, and so is one with gradients to
     whose ``.data`` something was assigned, which leaves the local tensor of a DTensor as it was.
     """
     register_optimizer_step_pre_hook(_refuse_unsuited)
+    register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(_move_versions)
 
 

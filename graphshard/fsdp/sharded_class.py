@@ -51,7 +51,7 @@ from .fsdp_module import FSDPModule, refuse_torch_sharding
 from .parameter_slot import ParameterSlot, slots_of, stored_parameters
 from .read_parameter import empty_names, empty_property, is_reading, read_ahead, read_parameter
 from .regroup import find_ties, find_ties_while_tracing, slot_of_param, tie
-from .tree import SLOTS, STORED
+from .tree import SLOTS, STORED, Tree
 from .unit import Unit, owner_of
 
 
@@ -175,14 +175,15 @@ def _named_parameters(
 ) -> Iterator[tuple[str, Any]]:
     """``nn.Module.named_parameters``, which gathers in a forward.
 
-    It compares slots: in a compiled forward, two reads of a tied parameter are different tensors. A hook of torch's
-    CommDebugMode gets the shards: it cannot count a gather that it causes itself. So does a pipeline schedule that
-    splits a backward: it looks for the parameters as leaves of the graph, which shards are.
+    It compares names in a tree: in a compiled forward, two reads of a tied parameter are different tensors. Units that
+    were added after the outermost one have trees of their own. A hook of torch's CommDebugMode gets the shards: it
+    cannot count a gather that it causes itself. So does a pipeline schedule that splits a backward: it looks for the
+    parameters as leaves of the graph, which shards are.
     """
     read: Callable[[nn.Module, str], Any] = read_parameter
     if not torch.compiler.is_compiling():
-        trees = (slot.unit.tree for each in self.modules() for _, slot in slots_of(each))
-        for tree in itertools.islice(trees, 1):
+        below = (slot.unit.tree for each in self.modules() for _, slot in slots_of(each))
+        for tree in itertools.islice(below, 1):
             find_ties(tree)
         if is_counting_hook(sys._getframe(1)):
             read = _shard
@@ -192,15 +193,25 @@ def _named_parameters(
         self.named_modules(prefix=prefix, remove_duplicate=remove_duplicate) if recurse else [(prefix, self)]
     )
     seen: set[Any] = set()
+    trees: list[Tree] = []
     for path, module in modules:
         slots = module.__dict__.get(SLOTS, {})
         for name, param in (stored_parameters(module) if slots else module._parameters).items():
-            key = slots[name].name if name in slots else param
+            key = (_number(slots[name].unit.tree, trees), slots[name].name) if name in slots else param
             if param is None or key in seen:
                 continue
             if remove_duplicate:
                 seen.add(key)
             yield f"{path}.{name}" if path else name, read(module, name) if name in slots else param
+
+
+def _number(tree: Tree, trees: list[Tree]) -> int:
+    """The position of a tree in a list, to which it is appended if it is new; Dynamo traces this."""
+    for number, other in enumerate(trees):
+        if other is tree:
+            return number
+    trees.append(tree)
+    return len(trees) - 1
 
 
 def _shard(module: nn.Module, name: str) -> Any:

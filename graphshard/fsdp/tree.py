@@ -43,7 +43,7 @@ _RUN_REMEDY = (
 
 #: The attributes by which ``checkpoint_wrapper``, ``torch.compile`` and ``FullyShardedDataParallel`` hold the module
 #: that they wrap; no part of a path in the state dict.
-_WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
+WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
 
 
 @dataclass(eq=False, kw_only=True)
@@ -425,7 +425,7 @@ def relabel(roots: Iterable[nn.Module]) -> None:
     for index, root in enumerate(roots):
         prefix = f"{index}." if len(roots) > 1 else ""
         for wrapped_path, module in root.named_modules():
-            path = ".".join(part for part in wrapped_path.split(".") if part not in _WRAPPERS)
+            path = ".".join(part for part in wrapped_path.split(".") if part not in WRAPPERS)
             unit = module.__dict__.get(UNIT)
             if unit is not None and unit is not outer and id(unit) not in seen:
                 seen.add(id(unit))

@@ -10,8 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 
 from graphshard._compat import is_to_local
-from graphshard.backend.dtensor_boundary import Crossing, cross_boundary, padded_local
+from graphshard.backend.dtensor_boundary import cross_boundary
 from graphshard.backend.extended_gathers import CHECKPOINTED_REGION
+from graphshard.backend.padded_shards import Crossing, padded_local
 from graphshard.ir.params import shard_shape
 from graphshard.ir.shard_ops import UNSHARD
 

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.fsdp import BackwardPrefetch
 
 import graphshard
+from graphshard._compat import gradients_are_boxed
 from graphshard.backend.options import BackendOptions
 from graphshard.backend.pipelines import half_pipeline
 from graphshard.cost import load_card
@@ -276,3 +277,27 @@ def test_the_given_dict_is_not_changed():
 def test_planning_times_that_cannot_be(given):
     with pytest.raises(OptionError, match=r"option planning_seconds=.* must be a number above 0, or None"):
         BackendOptions.parse({"planning_seconds": given})
+
+
+def test_compiled_autograd_is_refused(fake_group):
+    """It would trace the backward as it was before the passes: wrong gradients, in silence."""
+    model = graphshard.fully_shard(torch.nn.Linear(2, 2), mesh=fake_group(2))
+    compiled = torch.compile(model, backend="graphshard")
+    with (
+        torch._dynamo.config.patch(compiled_autograd=True),
+        pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"compiled autograd is on.*turn it off") as raised,
+    ):
+        compiled(torch.ones(2, 2))
+    assert isinstance(raised.value.inner_exception, OptionError)
+
+
+@pytest.mark.skipif(not gradients_are_boxed, reason="torch refuses functions that take gradients in a list")
+def test_compiled_autograd_of_a_backward_is_refused(fake_group, interpreted):
+    """Also where it is turned on after the forward."""
+    model = graphshard.fully_shard(torch.nn.Linear(2, 2), mesh=fake_group(2))
+    loss = torch.compile(model, backend="graphshard")(torch.ones(2, 2)).sum()
+    with (
+        torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")),
+        pytest.raises(RuntimeError, match="not supported with compiled autograd"),
+    ):
+        loss.backward()

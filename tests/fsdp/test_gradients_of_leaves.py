@@ -116,13 +116,21 @@ def two_layers(mesh):
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True:UserWarning")
-def test_gradients_of_gradients_of_shards_are_refused(fake_group):
+@pytest.mark.parametrize("by_grad", [False, True], ids=["backward", "grad"])
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["uncompiled", "compiled"])
+def test_gradients_of_gradients_of_shards_are_refused(fake_group, interpreted, is_compiled, by_grad):
     """Not left out in silence: a penalty on them would train nothing."""
     model = graphshard.fully_shard(nn.Linear(6, 4), mesh=fake_group(2))
-    model(torch.ones(2, 6)).square().sum().backward(create_graph=True)
-    penalty = sum(param.grad.to_local().square().sum() for param in model.parameters())
+    run = torch.compile(model, backend="graphshard") if is_compiled else model
+    loss = run(torch.ones(2, 6)).square().sum()
+    if by_grad:
+        grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    else:
+        loss.backward(create_graph=True)
+        grads = [param.grad for param in model.parameters()]
+    penalty = sum(grad.to_local().square().sum() for grad in grads)
     with pytest.raises(RuntimeError, match="differentiate twice"):
-        penalty.backward()
+        (loss + penalty).backward()
 
 
 @pytest.mark.parametrize("reshards", [True, False])

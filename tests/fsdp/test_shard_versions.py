@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, zeros
 from graphshard import fully_shard
 from graphshard.errors import ParameterStateError
 from graphshard.fsdp.parameter_slot import slot_of_shard
+from graphshard.fsdp.regroup import tell_added
 from graphshard.fsdp.shard_versions import optimizers_of, version_of, watch_optimizers
 
 OPTIMIZERS = {
@@ -34,8 +35,8 @@ def _with_gradient(param: nn.Parameter) -> nn.Parameter:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_an_optimizer_step_is_a_change(param, kind):
-    watch_optimizers()
-    watch_optimizers()
+    watch_optimizers(tell_added)
+    watch_optimizers(tell_added)
     optimizer = OPTIMIZERS[kind]([_with_gradient(param), nn.Parameter(torch.ones(2))])
     before = version_of(param)
     optimizer.step()
@@ -71,7 +72,7 @@ def test_an_edit_through_data_is_not_seen(param):
 
 @pytest.mark.parametrize("foreach", [False, True])
 def test_a_compiled_step_of_sgd_is_a_change(fake_group, foreach):
-    watch_optimizers()
+    watch_optimizers(tell_added)
     param = _with_gradient(nn.Parameter(zeros(5, 3, device_mesh=fake_group(2), placements=[Shard(0)])))
     optimizer = torch.optim.SGD([param], lr=0.1, foreach=foreach)
     before = version_of(param)
@@ -80,7 +81,7 @@ def test_a_compiled_step_of_sgd_is_a_change(fake_group, foreach):
 
 
 def test_a_compiled_optimizer_still_compiles():
-    watch_optimizers()
+    watch_optimizers(tell_added)
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
     optimizer = torch.optim.SGD([weight], lr=0.5)
