@@ -47,6 +47,7 @@ examples: $(VENV)/.installed
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/finetune_llama.py
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_vit.py
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_tp.py
+	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/train_pipeline.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
