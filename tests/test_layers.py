@@ -75,6 +75,7 @@ TOLERATED_CACHES = {
     "graphshard.memory.scratch_calls.may_run_library": "what an op is never changes; asked of every node many times",
     "graphshard.memory.scratch_measured._measured": "what a call allocates on this machine; a kernel runs once for it",
     "graphshard._compat.is_composite": "how torch implements an op; asked of every node",
+    "graphshard._compat_dtensor._groups_by_mesh": "held weakly, by mesh; gone with the mesh",
     "graphshard._compat_frames.leave_frames_to_python": "marks the functions of a package for Dynamo; returns nothing",
     "graphshard.cost.flops._count": "a formula of shapes; the blocks of a model are alike",
     "graphshard.cost.flops._count_parts": "a function of shapes; the blocks of a model are alike",
