@@ -51,6 +51,7 @@ from torch.autograd import (  # checked: 2.11, 2.13, 2.14
 )
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group  # checked: 2.13
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # checked: 2.13
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module  # checked: 2.13
@@ -222,8 +223,6 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
 
 def group_by_name(name: str) -> dist.ProcessGroup:
     """The process group a functional collective's group name stands for (checked: 2.13)."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
     return _resolve_process_group(name)
 
 

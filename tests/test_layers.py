@@ -467,6 +467,19 @@ def test_file_names_say_what_is_inside(name):
     assert not {"utils", "util", "helpers", "helper", "common", "misc", "manager"} & set(name.split("."))
 
 
+def test_the_front_end_loads_no_compiler_of_graphs():
+    """Training without a compiler starts without it. Dynamo is loaded by torch's optimizers in any case."""
+    heavy = ("torch._functorch.aot_autograd", "torch._inductor.codecache", "torch._inductor.compile_fx", "rich")
+    ours = ("graphshard.backend", "graphshard.planner", "graphshard.pipeline", "graphshard.inspection")
+    script = (
+        "import sys, graphshard\n"
+        "graphshard.fully_shard, graphshard.FullyShardedDataParallel\n"
+        f"print([name for name in {heavy + ours} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
 def test_the_passes_folder_is_not_a_package_of_its_own():
     """Imported from the repository root it would load every class twice."""
     done = subprocess.run([sys.executable, "-c", "import passes"], cwd=ROOT, capture_output=True, text=True)
