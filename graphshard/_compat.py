@@ -1,8 +1,8 @@
 """Private torch names, in one place, each with the versions that it was checked on.
 
 Those that tell Dynamo which frames to leave alone are in ``_compat_frames``, those of composable APIs in
-``_compat_composable``. The hand-over to Inductor
-(:mod:`graphshard.backend.inductor`) has private imports of its own. No other module may import a private torch name.
+``_compat_composable``. The hand-over to Inductor (:mod:`graphshard.backend.inductor`) has private imports of its own.
+No other module may import a private torch name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from torch._functorch._aot_autograd.descriptors import (  # checked: 2.13
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
 )
-from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # checked: 2.13
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # checked: 2.13
 from torch._guards import TracingContext, detect_fake_mode  # checked: 2.13
 from torch._prims.rng_prims import (  # checked: 2.13
@@ -52,6 +51,7 @@ from torch.autograd import (  # checked: 2.11, 2.13, 2.14
 )
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group  # checked: 2.13
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # checked: 2.13
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module  # checked: 2.13
@@ -223,8 +223,6 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
 
 def group_by_name(name: str) -> dist.ProcessGroup:
     """The process group a functional collective's group name stands for (checked: 2.13)."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
     return _resolve_process_group(name)
 
 
@@ -305,6 +303,8 @@ def export_joint(
 
     Writes to inputs that autograd does not follow are nodes of the graph, as in a compiled step.
     """
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors  # it loads much of Inductor
+
     joint = aot_export_joint_with_descriptors(
         stack,
         traced,

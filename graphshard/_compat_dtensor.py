@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -81,14 +83,26 @@ def give_world_to(mesh: DeviceMesh) -> None:
     vars(mesh).setdefault("_pg_registry", {})[mesh._dim_group_names[0]] = dist.group.WORLD
 
 
-def drop_dtensor_results() -> None:
-    """Empties the cache of what DTensor's ops result in; call it before parameters are cut over a mesh.
+def drop_foreign_results(mesh: DeviceMesh) -> None:
+    """Empties DTensor's cache of results if they may be of other process groups; call it before parameters are cut.
 
     Meshes of the same ranks are equal, and DTensor keeps the result of an op by its inputs (checked: 2.13). So an op on
     a new mesh could give an equal one over other process groups, and autograd keeps gradients on it. Ranks whose caches
     differ would then gather a gradient over different groups, and hang.
+
+    The cache is kept if the last equal mesh had the same groups: working out anew what an op gives takes milliseconds,
+    for every op and shape. Groups of one rank do not count, since nothing is communicated over them.
     """
-    _clear_sharding_prop_cache()
+    groups = [ref(mesh.get_group(axis)) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    known = _groups_by_mesh()
+    if known.pop(mesh, None) != groups:
+        _clear_sharding_prop_cache()
+    known[mesh] = groups
+
+
+@functools.cache
+def _groups_by_mesh() -> WeakKeyDictionary[DeviceMesh, list[ref[dist.ProcessGroup]]]:
+    return WeakKeyDictionary()
 
 
 def placements_of_op(

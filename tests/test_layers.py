@@ -75,6 +75,7 @@ TOLERATED_CACHES = {
     "graphshard.memory.scratch_calls.may_run_library": "what an op is never changes; asked of every node many times",
     "graphshard.memory.scratch_measured._measured": "what a call allocates on this machine; a kernel runs once for it",
     "graphshard._compat.is_composite": "how torch implements an op; asked of every node",
+    "graphshard._compat_dtensor._groups_by_mesh": "held weakly, by mesh; gone with the mesh",
     "graphshard._compat_frames.leave_frames_to_python": "marks the functions of a package for Dynamo; returns nothing",
     "graphshard.cost.flops._count": "a formula of shapes; the blocks of a model are alike",
     "graphshard.cost.flops._count_parts": "a function of shapes; the blocks of a model are alike",
@@ -464,6 +465,19 @@ def test_tolerated_lists_name_what_exists():
 @pytest.mark.parametrize("name", MODULES)
 def test_file_names_say_what_is_inside(name):
     assert not {"utils", "util", "helpers", "helper", "common", "misc", "manager"} & set(name.split("."))
+
+
+def test_the_front_end_loads_no_compiler_of_graphs():
+    """Training without a compiler starts without it. Dynamo is loaded by torch's optimizers in any case."""
+    heavy = ("torch._functorch.aot_autograd", "torch._inductor.codecache", "torch._inductor.compile_fx", "rich")
+    ours = ("graphshard.backend", "graphshard.planner", "graphshard.pipeline", "graphshard.inspection")
+    script = (
+        "import sys, graphshard\n"
+        "graphshard.fully_shard, graphshard.FullyShardedDataParallel\n"
+        f"print([name for name in {heavy + ours} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
 def test_the_passes_folder_is_not_a_package_of_its_own():

@@ -25,7 +25,7 @@ from .._compat_composable import (
     set_state_for_torch,
     state_for_torch_of,
 )
-from .._compat_dtensor import drop_dtensor_results
+from .._compat_dtensor import drop_foreign_results
 from ..errors import (
     AlreadyShardedError,
     GraphShardError,
@@ -133,7 +133,8 @@ def fully_shard(
         mp_policy=mp_policy,
         regather=_regather_axis(axes.mesh, reshard_after_forward),
     )
-    drop_dtensor_results()
+    for used in {layout.mesh for layout in layouts.values()}:
+        drop_foreign_results(used)
     if mesh.device_type != "cpu":
         settings.input_device = mesh_device(mesh)
         settings.compute_device = (

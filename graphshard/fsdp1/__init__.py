@@ -5,7 +5,7 @@ Imports: ``errors``, ``_compat``, ``fsdp``. No engine of its own: arguments, met
 Read first: ``wrapper`` (the class), ``options`` (its arguments for ``fully_shard``), ``wrapper_state``.
 Before sharding: ``meshes``, ``ignored``, ``auto_wrap``, ``materialize``, ``precision``; then ``wrapped_unit``.
 Methods: ``training_state`` (may a method run now; ``no_sync``), ``norms``, ``summon``,
-``comm_hooks``.
+``whole_tensors``, ``comm_hooks``.
 State dicts: ``state_dict_settings``, ``state_dicts``, ``optimizer_state``, ``state_methods``.
 """
 

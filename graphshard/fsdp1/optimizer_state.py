@@ -19,7 +19,7 @@ from .._compat_fsdp1 import is_sharded_tensor
 from ..errors import OptionError, ParameterStateError
 from .meshes import Meshes
 from .state_dicts import as_shard
-from .summon import whole_tensor
+from .whole_tensors import whole_tensor
 from .wrapper_state import clean_name, plain_name, wrappers_in
 
 State = dict[str, Any]

@@ -23,8 +23,8 @@ from .._compat_fsdp1 import (
 from ..errors import ParameterStateError
 from ..fsdp import mesh_device, refuse_lost_data, slots_of
 from .meshes import on_mesh
-from .summon import whole_tensor
 from .training_state import own_state
+from .whole_tensors import whole_tensor, whole_tensors
 from .wrapper_state import WrapperState, clean_name, own_modules, plain_name
 
 
@@ -62,14 +62,18 @@ def _after_state_dict(
     for key, param in _own_parameters(wrapper, prefix):
         if isinstance(param, DTensor):
             refuse_lost_data(param, clean_name(key))
-        if key not in state_dict:
-            continue
+    keys = dict.fromkeys(key for key, _ in _own_parameters(wrapper, prefix) if key in state_dict)
+    # Others are whole: summon_full_params() shows them.
+    sharded = {key: value for key in keys if isinstance(value := state_dict[key], DTensor)}
+    if kind is StateDictType.FULL_STATE_DICT:
+        state_dict.update(zip(sharded, whole_tensors(sharded.values()), strict=True))
+    else:
+        for key, value in sharded.items():
+            state_dict[key] = state.meshes.as_given(_detached(value, kind, is_copy=not by_helpers))
+    for key in keys:
         value = state_dict[key] if is_kept else state_dict.pop(key)
-        if isinstance(value, DTensor):  # else summon_full_params() shows it whole
-            value = _converted(value, kind, is_copy=not by_helpers)
-            value = state.meshes.as_given(value) if isinstance(value, DTensor) else value
-        if is_kept:
-            state_dict[key] = value.cpu() if to_cpu else value
+        if is_kept and to_cpu:
+            state_dict[key] = value.cpu()
     for key in _own_buffers(wrapper, prefix):
         if not is_kept:
             state_dict.pop(key, None)
@@ -89,10 +93,8 @@ def _is_first(state: WrapperState) -> bool:
     return all(mesh.get_local_rank(dim) == 0 for dim in range(mesh.ndim))
 
 
-def _converted(value: DTensor, kind: StateDictType, *, is_copy: bool) -> Tensor:
+def _detached(value: DTensor, kind: StateDictType, *, is_copy: bool) -> DTensor:
     """Local values share memory with the model and sharded ones do not, as with FSDP1."""
-    if kind is StateDictType.FULL_STATE_DICT:
-        return whole_tensor(value)
     value = value.detach()
     return value.clone() if is_copy and kind is StateDictType.SHARDED_STATE_DICT else value
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ..errors import ParameterStateError, UnsupportedShardingError
 from ..fsdp import LAST_SHOWN, SUMMONED, Version, mesh_device, refuse_lost_data, slots_of, version_of
 from .training_state import check_idle
+from .whole_tensors import whole_tensors
 from .wrapper_state import WrapperState, own_modules, state_of, wrappers_in
 
 
@@ -107,9 +108,9 @@ def _one_summoned(
 ) -> Iterator[None]:
     is_shown = not summon.rank0_only or state.meshes.shard.get_local_rank() == 0
     with torch.no_grad():
-        for _, _, shard, _ in entries:
-            if id(shard) not in whole:
-                whole[id(shard)] = _gathered(shard, summon, is_shown)
+        missing = {id(shard): shard for _, _, shard, _ in entries if id(shard) not in whole}
+        gathered = _gathered(list(missing.values()), summon, is_shown)
+        whole.update(zip(missing, gathered, strict=True))
     state.is_summoned = wrapper._is_summoned = True
     for each, name, shard, _ in entries:
         if (parameter := whole[id(shard)].parameter) is not None:
@@ -137,25 +138,21 @@ def _entries(wrapper: nn.Module) -> list[_Entry]:
     return found
 
 
-def _gathered(shard: nn.Parameter, summon: Summon, is_shown: bool) -> _Whole:
-    assert isinstance(shard, DTensor)
-    full = whole_tensor(shard)
-    grad = whole_tensor(shard.grad) if summon.with_grads and shard.grad is not None else None
-    if not is_shown:
-        return _Whole(parameter=None, version=version_of(shard))
-    parameter = nn.Parameter(full.cpu() if summon.offload_to_cpu else full, requires_grad=shard.requires_grad)
-    setattr(parameter, SUMMONED, True)
-    parameter.grad = grad
-    return _Whole(parameter=parameter, version=version_of(shard))
-
-
-def whole_tensor(value: Tensor) -> Tensor:
-    """The whole of a sharded tensor, in memory of its own; all ranks take part."""
-    assert isinstance(value, DTensor)
-    value = value.detach().to(mesh_device(value.device_mesh))
-    full = value.full_tensor()
-    local = value.to_local()
-    return full.clone() if full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() else full
+def _gathered(shards: Sequence[Tensor], summon: Summon, is_shown: bool) -> list[_Whole]:
+    with_grad = [each for each in shards if summon.with_grads and each.grad is not None]
+    grads = [each.grad for each in with_grad if each.grad is not None]
+    whole_grads = dict(zip(map(id, with_grad), whole_tensors(grads), strict=True))
+    found = []
+    for shard, full in zip(shards, whole_tensors(shards), strict=True):
+        assert isinstance(shard, DTensor)
+        whole = _Whole(parameter=None, version=version_of(shard))
+        if is_shown:
+            shown = full.cpu() if summon.offload_to_cpu else full
+            whole.parameter = nn.Parameter(shown, requires_grad=shard.requires_grad)
+            setattr(whole.parameter, SUMMONED, True)
+            whole.parameter.grad = whole_grads.get(id(shard))
+        found.append(whole)
+    return found
 
 
 @torch.no_grad()
