@@ -78,13 +78,20 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def make_stage(mesh: DeviceMesh, device: torch.device) -> nn.Module:
-    """This rank's stage, sharded over "dp". It keeps what it gathered: the next micro-batch reads it again."""
+    """This rank's stage, sharded over "dp"."""
     stage = Stage(make_model(), mesh["pp"].get_local_rank()).to(device)
     for layer in stage.layers:
         graphshard.fully_shard(layer, mesh=mesh["dp"], reshard_after_forward=False)
     graphshard.fully_shard(stage, mesh=mesh["dp"], reshard_after_forward=False)
     stage.compile(backend="graphshard")
     return stage
+
+
+def gather_all(stage: nn.Module) -> None:
+    """Gathers the stage once for all micro-batches of a step; the schedule frees it at the end."""
+    for module in stage.modules():
+        if isinstance(module, graphshard.FSDPModule):
+            module.unshard()
 
 
 def train_stages(ranks: Ranks) -> list[StepResult]:
@@ -102,6 +109,7 @@ def train_stages(ranks: Ranks) -> list[StepResult]:
         losses: list[Tensor] = []
         inputs = [tokens] if index == 0 else []
         ends = {"target": targets, "losses": losses} if index == STAGES - 1 else {}
+        gather_all(model)
         schedule.step(*inputs, **ends)
         loss = torch.stack(losses).mean().item() if losses else 0.0
         norm = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).full_tensor()

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from support.implementations import pick_fully_shard
+from support.comm_counts import count_collectives
+from support.implementations import EVERY, pick_fully_shard
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 Run = Callable[..., list[Any]]
@@ -138,7 +141,7 @@ def _cases() -> Iterator[Any]:
             yield pytest.param(*case, marks=[] if case in quick else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("implementation", "schedule_name", "reshards"), _cases())
+@pytest.mark.parametrize(("implementation", "schedule_name", "reshards"), list(_cases()))
 def test_stages_train_like_the_whole_model(
     run_on_gloo_ranks: Run, implementation: str, schedule_name: str, reshards: bool
 ) -> None:
@@ -155,3 +158,33 @@ def train_on_measured_ranks(schedule_name: str) -> None:
 def test_each_stage_measures_and_plans_on_its_own(run_on_gloo_ranks: Run, schedule_name: str) -> None:
     """The ranks of the other stages wait for activations meanwhile: nothing may wait for them."""
     run_on_gloo_ranks(4, train_on_measured_ranks, schedule_name)
+
+
+def count_gathers(implementation: str) -> None:
+    """A stage that is gathered before the step stays so for all micro-batches, and is freed at the end."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    index, fully_shard = mesh.get_local_rank("pp"), pick_fully_shard(implementation)
+    stage = nn.Sequential(Block(), Block())
+    for module in (*stage, stage):
+        fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False)
+    if implementation == "compiled":
+        stage.compile(backend="graphshard")
+    schedule = pipelining.Schedule1F1B(
+        pipelining.PipelineStage(stage, index, 2, torch.device("cpu"), group=mesh.get_group("pp")),
+        n_microbatches=MICRO_BATCHES,
+        loss_fn=_loss,
+    )
+    x, target = _batch(0, 0)
+    for _ in range(2):  # the first step compiles
+        with count_collectives() as counts:
+            for module in stage.modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard()
+            schedule.step(*([x] if index == 0 else []), **({"target": target} if index == 1 else {}))
+        assert all(isinstance(parameter, DTensor) for parameter in stage.parameters())
+    assert counts == {"gathers": 2, "reductions": 2}
+
+
+@pytest.mark.parametrize("implementation", EVERY)
+def test_a_stage_is_gathered_once_a_step(run_on_gloo_ranks: Run, implementation: str) -> None:
+    run_on_gloo_ranks(4, count_gathers, implementation)
