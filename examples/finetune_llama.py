@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from distributed_setup import Ranks, UsageError, run_example, running_ranks
 from graphshard import fully_shard
-from unsharded_reference import Batch, LossFunction, StepResult, compare_steps, train_steps
+from unsharded_reference import Batch, LossFunction, StepResult, check_steps, train_steps
 
 VOCABULARY = 99
 NUM_STEPS = 40
@@ -88,24 +88,13 @@ def train_unsharded(ranks: Ranks) -> list[StepResult]:
     return train_steps(model, make_optimizer(model), loss_function(model), batches, MAX_GRAD_NORM)
 
 
-def check(sharded: list[StepResult], unsharded: list[StepResult]) -> bool:
-    """Print one line; True if the loss fell and every step was that of the unsharded model."""
-    agrees, differences = compare_steps(sharded, unsharded)
-    passed = agrees and sharded[-1].loss < LAST_LOSS_BELOW
-    print(
-        f"checked: loss {sharded[0].loss:.2f} -> {sharded[-1].loss:.2f}, "
-        f"{differences}: {'ok' if passed else 'FAILED'}"
-    )
-    return passed
-
-
 def main() -> bool:
     """Train sharded on all ranks, unsharded on rank 0; True if they agree."""
     with running_ranks() as ranks:
         if BATCH_SIZE % ranks.world_size:
             raise UsageError(f"{ranks.world_size} ranks: start a number that divides {BATCH_SIZE}")
         sharded = train_sharded(ranks)
-        passed = check(sharded, train_unsharded(ranks)) if ranks.rank == 0 else True
+        passed = check_steps(sharded, train_unsharded(ranks), LAST_LOSS_BELOW) if ranks.rank == 0 else True
         ranks.wait_for_all(timedelta(minutes=5))
         return passed
 

@@ -8,7 +8,6 @@ All steps run once more in one piece and unsharded; a failed check makes the exi
 """
 
 import math
-from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -20,34 +19,18 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 import graphshard
 from distributed_setup import Ranks, UsageError, run_example, running_ranks
 from llama_model import Llama, LlamaConfig
-from unsharded_reference import Batch, StepResult, compare_steps, train_steps
+from next_token_task import LENGTH, LOSS_BELOW, VOCABULARY, make_optimizer, training_batches
+from unsharded_reference import StepResult, check_steps, train_steps
 
-CONFIG = LlamaConfig(num_layers=4, width=64, hidden=128, num_heads=4, num_kv_heads=2, vocabulary=96)
+CONFIG = LlamaConfig(num_layers=4, width=64, hidden=128, num_heads=4, num_kv_heads=2, vocabulary=VOCABULARY)
 STAGES = 2
 MICRO_BATCHES = 4
-NUM_STEPS = 40
-BATCH_SIZE = 16
-LENGTH = 32
-LOSS_BELOW = 1.0
-
-
-def training_batches() -> Iterator[Batch]:
-    """Batches of all ranks together, drawn from a seed; the same on every rank."""
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(NUM_STEPS):
-        tokens = torch.randint(CONFIG.vocabulary, (BATCH_SIZE, LENGTH), generator=generator)
-        yield tokens, (5 * tokens + 7) % CONFIG.vocabulary
 
 
 def make_model() -> Llama:
     """The model in one piece, with the same weights on every rank."""
     torch.manual_seed(0)
     return Llama(CONFIG)
-
-
-def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
-    """Made after sharding, so that its state is sharded too."""
-    return torch.optim.AdamW(model.parameters(), lr=5e-3)
 
 
 class Stage(nn.Module):
@@ -127,24 +110,13 @@ def train_unsharded(ranks: Ranks) -> list[StepResult]:
     return train_steps(model, make_optimizer(model), model, batches, math.inf)
 
 
-def check(staged: list[StepResult], unsharded: list[StepResult]) -> bool:
-    """Print one line; True if the model learnt, and its steps were those of the unsharded model."""
-    agrees, differences = compare_steps(staged, unsharded)
-    passed = agrees and staged[-1].loss < LOSS_BELOW
-    print(
-        f"checked: loss {staged[0].loss:.2f} -> {staged[-1].loss:.2f}, {differences}: "
-        f"{'ok' if passed else 'FAILED'}"
-    )
-    return passed
-
-
 def main() -> bool:
     """Train on all ranks, and unsharded on rank 0; True if the checks hold."""
     with running_ranks() as ranks:
         if ranks.world_size not in (2, 4, 8):  # with more, some have no row for each micro-batch
             raise UsageError(f"{ranks.world_size} ranks: start 2, 4 or 8")
         staged = train_stages(ranks)
-        passed = check(staged, train_unsharded(ranks)) if ranks.rank == 0 else True
+        passed = check_steps(staged, train_unsharded(ranks), LOSS_BELOW) if ranks.rank == 0 else True
         ranks.wait_for_all(timedelta(minutes=5))
         return passed
 

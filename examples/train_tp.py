@@ -7,7 +7,6 @@ parallelism; the two groups of two ranks share the batch. The task: each token f
 All steps run once more unsharded; a failed check makes the exit code 1.
 """
 
-from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -18,15 +17,12 @@ from torch.distributed.tensor import Shard
 import graphshard
 from distributed_setup import Ranks, UsageError, run_example, running_ranks
 from llama_model import Llama, LlamaConfig
-from unsharded_reference import Batch, StepResult, compare_steps, train_steps
+from next_token_task import BATCH_SIZE, LOSS_BELOW, VOCABULARY, make_optimizer, training_batches
+from unsharded_reference import Batch, StepResult, check_steps, train_steps
 
-CONFIG = LlamaConfig(num_layers=2, width=64, hidden=128, num_heads=4, num_kv_heads=2, vocabulary=96)
+CONFIG = LlamaConfig(num_layers=2, width=64, hidden=128, num_heads=4, num_kv_heads=2, vocabulary=VOCABULARY)
 TENSOR_RANKS = 2
-NUM_STEPS = 40
-BATCH_SIZE = 16
-LENGTH = 32
 MAX_GRAD_NORM = 1.0
-LOSS_BELOW = 1.0
 
 #: Columns of what expands, rows of what contracts; the vocabulary of embedding and output.
 PLACEMENTS = {
@@ -42,23 +38,10 @@ PLACEMENTS = {
 }
 
 
-def training_batches() -> Iterator[Batch]:
-    """Batches of all ranks together, drawn from a seed; the same on every rank."""
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(NUM_STEPS):
-        tokens = torch.randint(CONFIG.vocabulary, (BATCH_SIZE, LENGTH), generator=generator)
-        yield tokens, (5 * tokens + 7) % CONFIG.vocabulary
-
-
 def make_model() -> Llama:
     """The plain model, with the same weights on every rank."""
     torch.manual_seed(0)
     return Llama(CONFIG)
-
-
-def make_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
-    """Made after sharding, so that its state is sharded too."""
-    return torch.optim.AdamW(model.parameters(), lr=5e-3)
 
 
 def train_parallel(ranks: Ranks) -> list[StepResult]:
@@ -92,24 +75,13 @@ def train_unsharded(ranks: Ranks) -> list[StepResult]:
     return train_steps(model, make_optimizer(model), model, batches, MAX_GRAD_NORM)
 
 
-def check(parallel: list[StepResult], unsharded: list[StepResult]) -> bool:
-    """Print one line; True if the model learnt, and its steps were those of the unsharded model."""
-    agrees, differences = compare_steps(parallel, unsharded)
-    passed = agrees and parallel[-1].loss < LOSS_BELOW
-    print(
-        f"checked: loss {parallel[0].loss:.2f} -> {parallel[-1].loss:.2f}, {differences}: "
-        f"{'ok' if passed else 'FAILED'}"
-    )
-    return passed
-
-
 def main() -> bool:
     """Train on all ranks, and unsharded on rank 0; True if the checks hold."""
     with running_ranks() as ranks:
         if ranks.world_size % TENSOR_RANKS or BATCH_SIZE % (ranks.world_size // TENSOR_RANKS):
             raise UsageError(f"{ranks.world_size} ranks: start 2, 4, 8 or 16")
         parallel = train_parallel(ranks)
-        passed = check(parallel, train_unsharded(ranks)) if ranks.rank == 0 else True
+        passed = check_steps(parallel, train_unsharded(ranks), LOSS_BELOW) if ranks.rank == 0 else True
         ranks.wait_for_all(timedelta(minutes=5))
         return passed
 

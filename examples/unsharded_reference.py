@@ -82,6 +82,17 @@ def compare_steps(sharded: list[StepResult], unsharded: list[StepResult]) -> tup
     return loss < LOSS_TOLERANCE and grad_norm < GRAD_NORM_TOLERANCE, text
 
 
+def check_steps(sharded: list[StepResult], unsharded: list[StepResult], loss_below: float) -> bool:
+    """Print one line; True if the last loss is low enough, and every step was that of the unsharded model."""
+    agrees, differences = compare_steps(sharded, unsharded)
+    passed = agrees and sharded[-1].loss < loss_below
+    print(
+        f"checked: loss {sharded[0].loss:.2f} -> {sharded[-1].loss:.2f}, "
+        f"{differences}: {'ok' if passed else 'FAILED'}"
+    )
+    return passed
+
+
 def _relative(value: float, expected: float) -> float:
     """Relative difference; infinite for NaN, so that max() cannot overlook it."""
     difference = abs(value - expected) / abs(expected)
