@@ -180,3 +180,17 @@ def half_of_backward(frame: types.FrameType) -> str:
     if caller is None or caller.f_globals.get("__name__") != "torch.distributed.pipelining._backward":
         return ""
     return _HALVES.get(caller.f_code.co_name, "")
+
+
+#: Whether Dynamo takes an attribute of a module from ``_parameters`` alone, and does not find what a subclass of dict
+#: holds (checked: 2.11 and 2.12 do, 2.13 does not).
+_MISSES_SUBCLASSES = torch.__version__ < "2.13"
+
+
+def misses_subclasses(frame: types.FrameType) -> bool:
+    """Whether a frame is Dynamo's, which asks whether ``_parameters`` is a dict that it may look into.
+
+    If it is none, Dynamo traces ``nn.Module.__getattr__``.
+    """
+    asks = _MISSES_SUBCLASSES and frame.f_code.co_name == "var_getattr"
+    return asks and frame.f_globals.get("__name__") == "torch._dynamo.variables.user_defined"

@@ -26,6 +26,7 @@ from .._compat_frames import (
     is_counting_hook,
     leave_frame_to_python,
     leave_frames_to_python,
+    misses_subclasses,
     place_run_in_python,
 )
 from ..errors import ParameterStateError, ShardingError, UnsupportedShardingError
@@ -150,6 +151,10 @@ class _TracedInForward(dict[str, Any]):
 def _read_parameters(self: nn.Module) -> Any:
     """The property ``_parameters``, which ``parameters()`` and the like read."""
     stored, slots = stored_parameters(self), self.__dict__[SLOTS]
+    if not torch.compiler.is_compiling() and misses_subclasses(sys._getframe(1)):
+        # Dynamo of torch 2.11 and 2.12 does not look into what the property gives in a forward (_TracedInForward).
+        is_mixed = any(name not in slots and param is not None for name, param in stored.items())
+        return types.MappingProxyType(stored) if is_mixed else stored
     if not any(is_reading(slot.unit.tree) for slot in slots.values()):
         if not torch.compiler.is_compiling():
             for slot in slots.values():
