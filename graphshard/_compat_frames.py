@@ -35,6 +35,11 @@ _OPERATORS = frozenset(
 #: The functions of torch's pipeline schedules that compute the gradients of inputs, and those of parameters.
 _HALVES = {"stage_backward_input": "input", "stage_backward_weight": "weight"}
 
+#: Whether they count a gradient once that reaches the parameters of a unit on several paths, as in graphshard's
+#: uncompiled units, whose parameters are gathered by one node (checked: 2.11 and 2.12 count it again for each node on
+#: a path that another path begins at, 2.13 does not).
+HALVES_ADD_UP = torch.__version__ >= "2.13"
+
 
 @contextmanager
 def failures_unlogged() -> Iterator[None]:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from .._compat import is_tracing, outside_transforms, register_backend
 from .._compat_composable import watch_torch_sharding
 from .._compat_frames import (
+    HALVES_ADD_UP,
     half_of_backward,
     is_counting_hook,
     leave_frame_to_python,
@@ -193,6 +194,12 @@ def _named_parameters(
         if is_counting_hook(sys._getframe(1)):
             read = _shard
         elif half := half_of_backward(sys._getframe(1)):
+            if not HALVES_ADD_UP:
+                raise UnsupportedShardingError(
+                    f"a pipeline schedule splits the backward, and torch {torch.__version__} then adds some gradients "
+                    "of a unit more than once: use torch 2.13 or later, or a schedule that does not split, as "
+                    "ScheduleInterleaved1F1B"
+                )
             read = functools.partial(_leaf, half)
     modules = (
         self.named_modules(prefix=prefix, remove_duplicate=remove_duplicate) if recurse else [(prefix, self)]

@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining._backward import stage_backward_input
 from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard.errors import GraphShardError, UnsupportedShardingError
-from graphshard.fsdp import slots_of
+from graphshard.fsdp import sharded_class, slots_of
 from graphshard.ir.params import UnshardCall
 
 Mesh = Callable[..., DeviceMesh]
@@ -147,6 +149,17 @@ def test_bad_arguments_are_refused(
 def test_a_stream_is_refused(fake_group: Mesh) -> None:
     with pytest.raises(UnsupportedShardingError, match="switch streams inside the hook"):
         _sharded(fake_group(2)).set_all_reduce_hook(print, stream=object())
+
+
+def test_split_backwards_are_refused_where_torch_gets_them_wrong(fake_group: Mesh) -> None:
+    """As torch 2.11 and 2.12 do."""
+    model, x = _sharded(fake_group(2)), torch.ones(2, 4, requires_grad=True)
+    outputs = [model(x).sum()]
+    with (
+        mock.patch.object(sharded_class, "HALVES_ADD_UP", False),
+        pytest.raises(UnsupportedShardingError, match="adds some gradients of a unit more than once"),
+    ):
+        stage_backward_input(outputs, None, [x], model.parameters())
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.comm_counts import count_collectives
 from support.implementations import EVERY, pick_fully_shard
+from support.torch_versions import NEEDS_SPLIT_BACKWARDS, NEEDS_STAGES_ON_ONE_RANK
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
@@ -138,7 +139,12 @@ def _cases() -> Iterator[Any]:
         implementation, schedule_name, reshards = case
         runs = implementation == "sharded" or (implementation == "fsdp2" and not reshards)
         if runs or schedule_name not in SPLITTING:
-            yield pytest.param(*case, marks=[] if case in quick else pytest.mark.slow)
+            marks = [] if case in quick else [pytest.mark.slow]
+            if schedule_name in SPLITTING and implementation == "sharded":
+                marks.append(NEEDS_SPLIT_BACKWARDS)
+            if schedule_name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV"):
+                marks.append(NEEDS_STAGES_ON_ONE_RANK)
+            yield pytest.param(*case, marks=marks)
 
 
 @pytest.mark.parametrize(("implementation", "schedule_name", "reshards"), list(_cases()))

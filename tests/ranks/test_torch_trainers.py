@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from support.implementations import EVERY, GRAPHSHARD, UNCOMPILED, pick_fully_shard
 from support.parity import check_sharded_parity
+from support.torch_versions import NEEDS_SPLIT_BACKWARDS, NEEDS_STAGES_ON_ONE_RANK
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -131,7 +132,11 @@ def split_the_backward(implementation: str, schedule_name: str, reshards: bool) 
 @pytest.mark.parametrize(
     ("implementation", "reshards"),
     # Of units that reshard, FSDP2 loses gradients.
-    [("fsdp2", False), ("sharded", False), ("sharded", True)],
+    [
+        pytest.param("fsdp2", False, marks=NEEDS_STAGES_ON_ONE_RANK),
+        pytest.param("sharded", False, marks=NEEDS_SPLIT_BACKWARDS),
+        pytest.param("sharded", True, marks=NEEDS_SPLIT_BACKWARDS),
+    ],
 )
 def test_schedules_that_split_the_backward(
     run_on_gloo_ranks: Run, implementation: str, reshards: bool, schedule_name: str

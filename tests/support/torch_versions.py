@@ -37,6 +37,12 @@ NEEDS_REGION_BUDGET = pytest.mark.skipif(
 NEEDS_MESSAGES = pytest.mark.skipif(
     not hasattr(torch.ops._c10d_functional, "isend"), reason="torch 2.11: no op sends a message to one rank"
 )
+NEEDS_SPLIT_BACKWARDS = pytest.mark.skipif(
+    TORCH < (2, 13), reason="torch 2.11 and 2.12: schedules that split a backward count gradients of units twice"
+)
+NEEDS_STAGES_ON_ONE_RANK = pytest.mark.skipif(
+    TORCH < (2, 12), reason="torch 2.11: neighbouring stages of one rank first send to each other, which gloo cannot"
+)
 NEEDS_REGIONS = pytest.mark.skipif(
     importlib.util.find_spec("torch._higher_order_ops.passes") is None,
     reason="torch 2.11: regions are not inlined",
