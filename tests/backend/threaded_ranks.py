@@ -6,6 +6,7 @@ import threading
 
 import torch
 from support.threads_as_ranks import run_on_threads
+from support.torch_versions import TORCH
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -56,6 +57,9 @@ def train_on_threads(reshards: bool) -> list[int]:
 
 if __name__ == "__main__":
     first = train_on_threads(True)
+    if TORCH < (2, 12):  # there the first DTensor of a thread whose predecessors had some ends the process
+        print("trained:", first)
+        sys.exit()
     # Not at the top: it imports the backend, which is for the threads to do.
     from support.interpreted_halves import interpreted_halves
 

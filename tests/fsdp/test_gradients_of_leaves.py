@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.torch_versions import NEEDS_REDUCTION
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -219,6 +220,7 @@ def test_hooks_after_one_that_drops_the_gradient_are_called(fake_group):
     assert seen == ["drop", "after"]
 
 
+@NEEDS_REDUCTION
 def test_settings_between_forward_and_backward_count(fake_group):
     """The fake group leaves what it sends as it is, so the sum is that of this rank."""
     gradients = []

@@ -25,6 +25,7 @@ from support.inspected import (
 )
 from support.llama_example import llama_model
 from support.small_models import MODELS, Blocks, WithHead, example_batch, shard_units
+from support.torch_versions import TORCH
 from torch import Tensor, nn
 
 import graphshard
@@ -319,7 +320,9 @@ def test_each_exposure_has_a_cause_a_reason_and_a_remedy(llama):
 def test_planning_by_cost_is_no_slower(llama):
     planned = inspect_llama(plan="auto")
     assert planned.step_seconds <= llama.step_seconds * (1 + 1e-9)
-    assert {planned.half(name).solver for name in ("forward", "backward")} <= {"beam", "exact"}
+    # The backward of torch 2.11 and 2.12 has a node less, and is at most 5 % slower with large buckets.
+    solvers = {"beam", "exact"} if TORCH >= (2, 13) else {"beam", "exact", "large"}
+    assert {planned.half(name).solver for name in ("forward", "backward")} <= solvers
     assert planned.bound_seconds <= planned.step_seconds
     names = [(step.graph, step.name) for step in planned.passes]
     assert ("backward", "plan_collectives") in names and ("forward", "plan_collectives") in names

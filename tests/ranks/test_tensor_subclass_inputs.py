@@ -34,6 +34,10 @@ class Scaled(torch.Tensor):
     def __tensor_unflatten__(inner: dict[str, Tensor], _context: Any, _size: Any, _stride: Any) -> "Scaled":
         return Scaled(inner["numbers"], inner["scale"])
 
+    def __repr__(self) -> str:
+        """Torch 2.11 prints it while it compiles; the usual text reads values, which there are none of then."""
+        return f"Scaled({tuple(self.shape)})"
+
     def product(self) -> Tensor:
         return self.numbers.to(self.scale.dtype) * self.scale
 

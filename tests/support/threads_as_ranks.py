@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.multi_threaded_pg import (
     ProcessLocalGroup,
+    ThreadLocalWorld,
     _install_threaded_pg,
     _uninstall_threaded_pg,
 )
@@ -34,6 +35,8 @@ def check_script(script: Path, num_ranks: int, *arguments: str, timeout_s: float
 
 def run_on_threads(num_ranks: int, run_rank: Callable[[int], Any], limit_s: float = LIMIT_S) -> list[int]:
     """Runs a function once a rank, all at once; the ranks that came to its end. Errors are printed."""
+    if not hasattr(ThreadLocalWorld, "comms"):  # torch 2.11, whose destroy_process_group() asks for it
+        ThreadLocalWorld.comms = []
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     _install_threaded_pg()
     store, done = dist.HashStore(), []
