@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._compat import get_proxy_mode, in_backward, in_recomputation, outside_transforms, transforms_active
-from .._compat_frames import operator_traced, trace_again
+from .._compat_frames import HALVES_ADD_UP, operator_traced, trace_again
 from ..errors import ParameterStateError, UnsupportedShardingError
 from ..ir import (
     REDUCE_GRAD,
@@ -202,6 +202,34 @@ def _substituted(slot: ParameterSlot, value: torch.Tensor) -> torch.Tensor:
     """What a forward reads of a full value that ``torch.func.functional_call`` has put in a parameter's place."""
     dtype = slot.unit.settings.mp_policy.param_dtype
     return value.to(dtype) if dtype is not None and value.is_floating_point() else value
+
+
+def read_shard(module: nn.Module, name: str) -> Any:
+    """The sharded parameter, also in a forward."""
+    return stored_parameters(module)[name]
+
+
+def leaves_for_half(half: str) -> Callable[[nn.Module, str], Any]:
+    """Reads shards, shown or not, for a pipeline schedule that splits a backward; see ``UnitGradients.gives_zeros``.
+
+    Args:
+        half: "input" or "weight", the half that the schedule runs.
+
+    Raises:
+        UnsupportedShardingError: torch gets the gradients of such a backward wrong.
+    """
+    if not HALVES_ADD_UP:
+        raise UnsupportedShardingError(
+            f"a pipeline schedule splits the backward, and torch {torch.__version__} then adds some gradients of a "
+            "unit more than once: use torch 2.13 or later, or a schedule that does not split, as ScheduleInterleaved1F1B"
+        )
+
+    def leaf(module: nn.Module, name: str) -> Any:
+        slot: ParameterSlot = module.__dict__[SLOTS][name]
+        owner_of(slot).gives_zeros = half == "weight"
+        return slot.param
+
+    return leaf
 
 
 def is_reading(tree: Tree) -> bool:

@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from .._compat import is_tracing, outside_transforms, register_backend
 from .._compat_composable import watch_torch_sharding
 from .._compat_frames import (
-    HALVES_ADD_UP,
     half_of_backward,
     is_counting_hook,
     leave_frame_to_python,
@@ -51,7 +50,15 @@ from .eager_autograd import (
 )
 from .fsdp_module import FSDPModule, refuse_torch_sharding
 from .parameter_slot import ParameterSlot, slots_of, stored_parameters
-from .read_parameter import empty_names, empty_property, is_reading, read_ahead, read_parameter
+from .read_parameter import (
+    empty_names,
+    empty_property,
+    is_reading,
+    leaves_for_half,
+    read_ahead,
+    read_parameter,
+    read_shard,
+)
 from .regroup import find_ties, find_ties_while_tracing, slot_of_param, tie
 from .tree import SLOTS, STORED, Tree
 from .unit import Unit, owner_of
@@ -192,15 +199,9 @@ def _named_parameters(
         for tree in itertools.islice(below, 1):
             find_ties(tree)
         if is_counting_hook(sys._getframe(1)):
-            read = _shard
+            read = read_shard
         elif half := half_of_backward(sys._getframe(1)):
-            if not HALVES_ADD_UP:
-                raise UnsupportedShardingError(
-                    f"a pipeline schedule splits the backward, and torch {torch.__version__} then adds some gradients "
-                    "of a unit more than once: use torch 2.13 or later, or a schedule that does not split, as "
-                    "ScheduleInterleaved1F1B"
-                )
-            read = functools.partial(_leaf, half)
+            read = leaves_for_half(half)
     modules = (
         self.named_modules(prefix=prefix, remove_duplicate=remove_duplicate) if recurse else [(prefix, self)]
     )
@@ -224,17 +225,6 @@ def _number(tree: Tree, trees: list[Tree]) -> int:
             return number
     trees.append(tree)
     return len(trees) - 1
-
-
-def _shard(module: nn.Module, name: str) -> Any:
-    return stored_parameters(module)[name]
-
-
-def _leaf(half: str, module: nn.Module, name: str) -> Any:
-    """The shard, shown or not, for a pipeline schedule that splits a backward; see ``UnitGradients.gives_zeros``."""
-    slot: ParameterSlot = module.__dict__[SLOTS][name]
-    owner_of(slot).gives_zeros = half == "weight"
-    return slot.param
 
 
 def _get_parameter(self: nn.Module, target: str) -> Any:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard.errors import GraphShardError, UnsupportedShardingError
-from graphshard.fsdp import sharded_class, slots_of
+from graphshard.fsdp import slots_of
 from graphshard.ir.params import UnshardCall
 
 Mesh = Callable[..., DeviceMesh]
@@ -156,7 +156,7 @@ def test_split_backwards_are_refused_where_torch_gets_them_wrong(fake_group: Mes
     model, x = _sharded(fake_group(2)), torch.ones(2, 4, requires_grad=True)
     outputs = [model(x).sum()]
     with (
-        mock.patch.object(sharded_class, "HALVES_ADD_UP", False),
+        mock.patch("graphshard.fsdp.read_parameter.HALVES_ADD_UP", False),
         pytest.raises(UnsupportedShardingError, match="adds some gradients of a unit more than once"),
     ):
         stage_backward_input(outputs, None, [x], model.parameters())
