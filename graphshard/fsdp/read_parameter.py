@@ -221,7 +221,8 @@ def leaves_for_half(half: str) -> Callable[[nn.Module, str], Any]:
     if not HALVES_ADD_UP:
         raise UnsupportedShardingError(
             f"a pipeline schedule splits the backward, and torch {torch.__version__} then adds some gradients of a "
-            "unit more than once: use torch 2.13 or later, or a schedule that does not split, as ScheduleInterleaved1F1B"
+            "unit more than once: use torch 2.13 or later, or a schedule that does not split, as "
+            "ScheduleInterleaved1F1B"
         )
 
     def leaf(module: nn.Module, name: str) -> Any:
