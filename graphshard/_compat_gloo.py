@@ -29,7 +29,8 @@ from torch._C._distributed_c10d import (  # checked: 2.11, 2.13
     _resolve_process_group,
 )
 
-from ._compat import gather_single
+#: All-gather of one tensor, by its name in torch 2.13 or the older one (checked: 2.13).
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 #: With more ranks, gloo gathers by its own way.
 MAX_RANKS_IN_PLACE = 4

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from .._compat import gather_single, reduce_scatter_single, uses_gloo
-from .._compat_gloo import start_gather
+from .._compat import reduce_scatter_single, uses_gloo
+from .._compat_gloo import gather_single, start_gather
 from ..ir import EagerEmitter, emit_sum_of_exchange
 from ..units import size_text, time_text
 from .cards import LinkClass, MeasuredCollective
