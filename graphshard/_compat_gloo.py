@@ -101,17 +101,17 @@ def _broadcasts(gathered: torch.Tensor, shard: torch.Tensor, backend: Any) -> li
     """Broadcasts of all shards, started, each into its place in ``gathered``."""
     if not shard.numel():
         return []
-    gathered, shard = gathered.detach(), shard.detach()
-    num_ranks, rank = backend.size(), backend.rank()
-    places = gathered.view(num_ranks, *shard.shape).unbind(0)
-    if places[rank].data_ptr() != shard.data_ptr():
-        places[rank].copy_(shard)
-    works = []
-    for root, place in enumerate(_as_bytes(gathered).chunk(num_ranks)):
-        options = BroadcastOptions()
-        options.rootRank = root
-        works.append(backend.broadcast([place], options))
-    return works
+    gathered, shard, rank = gathered.detach(), shard.detach(), backend.rank()
+    if shard.data_ptr() != gathered.data_ptr() + rank * shard.nbytes:
+        gathered.view(backend.size(), *shard.shape)[rank].copy_(shard)
+    places = _as_bytes(gathered).chunk(backend.size())
+    return [backend.broadcast([place], _from(root)) for root, place in enumerate(places)]
+
+
+def _from(root: int) -> BroadcastOptions:
+    options = BroadcastOptions()
+    options.rootRank = root
+    return options
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
