@@ -82,7 +82,6 @@ __all__ = [
     "export_joint",
     "flatten_mesh",
     "from_local_takes_grad_placements",
-    "gather_single",
     "get_proxy_mode",
     "gradient_described",
     "gradients_are_boxed",
@@ -371,8 +370,7 @@ def is_composite(target: Any) -> bool:
     return is_op and target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
-#: All-gather and reduce-scatter of one tensor, by their names in torch 2.13 or the older ones (checked: 2.13).
-gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+#: Reduce-scatter of one tensor, by its name in torch 2.13 or the older one (checked: 2.13).
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 

@@ -1,22 +1,122 @@
-"""All-gathers of one tensor on gloo, by another way than torch's own. See ``_compat``.
+"""All-gathers on gloo, by another way than torch's own. See ``_compat``.
+
+Gloo gathers into a flat buffer of its own and copies out of it at the end. So a gather that runs holds its result
+twice. Here each rank broadcasts its shard, all broadcasts at once, into the place that it has in the result: nothing is
+held twice, and with up to four ranks that is also quicker (docs/benchmarks.md, gathers on gloo). With more ranks many
+small broadcasts are slower, and gloo's plain gather is asked for.
 
 Torch's kernel of ``_c10d_functional.all_gather_into_tensor`` asks the process group for a coalesced gather. With
 several of them in flight, gloo's coalesced gather now and then destroys the heap (docs/reference/versions.md; checked:
-2.13). The kernel here asks gloo for a plain gather. It is the op's kernel for CPU tensors in the whole process; a group
-of another backend gets what torch does.
+2.13). The kernel here is the op's for CPU tensors in the whole process; a group of another backend gets what torch
+does.
 """
 
 from __future__ import annotations
 
+import threading
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (  # checked: 2.13
+from torch._C._distributed_c10d import (  # checked: 2.11, 2.13
     AllgatherOptions,
+    BroadcastOptions,
     _register_work,
     _resolve_process_group,
 )
 
+#: All-gather of one tensor, by its name in torch 2.13 or the older one (checked: 2.13).
+gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+#: With more ranks, gloo gathers by its own way.
+MAX_RANKS_IN_PLACE = 4
+
 _torch_gathers = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
+
+
+class GatherWork:
+    """The broadcasts of one gather: the part of ``dist.Work`` that graphshard calls."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Waits for all.
+
+        Raises:
+            RuntimeError: one has failed, or has not ended within ``timeout``.
+        """
+        for work in self._works:
+            if timeout is None:
+                work.wait()
+            else:
+                work.wait(timeout)
+
+    def is_completed(self) -> bool:
+        """Whether all have ended, be it by an error."""
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Done when all have ended."""
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+
+def start_gather(gathered: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """Starts ``dist.all_gather_into_tensor``; in place on gloo. To dispatch modes it is one all-gather.
+
+    Args:
+        gathered: contiguous, of shape ``(n * group_size, ...)``. No one else may read or write it before the wait.
+        shard: of shape ``(n, ...)``; it may be this rank's part of ``gathered``.
+        group: the process group.
+
+    Returns:
+        What to wait for: a ``dist.Work`` or a :class:`GatherWork`.
+    """
+    is_in_place = group.size() <= MAX_RANKS_IN_PLACE and _gloo_backend(group, shard.device) is not None
+    if not is_in_place:
+        return gather_single(gathered, shard, group=group, async_op=True)
+    _serve_plain_gathers()
+    _asked.works = []
+    try:
+        gather_single(gathered, shard, group=group, async_op=True)
+        return GatherWork(_asked.works)
+    finally:
+        _asked.works = None
+
+
+class _Asked(threading.local):
+    """Where the kernel of a plain gather leaves its broadcasts; None if it is not this file that asks."""
+
+    works: list[dist.Work] | None = None
+
+
+_asked = _Asked()
+
+
+def _broadcasts(gathered: torch.Tensor, shard: torch.Tensor, backend: Any) -> list[dist.Work]:
+    """Broadcasts of all shards, started, each into its place in ``gathered``."""
+    if not shard.numel():
+        return []
+    gathered, shard, rank = gathered.detach(), shard.detach(), backend.rank()
+    if shard.data_ptr() != gathered.data_ptr() + rank * shard.nbytes:
+        gathered.view(backend.size(), *shard.shape)[rank].copy_(shard)
+    places = _as_bytes(gathered).chunk(backend.size())
+    return [backend.broadcast([place], _from(root)) for root, place in enumerate(places)]
+
+
+def _from(root: int) -> BroadcastOptions:
+    options = BroadcastOptions()
+    options.rootRank = root
+    return options
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """For gloo, which does not know all dtypes."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _all_gather_on_cpu(
@@ -28,16 +128,33 @@ def _all_gather_on_cpu(
     backend = _gloo_backend(group, shard.device)
     if backend is None or not shard.dim():
         return _torch_gathers([shard], group_size, group_or_name)[0]
-    shard = shard.contiguous()
     full = shard.new_empty((shard.shape[0] * group_size, *shard.shape[1:]))
-    pieces = (full, shard)
-    if shard.is_complex():  # travels as pairs of reals
-        pieces = (torch.view_as_real(full), torch.view_as_real(shard))
-    _register_work(full, backend._allgather_base(*pieces, AllgatherOptions()))
+    if group_size <= MAX_RANKS_IN_PLACE:
+        for work in _broadcasts(full, shard, backend):
+            _register_work(full, work)
+        return full
+    own = shard.detach().resolve_conj().contiguous()
+    _register_work(full, backend._allgather_base(_as_bytes(full), _as_bytes(own), AllgatherOptions()))
     return full
 
 
-def _gloo_backend(group: dist.ProcessGroup, device: torch.device) -> dist.distributed_c10d.Backend | None:
+def _plain_gather_on_cpu(
+    gathered: torch.Tensor, shard: torch.Tensor, boxed: Any, async_op: bool = True, timeout: int = -1
+) -> tuple[torch.Tensor, Any]:
+    """``c10d::_allgather_base_``, as torch's kernel does it unless :func:`start_gather` has asked."""
+    backend: Any = dist.ProcessGroup.unbox(boxed)._get_backend(shard.device)
+    works = [] if _asked.works is None else _broadcasts(gathered, shard, backend)
+    if not works:
+        options = AllgatherOptions()
+        options.timeout, options.asyncOp = timedelta(milliseconds=timeout), async_op
+        works = [backend._allgather_base(gathered, shard, options)]
+    if _asked.works is not None:
+        _asked.works += works
+    return gathered, works[-1].boxed()
+
+
+def _gloo_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The group's backend for tensors on the device, if that is gloo."""
     try:
         backend = group._get_backend(device)
     except RuntimeError:  # a group with no backend of torch's
@@ -45,6 +162,14 @@ def _gloo_backend(group: dist.ProcessGroup, device: torch.device) -> dist.distri
     return backend if backend.name() == "gloo" else None
 
 
-#: Holds the kernel for as long as the process runs.
+#: Holds the kernels for as long as the process runs.
 gather_library = torch.library.Library("_c10d_functional", "IMPL")
 gather_library.impl("all_gather_into_tensor", _all_gather_on_cpu, "CPU")
+_plain_library = torch.library.Library("c10d", "IMPL")
+
+
+@cache
+def _serve_plain_gathers() -> None:
+    with warnings.catch_warnings():  # of a kernel that is replaced
+        warnings.simplefilter("ignore")
+        _plain_library.impl("_allgather_base_", _plain_gather_on_cpu, "CPU")

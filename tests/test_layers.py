@@ -77,6 +77,7 @@ TOLERATED_CACHES = {
     "graphshard._compat.is_composite": "how torch implements an op; asked of every node",
     "graphshard._compat_dtensor._groups_by_mesh": "held weakly, by mesh; gone with the mesh",
     "graphshard._compat_frames.leave_frames_to_python": "marks the functions of a package for Dynamo; returns nothing",
+    "graphshard._compat_gloo._serve_plain_gathers": "registers a kernel with torch, once a process; returns nothing",
     "graphshard.cost.flops._count": "a formula of shapes; the blocks of a model are alike",
     "graphshard.cost.flops._count_parts": "a function of shapes; the blocks of a model are alike",
     "graphshard.fsdp.sharded_class.sharded_class": "equal blocks must share one class; a pure function",

@@ -11,7 +11,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from .._compat import gather_single, reduce_scatter_single, uses_gloo
+from .._compat import reduce_scatter_single, uses_gloo
+from .._compat_gloo import gather_single, start_gather
 from ..ir import EagerEmitter, emit_sum_of_exchange
 from ..units import size_text, time_text
 from .cards import LinkClass, MeasuredCollective
@@ -233,7 +234,7 @@ def _collective(
         # As the pass exchange_reductions lowers it.
         return _Collective(exchange, partial(emit_sum_of_exchange, _EMIT, received, "sum", num_ranks))
     starts = {
-        "all_gather": partial(gather_single, received, part, group=group, async_op=True),
+        "all_gather": partial(start_gather, received, part, group or dist.group.WORLD),
         "reduce_scatter": partial(reduce_scatter_single, reduced, whole, group=group, async_op=True),
         "all_reduce": partial(dist.all_reduce, whole, group=group, async_op=True),
         "all_to_all": exchange,

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._compat import gather_single, group_by_name, reduce_scatter_single
+from .._compat import group_by_name, reduce_scatter_single
+from .._compat_gloo import start_gather
 from ..coordination import Steps
 from ..errors import ParameterStateError
 from ..ir import (
@@ -112,7 +113,7 @@ class FlatGather(NamedTuple):
         sent = gathered.narrow(0, group.rank() * numel, numel)
         with torch.no_grad():
             torch.cat(flats, out=sent)
-        work = gather_single(gathered, sent, group=group, async_op=True)
+        work = start_gather(gathered, sent, group)
         return FlatGather(sent, gathered, work, steps, steps.position)
 
     def wait(self) -> None:

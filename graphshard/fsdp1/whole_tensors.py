@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .._compat import gather_single
+from .._compat_gloo import gather_single
 from ..fsdp import mesh_device
 
 #: Tensors of one bucket have the same: process group, dtype, device.

@@ -31,12 +31,14 @@ from typing import Any
 from torch import fx
 
 from .._compat import gradients_are_boxed
+from .._compat_gloo import MAX_RANKS_IN_PLACE
 from ..ir import (
     ALL_GATHER,
     REDUCE_SCATTER,
     TANGENT_INPUT,
     aliased_inputs,
     aten,
+    call_arguments,
     functional_form,
     fusion_runs,
     is_alias,
@@ -63,8 +65,9 @@ from .scratch_calls import device_of
 from .timeline import LiveValue, MemoryTimeline
 
 #: Copies that a collective holds while it runs, by device type: multiples of its input and of its output. Gloo (cpu)
-#: gathers into a flat buffer of its own, and reduces a clone of the input; the exchange that replaces a reduction in
-#: compiled graphs receives as much. NCCL (cuda) works in place. tests/ranks/test_memory_model.py measures these.
+#: reduces a clone of the input; the exchange that replaces a reduction in compiled graphs receives as much. It gathers
+#: into a flat buffer of its own in groups of more than ``MAX_RANKS_IN_PLACE`` ranks. NCCL (cuda) works in place.
+#: tests/ranks/test_memory_model.py measures these.
 BACKEND_COPIES: dict[str, dict[Any, tuple[int, int]]] = {
     "cpu": {ALL_GATHER: (0, 1), REDUCE_SCATTER: (1, 0)},
     "cuda": {},
@@ -116,9 +119,16 @@ def copied_bytes(collective: fx.Node, device_type: str | None = None) -> int:
     """
     output = collective.meta["val"]
     device = device_type or device_of(collective)
+    if device == "cpu" and _is_in_place(collective):
+        return 0
     of_input, of_output = BACKEND_COPIES.get(device, {}).get(functional_form(collective.target), (0, 0))
     input_bytes = sum(tensor_bytes(arg.meta["val"]) for arg in operands(collective))
     return of_input * input_bytes + of_output * tensor_bytes(output)
+
+
+def _is_in_place(collective: fx.Node) -> bool:
+    """Whether gloo receives straight into the result."""
+    return collective.target is ALL_GATHER and call_arguments(collective)["group_size"] <= MAX_RANKS_IN_PLACE
 
 
 @dataclass(eq=False, slots=True)

@@ -378,16 +378,17 @@ def test_world_size_does_not_change_the_graphs():
     assert large.memory.persistent["parameters"] * 64 == small.memory.persistent["parameters"]
 
 
-def test_copies_of_the_backend_are_those_of_the_card():
-    """Gloo gathers into a buffer of its own; NCCL does not, though the capture is on the CPU."""
+@pytest.mark.parametrize(("num_ranks", "has_copies"), [(2, False), (8, True)])
+def test_copies_of_the_backend_are_those_of_the_card(num_ranks, has_copies):
+    """Gloo gathers into a buffer of its own in larger groups; NCCL does not, though the capture is on the CPU."""
     at_peak = {
         card.device_type: max(
             dict(zip(CATEGORIES, point.num_bytes, strict=True))["buckets"]
-            for point in inspect_linears(hardware=card).half("forward").memory
+            for point in inspect_linears(hardware=card, mesh={"shard": num_ranks}).half("forward").memory
         )
         for card in (CARD, CPU_CARD)
     }
-    assert at_peak["cpu"] > at_peak["cuda"]
+    assert (at_peak["cpu"] > at_peak["cuda"]) is has_copies and at_peak["cpu"] >= at_peak["cuda"]
 
 
 def test_process_groups_change_nothing(fake_group):

@@ -215,20 +215,22 @@ def test_a_conditional_view_is_a_copy_where_it_must_be(conditional_view, num_cop
 
 
 @pytest.mark.parametrize("is_viewed", [False, True])
-def test_a_gather_holds_input_output_and_copy_until_its_wait(is_viewed):
+@pytest.mark.parametrize(("num_ranks", "num_copied"), [(2, 0), (8, 32)])
+def test_a_gather_holds_input_output_and_copy_until_its_wait(is_viewed, num_ranks, num_copied):
     build = GraphBuilder()
     shard = build.input("primals_1", 4)
     packed = build(PACK, [shard], 1)
-    started = build(ALL_GATHER, packed, 2, GROUP)
+    started = build(ALL_GATHER, packed, num_ranks, GROUP)
     a = build(MM, build.input("primals_2", 2, 2), build.input("primals_3", 2, 2))
-    full = build(WAIT, build(aten.view.default, started, [2, 4]) if is_viewed else started)
+    full = build(WAIT, build(aten.view.default, started, [num_ranks, 4]) if is_viewed else started)
     b = build(PACK, [full], 1)
     gm = build.finish(a, b)
     live = _live(gm, kept=kept_inputs(gm))
     assert live[packed.name] == 4
-    assert live[started.name] == 4 + 8 + 8
-    assert live[a.name] == live[full.name] == 4 + 4 + 8 + 8
-    assert live[b.name] == 4 + 8 + 8
+    num_full = 4 * num_ranks
+    assert live[started.name] == 4 + num_full + num_copied
+    assert live[a.name] == live[full.name] == 4 + 4 + num_full + num_copied
+    assert live[b.name] == 4 + num_full + num_full
 
 
 def test_one_that_writes_to_memory_it_is_given_holds_that_and_its_input_until_its_wait():
@@ -292,7 +294,9 @@ def test_copies_depend_on_the_device():
     started.meta["val"] = torch.empty(8, device="meta")
     assert copied_bytes(started) == 0
     started.meta["val"] = torch.empty(8)
-    assert copied_bytes(started) == 8 * 4
+    assert copied_bytes(started) == 0  # in place, in a group of few ranks
+    started.args, started.meta["val"] = (source, 8, GROUP), torch.empty(32)
+    assert copied_bytes(started) == 32 * 4
 
 
 def test_what_a_collective_holds_leaves_out_its_output_and_kept_inputs():
@@ -303,7 +307,7 @@ def test_what_a_collective_holds_leaves_out_its_output_and_kept_inputs():
     total = build(ALL_REDUCE, grad, "sum", GROUP)
     gm = build.finish(*(build(WAIT, node) for node in (gather, reduction, total)))
     model = MemoryModel(gm, kept=[shard])
-    assert model.held_bytes(gather) == 8 * CELL
+    assert model.held_bytes(gather) == 0  # gloo receives into the result
     assert model.held_bytes(reduction) == (8 + 8) * CELL
     assert model.held_bytes(total) == 8 * CELL
 
@@ -522,20 +526,20 @@ def test_the_peak_in_words():
     build = GraphBuilder()
     x = build.input("primals_1", 4, 4)
     bucket = build(PACK, [x], 1)
-    started = build(ALL_GATHER, bucket, 2, GROUP)
+    started = build(ALL_GATHER, bucket, 8, GROUP)
     gm = build.finish(build(WAIT, started))
     timeline = memory_timeline(gm, kept=[x])
     assert timeline.peak_node is started
     assert timeline.text(node_names(gm)) == (
-        "peak 640 bytes at %all_gather_into_tensor_0, where these are live:\n"
-        "           256  %all_gather_into_tensor_0\n"
-        "           256  %all_gather_into_tensor_0 (copy)\n"
+        "peak 2176 bytes at %all_gather_into_tensor_0, where these are live:\n"
+        "          1024  %all_gather_into_tensor_0\n"
+        "          1024  %all_gather_into_tensor_0 (copy)\n"
         "           128  %pack_0\n"
         "beside 128 bytes of inputs that the caller keeps\n"
         "live while each node runs:\n"
         "             0  %primals_1\n"
         "           128  %pack_0\n"
-        "           640  %all_gather_into_tensor_0\n"
-        "           640  %wait_tensor_0\n"
-        "           256  output\n"
+        "          2176  %all_gather_into_tensor_0\n"
+        "          2176  %wait_tensor_0\n"
+        "          1024  output\n"
     )

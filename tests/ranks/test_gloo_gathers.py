@@ -1,47 +1,141 @@
-"""All-gathers of one tensor on gloo go through gloo's plain gather, not through its coalesced one."""
+"""All-gathers on gloo: in place by broadcasts in small groups, else gloo's plain gather, never its coalesced one."""
 
+from datetime import timedelta
+
+import pytest
 import torch
 import torch.distributed as dist
+from support.allocations import peak_bytes
 from support.torch_versions import TORCH
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
 import graphshard.ir  # noqa: F401  has the kernel
+from graphshard._compat_gloo import MAX_RANKS_IN_PLACE, gather_single, start_gather
 
 c10d = torch.ops._c10d_functional
 
 
 def gathered(shard: torch.Tensor, group: str | dist.ProcessGroup | None = None) -> torch.Tensor:
-    return c10d.wait_tensor(c10d.all_gather_into_tensor(shard, 2, group or dist.group.WORLD.group_name))
+    size = dist.get_world_size()
+    return c10d.wait_tensor(c10d.all_gather_into_tensor(shard, size, group or dist.group.WORLD.group_name))
 
 
 def gather_in_all_ways() -> list[str]:
     """Compares gathers of several kinds with what they must be; the names of gloo's events of the last ones."""
-    rank = dist.get_rank()
+    rank, size = dist.get_rank(), dist.get_world_size()
     rows = torch.arange(6.0).view(3, 2) + 10 * rank
-    both = torch.cat([rows - 10 * rank, rows - 10 * rank + 10])
+    whole = torch.cat([rows - 10 * rank + 10 * other for other in range(size)])
     group = dist.group.WORLD
-    assert torch.equal(gathered(rows), both)
+    assert torch.equal(gathered(rows), whole)
     if TORCH > (2, 11):  # that of 2.11 takes names only
-        assert torch.equal(gathered(rows, group), both)
-    assert torch.equal(gathered(rows.t().contiguous().t(), group.group_name), both)
-    assert torch.equal(gathered(torch.complex(rows, -rows)), torch.complex(both, -both))
+        assert torch.equal(gathered(rows, group), whole)
+    assert torch.equal(gathered(rows.t().contiguous().t(), group.group_name), whole)
+    lazily = torch.complex(rows, rows).conj()
+    for of_all, own in (
+        (torch.complex(whole, -whole), torch.complex(rows, -rows)),
+        (torch.complex(whole, -whole), lazily),
+    ):
+        assert torch.equal(gathered(own), of_all)
+    for dtype in (torch.bool, torch.bfloat16, torch.int16, torch.float64):
+        assert torch.equal(gathered(rows.to(dtype)), whole.to(dtype))
     assert gathered(torch.empty(0, 3)).shape == (0, 3)
     empty = gathered(torch.empty(2, 0, dtype=torch.int32))
-    assert empty.shape == (4, 0) and empty.dtype == torch.int32
+    assert empty.shape == (2 * size, 0) and empty.dtype == torch.int32
     with profile(activities=[ProfilerActivity.CPU]) as events:
-        open_gathers = [c10d.all_gather_into_tensor(rows + k, 2, group.group_name) for k in range(8)]
+        open_gathers = [c10d.all_gather_into_tensor(rows + k, size, group.group_name) for k in range(8)]
         for k, full in enumerate(open_gathers):
-            assert torch.equal(c10d.wait_tensor(full), both + k)
+            assert torch.equal(c10d.wait_tensor(full), whole + k)
     return [event.key for event in events.key_averages()]
 
 
-def test_a_gather_is_a_plain_one_of_gloo(run_on_gloo_ranks):
+def test_few_ranks_gather_by_broadcasts(run_on_gloo_ranks):
     for events in run_on_gloo_ranks(2, gather_in_all_ways):
         assert "_c10d_functional::all_gather_into_tensor" in events
+        assert "gloo:broadcast" in events
+        assert not any("gather" in event for event in events if event.startswith("gloo:"))
+
+
+def test_more_ranks_gather_by_gloos_plain_gather(run_on_gloo_ranks):
+    for events in run_on_gloo_ranks(MAX_RANKS_IN_PLACE + 1, gather_in_all_ways):
         assert "gloo:all_gather" in events
-        assert not any("coalesced" in event for event in events)
+        assert not any("coalesced" in event or "broadcast" in event for event in events)
+
+
+def gather_by_calls() -> dict[str, object]:
+    """Gathers of :func:`start_gather`, and torch's own beside them."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    size, piece = group.size(), 64 * 1024
+    whole = torch.arange(float(size)).repeat_interleave(piece)
+
+    def start(*, in_its_place: bool = True) -> tuple[torch.Tensor, object]:
+        full = torch.zeros(size * piece)
+        own = full.chunk(size)[rank] if in_its_place else torch.empty(piece)
+        return full, start_gather(full, own.fill_(rank), group)
+
+    with CommDebugMode() as seen:
+        started = [start(), start(in_its_place=False), start()]
+    for full, work in started:
+        work.wait()
+        assert work.is_completed() and torch.equal(full, whole)
+    empty = start_gather(torch.empty(0), torch.empty(0), group)
+    empty.wait()
+    full, work = start()
+    work.wait(timedelta(seconds=60))
+    assert torch.equal(full, whole)
+    full, work = start()
+    work.get_future().wait()
+    assert torch.equal(full, whole)
+    own, theirs = whole[:piece].add(rank), torch.zeros(size * piece)
+    torchs = gather_single(theirs, own, group=group, async_op=True)
+    torchs.wait()
+    assert torch.equal(theirs, whole)
+    room = torch.zeros(size * piece)
+    own = room.chunk(size)[rank]
+    held = peak_bytes(lambda: start_gather(room, own, group).wait())
+    return {
+        "seen": seen.get_total_counts(),
+        "type": type(work).__name__,
+        "torchs": type(torchs).__name__,
+        "held": held,
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [2, MAX_RANKS_IN_PLACE, MAX_RANKS_IN_PLACE + 1])
+def test_calls_gather_in_place_and_are_seen_as_one_gather_each(run_on_gloo_ranks, num_ranks):
+    for found in run_on_gloo_ranks(num_ranks, gather_by_calls):
+        is_in_place = num_ranks <= MAX_RANKS_IN_PLACE
+        assert found["seen"] == 3
+        assert (found["type"] == "GatherWork") is is_in_place and found["torchs"] != "GatherWork"
+        assert (found["held"] < 4096) is is_in_place
+
+
+def wait_for_a_late_rank() -> str:
+    """The first rank waits with a limit, and again when the second one has come."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    store, full = dist.distributed_c10d._get_default_store(), torch.zeros(8)
+    own = full.chunk(2)[rank].fill_(rank)
+    if rank == 1:
+        store.wait(["late rank may come"])
+    work, told = start_gather(full, own, group), ""
+    if rank == 0:
+        try:
+            work.wait(timedelta(milliseconds=50))
+        except RuntimeError as error:
+            told = str(error)
+        assert not work.is_completed()
+        store.set("late rank may come", "1")
+    work.wait()
+    assert full.tolist() == [0.0] * 4 + [1.0] * 4
+    return told
+
+
+def test_a_wait_with_a_limit_can_be_repeated(run_on_gloo_ranks):
+    first, _ = run_on_gloo_ranks(2, wait_for_a_late_rank)
+    assert first
 
 
 def test_another_backend_gets_what_torch_does(fake_group):
     fake_group(2)
     assert gathered(torch.ones(3, 2)).shape == (6, 2)
+    start_gather(torch.ones(6, 2), torch.ones(3, 2), dist.group.WORLD).wait()
