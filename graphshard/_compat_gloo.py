@@ -37,6 +37,10 @@ gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into
 #: With more ranks, gloo gathers by its own way.
 MAX_RANKS_IN_PLACE = 4
 
+#: Smaller results of :func:`start_gather` are gathered in gloo's own way: a thread has to wait for messages, if a wait
+#: has a limit, which takes longer than such a gather.
+LEAST_BYTES_IN_PLACE = 2**16
+
 #: Of the messages of gathers. Users number theirs from 0.
 _TAG = 2**30
 
@@ -77,7 +81,7 @@ class GatherWork:
 
 
 def start_gather(gathered: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """Starts ``dist.all_gather_into_tensor``; in place on gloo. To dispatch modes it is one all-gather.
+    """Starts ``dist.all_gather_into_tensor``; larger ones in place on gloo. To dispatch modes it is one all-gather.
 
     Args:
         gathered: contiguous, of shape ``(n * group_size, ...)``. No one else may read or write it before the wait.
@@ -87,9 +91,13 @@ def start_gather(gathered: torch.Tensor, shard: torch.Tensor, group: dist.Proces
     Returns:
         What to wait for: a ``dist.Work`` or a :class:`GatherWork`.
     """
-    is_in_place = group.size() <= MAX_RANKS_IN_PLACE and _gloo_backend(group, shard.device) is not None
-    if not is_in_place:
+    is_in_place = 1 < group.size() <= MAX_RANKS_IN_PLACE and gathered.nbytes >= LEAST_BYTES_IN_PLACE
+    backend = _gloo_backend(group, shard.device) if is_in_place else None
+    if backend is None:
         return gather_single(gathered, shard, group=group, async_op=True)
+    if not torch._C._len_torch_dispatch_stack():
+        return GatherWork(_messages(gathered, shard, backend))
+    # The same messages, so that ranks may differ in their modes.
     _serve_plain_gathers()
     _asked.works = []
     try:
@@ -152,14 +160,12 @@ def _plain_gather_on_cpu(
 ) -> tuple[torch.Tensor, Any]:
     """``c10d::_allgather_base_``, as torch's kernel does it unless :func:`start_gather` has asked."""
     backend: Any = dist.ProcessGroup.unbox(boxed)._get_backend(shard.device)
-    works = [] if _asked.works is None else _messages(gathered, shard, backend)
-    if not works:
-        options = AllgatherOptions()
-        options.timeout, options.asyncOp = timedelta(milliseconds=timeout), async_op
-        works = [backend._allgather_base(gathered, shard, options)]
     if _asked.works is not None:
-        _asked.works += works
-    return gathered, works[-1].boxed()
+        _asked.works += (works := _messages(gathered, shard, backend))
+        return gathered, works[-1].boxed()
+    options = AllgatherOptions()
+    options.timeout, options.asyncOp = timedelta(milliseconds=timeout), async_op
+    return gathered, backend._allgather_base(gathered, shard, options).boxed()
 
 
 def _gloo_backend(group: dist.ProcessGroup, device: torch.device) -> Any:
