@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -50,11 +51,13 @@ _torch_gathers = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.def
 class GatherWork:
     """The messages of one gather: the part of ``dist.Work`` that graphshard calls.
 
-    A wait takes no limit. A receive of gloo whose wait ends by a limit closes the connections of its whole group.
+    A wait takes no limit. A receive of gloo whose wait ends by a limit closes the connections of its group; one
+    that is dropped before it has ended blocks them. So if nobody waits for a gather, a thread does.
     """
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
         self._works = works
+        self._has_ended = False
 
     def wait(self) -> None:
         """Waits for all.
@@ -62,8 +65,13 @@ class GatherWork:
         Raises:
             RuntimeError: one has failed.
         """
-        for work in self._works:
-            work.wait()
+        self._has_ended = True
+        _wait_for_all(self._works)
+
+    def __del__(self) -> None:
+        if not self._has_ended:
+            with suppress(RuntimeError):  # no threads start while the interpreter ends
+                threading.Thread(target=_drain, args=(self._works,), daemon=True).start()
 
     def get_future(self) -> torch.futures.Future[None]:
         """Done when all have ended; a thread waits for them."""
@@ -78,6 +86,16 @@ class GatherWork:
 
         threading.Thread(target=finish, daemon=True).start()
         return future
+
+
+def _wait_for_all(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _drain(works: Sequence[dist.Work]) -> None:
+    with suppress(RuntimeError):  # whoever communicates next gets the error
+        _wait_for_all(works)
 
 
 def start_gather(gathered: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Any:

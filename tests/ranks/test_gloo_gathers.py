@@ -157,6 +157,30 @@ def test_gathers_of_many_sizes_are_told_apart(run_on_gloo_ranks, num_ranks):
     run_on_gloo_ranks(num_ranks, gathers_of_many_sizes)
 
 
+def drop_a_gather_that_has_started() -> None:
+    """As of a unit that is gathered ahead and then not needed. The first rank drops its own before the other comes."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    for turn in range(3):
+        if rank == 1:
+            store.wait([f"dropped {turn}"])
+        full = torch.full((2**18,), -1.0)
+        own = full.chunk(2)[rank].fill_(rank)
+        start_gather(full, own, group)
+        del full, own
+        if rank == 0:
+            store.set(f"dropped {turn}", "1")
+        others = [torch.full((2**18,), -2.0) for _ in range(4)]  # where the dropped one was, perhaps
+        full = torch.zeros(2**18)
+        start_gather(full, full.chunk(2)[rank].fill_(rank), group).wait()
+        assert torch.equal(full, torch.arange(2.0).repeat_interleave(2**17))
+        assert all((other == -2).all() for other in others)
+
+
+def test_a_gather_that_nobody_waits_for_ends_by_itself(run_on_gloo_ranks):
+    run_on_gloo_ranks(2, drop_a_gather_that_has_started)
+
+
 def test_another_backend_gets_what_torch_does(fake_group):
     fake_group(2)
     assert gathered(torch.ones(3, 2)).shape == (6, 2)
