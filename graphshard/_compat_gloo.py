@@ -56,20 +56,21 @@ class GatherWork:
     """
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
-        self._has_ended = False
+        self._works: Sequence[dist.Work] = works
+        self._waiting = threading.Lock()
 
     def wait(self) -> None:
-        """Waits for all.
+        """Waits for all; also while another thread does, or after a wait.
 
         Raises:
-            RuntimeError: one has failed.
+            RuntimeError: one has failed, and no wait has said so yet.
         """
-        self._has_ended = True
-        _wait_for_all(self._works)
+        with self._waiting:  # a second wait for a message would never end
+            works, self._works = self._works, ()
+            _wait_for_all(works)
 
     def __del__(self) -> None:
-        if not self._has_ended:
+        if self._works:
             with suppress(RuntimeError):  # no threads start while the interpreter ends
                 threading.Thread(target=_drain, args=(self._works,), daemon=True).start()
 

@@ -86,6 +86,8 @@ def gather_by_calls() -> dict[str, object]:
     assert small.tolist() == list(range(size))
     full, work = start()
     work.get_future().wait()
+    work.wait()
+    work.wait()
     assert torch.equal(full, whole)
     own, theirs = whole[:piece].add(rank), torch.zeros(size * piece)
     torchs = gather_single(theirs, own, group=group, async_op=True)
