@@ -1,9 +1,12 @@
 """All-gathers on gloo, by another way than torch's own. See ``_compat``.
 
 Gloo gathers into a flat buffer of its own and copies out of it at the end. So a gather that runs holds its result
-twice. Here each rank broadcasts its shard, all broadcasts at once, into the place that it has in the result: nothing is
-held twice, and with up to four ranks that is also quicker (docs/benchmarks.md, gathers on gloo). With more ranks many
-small broadcasts are slower, and gloo's plain gather is asked for.
+twice. Here each rank sends its shard to each other rank, which receives it at its place in the result: nothing is held
+twice, and it is quicker (docs/benchmarks.md, collectives on gloo). In groups of more than four ranks gloo's plain
+gather is asked for.
+
+Receives start before sends. Gloo tells a sender over the same connection that it may send, so the other order would
+send both ways one after the other.
 
 Torch's kernel of ``_c10d_functional.all_gather_into_tensor`` asks the process group for a coalesced gather. With
 several of them in flight, gloo's coalesced gather now and then destroys the heap (docs/reference/versions.md; checked:
@@ -24,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import (  # checked: 2.11, 2.13
     AllgatherOptions,
-    BroadcastOptions,
     _register_work,
     _resolve_process_group,
 )
@@ -35,38 +37,51 @@ gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into
 #: With more ranks, gloo gathers by its own way.
 MAX_RANKS_IN_PLACE = 4
 
+#: Smaller results of :func:`start_gather` are gathered in gloo's own way: a thread has to wait for messages, if a wait
+#: has a limit, which takes longer than such a gather.
+LEAST_BYTES_IN_PLACE = 2**16
+
+#: Of the messages of gathers. Users number theirs from 0.
+_TAG = 2**30
+
 _torch_gathers = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
 
 
 class GatherWork:
-    """The broadcasts of one gather: the part of ``dist.Work`` that graphshard calls."""
+    """The messages of one gather: the part of ``dist.Work`` that graphshard calls.
+
+    A wait takes no limit. A receive of gloo whose wait ends by a limit closes the connections of its whole group.
+    """
 
     def __init__(self, works: Sequence[dist.Work]) -> None:
         self._works = works
 
-    def wait(self, timeout: timedelta | None = None) -> None:
+    def wait(self) -> None:
         """Waits for all.
 
         Raises:
-            RuntimeError: one has failed, or has not ended within ``timeout``.
+            RuntimeError: one has failed.
         """
         for work in self._works:
-            if timeout is None:
-                work.wait()
-            else:
-                work.wait(timeout)
+            work.wait()
 
-    def is_completed(self) -> bool:
-        """Whether all have ended, be it by an error."""
-        return all(work.is_completed() for work in self._works)
+    def get_future(self) -> torch.futures.Future[None]:
+        """Done when all have ended; a thread waits for them."""
+        future: torch.futures.Future[None] = torch.futures.Future()
 
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Done when all have ended."""
-        return torch.futures.collect_all([work.get_future() for work in self._works])
+        def finish() -> None:
+            try:
+                self.wait()
+                future.set_result(None)
+            except RuntimeError as error:
+                future.set_exception(error)
+
+        threading.Thread(target=finish, daemon=True).start()
+        return future
 
 
 def start_gather(gathered: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """Starts ``dist.all_gather_into_tensor``; in place on gloo. To dispatch modes it is one all-gather.
+    """Starts ``dist.all_gather_into_tensor``; larger ones in place on gloo. To dispatch modes it is one all-gather.
 
     Args:
         gathered: contiguous, of shape ``(n * group_size, ...)``. No one else may read or write it before the wait.
@@ -76,9 +91,13 @@ def start_gather(gathered: torch.Tensor, shard: torch.Tensor, group: dist.Proces
     Returns:
         What to wait for: a ``dist.Work`` or a :class:`GatherWork`.
     """
-    is_in_place = group.size() <= MAX_RANKS_IN_PLACE and _gloo_backend(group, shard.device) is not None
-    if not is_in_place:
+    is_in_place = 1 < group.size() <= MAX_RANKS_IN_PLACE and gathered.nbytes >= LEAST_BYTES_IN_PLACE
+    backend = _gloo_backend(group, shard.device) if is_in_place else None
+    if backend is None:
         return gather_single(gathered, shard, group=group, async_op=True)
+    if not torch._C._len_torch_dispatch_stack():
+        return GatherWork(_messages(gathered, shard, backend))
+    # The same messages, so that ranks may differ in their modes.
     _serve_plain_gathers()
     _asked.works = []
     try:
@@ -89,7 +108,7 @@ def start_gather(gathered: torch.Tensor, shard: torch.Tensor, group: dist.Proces
 
 
 class _Asked(threading.local):
-    """Where the kernel of a plain gather leaves its broadcasts; None if it is not this file that asks."""
+    """Where the kernel of a plain gather leaves its messages; None if it is not this file that asks."""
 
     works: list[dist.Work] | None = None
 
@@ -97,21 +116,19 @@ class _Asked(threading.local):
 _asked = _Asked()
 
 
-def _broadcasts(gathered: torch.Tensor, shard: torch.Tensor, backend: Any) -> list[dist.Work]:
-    """Broadcasts of all shards, started, each into its place in ``gathered``."""
+def _messages(gathered: torch.Tensor, shard: torch.Tensor, backend: Any) -> list[dist.Work]:
+    """Messages between all ranks, started, each received at its place in ``gathered``."""
     if not shard.numel():
         return []
-    gathered, shard, rank = gathered.detach(), shard.detach(), backend.rank()
+    gathered, shard = gathered.detach(), shard.detach()
+    size, rank = backend.size(), backend.rank()
     if shard.data_ptr() != gathered.data_ptr() + rank * shard.nbytes:
-        gathered.view(backend.size(), *shard.shape)[rank].copy_(shard)
-    places = _as_bytes(gathered).chunk(backend.size())
-    return [backend.broadcast([place], _from(root)) for root, place in enumerate(places)]
-
-
-def _from(root: int) -> BroadcastOptions:
-    options = BroadcastOptions()
-    options.rootRank = root
-    return options
+        gathered.view(size, *shard.shape)[rank].copy_(shard)
+    places = _as_bytes(gathered).chunk(size)
+    # Each rank begins with the next one, so that not all send to the same.
+    ahead = [(rank + step) % size for step in range(1, size)]
+    received = [backend.recv([places[other]], other, _TAG) for other in reversed(ahead)]
+    return [*received, *(backend.send([places[rank]], other, _TAG) for other in ahead)]
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -130,7 +147,7 @@ def _all_gather_on_cpu(
         return _torch_gathers([shard], group_size, group_or_name)[0]
     full = shard.new_empty((shard.shape[0] * group_size, *shard.shape[1:]))
     if group_size <= MAX_RANKS_IN_PLACE:
-        for work in _broadcasts(full, shard, backend):
+        for work in _messages(full, shard, backend):
             _register_work(full, work)
         return full
     own = shard.detach().resolve_conj().contiguous()
@@ -143,14 +160,12 @@ def _plain_gather_on_cpu(
 ) -> tuple[torch.Tensor, Any]:
     """``c10d::_allgather_base_``, as torch's kernel does it unless :func:`start_gather` has asked."""
     backend: Any = dist.ProcessGroup.unbox(boxed)._get_backend(shard.device)
-    works = [] if _asked.works is None else _broadcasts(gathered, shard, backend)
-    if not works:
-        options = AllgatherOptions()
-        options.timeout, options.asyncOp = timedelta(milliseconds=timeout), async_op
-        works = [backend._allgather_base(gathered, shard, options)]
     if _asked.works is not None:
-        _asked.works += works
-    return gathered, works[-1].boxed()
+        _asked.works += (works := _messages(gathered, shard, backend))
+        return gathered, works[-1].boxed()
+    options = AllgatherOptions()
+    options.timeout, options.asyncOp = timedelta(milliseconds=timeout), async_op
+    return gathered, backend._allgather_base(gathered, shard, options).boxed()
 
 
 def _gloo_backend(group: dist.ProcessGroup, device: torch.device) -> Any:

@@ -1,7 +1,8 @@
 """Waits for collectives of gloo with a time limit.
 
 Gloo's gathers and all-reduces take a limit. Its reduce-scatters are all-reduces with a copy behind them, and the
-wait for one ignores the limit (torch 2.13). So a thread waits for those, and the caller waits for the thread.
+wait for one ignores the limit (torch 2.13). A receive whose wait ends by its limit closes the connections of its group.
+So a thread waits for those, and the caller waits for the thread.
 """
 
 from __future__ import annotations

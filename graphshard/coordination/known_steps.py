@@ -163,7 +163,8 @@ class Steps:
         Args:
             work: the collective, of tensors on the CPU.
             position: that of the step.
-            takes_limit: ``work.wait`` takes a time limit; that of a reduce-scatter of gloo does not.
+            takes_limit: ``work.wait`` takes a time limit; that of a reduce-scatter of gloo or of a :class:`GatherWork`
+                does not.
 
         Raises:
             AgreementError: another rank takes another step, or waits for this one to compile a graph.

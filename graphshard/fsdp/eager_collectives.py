@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._compat import group_by_name, reduce_scatter_single
-from .._compat_gloo import start_gather
+from .._compat_gloo import GatherWork, start_gather
 from ..coordination import Steps
 from ..errors import ParameterStateError
 from ..ir import (
@@ -118,7 +118,8 @@ class FlatGather(NamedTuple):
 
     def wait(self) -> None:
         """Waits for ``gathered``."""
-        _wait(self.work, self.gathered, self.steps, self.position)
+        takes_limit = not isinstance(self.work, GatherWork)
+        _wait(self.work, self.gathered, self.steps, self.position, takes_limit=takes_limit)
 
 
 @dataclass(slots=True)
