@@ -25,6 +25,7 @@ from graphshard.pipeline.pipeline import Pipeline
 pytestmark = pytest.mark.usefixtures("brief_plans", "interpreted")
 
 UNITS = ("blocks.0", "blocks.1", "blocks.2", "root")
+FEW_UNITS = ("blocks.0", "root")
 NONE_KEPT = StepChoice(kept=())
 
 
@@ -113,7 +114,7 @@ def test_the_choice_says_so():
     assert StepChoice.from_dict(choice.to_dict()) == choice
 
 
-@pytest.mark.parametrize(("budget", "kept"), [("1GB", UNITS), (None, ())])
+@pytest.mark.parametrize(("budget", "kept"), [("1GB", FEW_UNITS), (None, ())])
 def test_it_takes_a_budget(budget, kept):
     """Without one no unit beside the default ones is kept for the backward, either."""
 
@@ -122,10 +123,10 @@ def test_it_takes_a_budget(budget, kept):
         planner = planning.StepPlanner(card=CARD, halves=halves, is_shared=False, what="graph")
         return [
             planner.choose(copy_graph(trials.gm), trials.context, trials.tag, budget, waiting).choice
-            for waiting in ((), UNITS)
+            for waiting in ((), FEW_UNITS)
         ]
 
-    without, waiting = in_capture(ask)
+    without, waiting = in_capture(ask, num_blocks=1)
     assert (without.kept_between, waiting.kept_between) == ((), kept)
     assert len(without.kept) > 1
     assert (waiting.kept == ("root",)) == (budget is None)
@@ -183,9 +184,9 @@ def test_where_nothing_fits_nothing_is_kept():
     def ask(trials):
         with pytest.raises(InfeasibleBudgetError):
             _costs(trials, 1000)
-        return choose_kept_between(trials, NONE_KEPT, UNITS, 1000)
+        return choose_kept_between(trials, NONE_KEPT, FEW_UNITS, 1000)
 
-    assert in_capture(ask) == ()
+    assert in_capture(ask, num_blocks=1) == ()
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ def test_where_nothing_fits_nothing_is_kept():
 )  # Dynamo's, at the break
 def test_units_know_what_was_chosen_for_them(fake_group, syncs, breaks, verify, is_chosen):
     torch.compiler.reset()
-    model, mesh = WithHead(breaks=breaks), fake_group(2)
+    model, mesh = WithHead(num_blocks=1, breaks=breaks), fake_group(2)
     for block in model.blocks:
         graphshard.fully_shard(block, mesh=mesh)
     graphshard.fully_shard(model, mesh=mesh)
@@ -213,8 +214,8 @@ def test_units_know_what_was_chosen_for_them(fake_group, syncs, breaks, verify, 
     compiled = torch.compile(model, backend="graphshard", options=options)
     model.set_requires_gradient_sync(syncs)
     compiled(torch.zeros(64, 8)).backward()
-    assert [unit.keeps_between for unit in units] == [is_chosen] * 4
-    assert [unit.is_gathered for unit in units] == [is_chosen] * 4
+    assert [unit.keeps_between for unit in units] == [is_chosen] * 2
+    assert [unit.is_gathered for unit in units] == [is_chosen] * 2
     model.set_requires_gradient_sync(True)
     compiled(torch.zeros(64, 8)).backward()
     assert not any(unit.is_gathered for unit in units)
@@ -223,8 +224,9 @@ def test_units_know_what_was_chosen_for_them(fake_group, syncs, breaks, verify, 
 class _Unused(WithHead):
     """A block, or a parameter of the root or of a block, that no forward reads."""
 
-    def __init__(self, owner):
-        super().__init__(num_blocks=4 if owner == "unit" else 3)
+    def __init__(self, owner, num_read=2):
+        super().__init__(num_blocks=num_read + (owner == "unit"))
+        self.num_read = num_read
         self.skips = owner == "unit"
         if owner != "unit":
             module = self if owner == "root" else self.blocks[1]
@@ -232,7 +234,7 @@ class _Unused(WithHead):
 
     def forward(self, x):
         x = self.embedding(x)
-        for block in self.blocks[:3]:
+        for block in self.blocks[: self.num_read]:
             x = torch.relu(block(x))
         return self.head(x).square().mean()
 
@@ -252,7 +254,7 @@ def test_a_parameter_that_nothing_reads_is_no_other_graph(fake_group, tmp_path, 
     compiled = torch.compile(model, backend="graphshard", options=options)
     model.set_requires_gradient_sync(False)
     compiled(torch.zeros(64, 8)).backward()
-    assert [block.__dict__[UNIT].is_gathered for block in model.blocks[:3]] == [is_whole] * 3
+    assert [block.__dict__[UNIT].is_gathered for block in model.blocks[:2]] == [is_whole] * 2
 
 
 @pytest.mark.slow
@@ -260,7 +262,7 @@ def test_a_parameter_that_nothing_reads_is_no_other_graph(fake_group, tmp_path, 
 def test_gradients_that_wait_count_whatever_is_not_read(fake_group, owner):
     """A budget that a step of one micro-batch keeps, and none whose gradients wait, is refused before the first."""
     torch.compiler.reset()
-    model, mesh = _Unused(owner), fake_group(2)
+    model, mesh = _Unused(owner, num_read=3), fake_group(2)
     for block in model.blocks:
         graphshard.fully_shard(block, mesh=mesh)
     graphshard.fully_shard(model, mesh=mesh)
@@ -318,7 +320,7 @@ def test_halves_are_planned_beside_what_waits(fake_group, tmp_path, monkeypatch,
 def test_a_second_model_that_runs_the_same_graph_keeps_the_same_units(fake_group):
     mesh, gathered = fake_group(2), []
     for _ in range(2):
-        model = graphshard.fully_shard(WithHead(), mesh=mesh)
+        model = graphshard.fully_shard(WithHead(num_blocks=1), mesh=mesh)
         options = {"hardware": CARD, "bucket": "auto", "memory_budget": "1GB"}
         model.set_requires_gradient_sync(False)
         torch.compile(model, backend="graphshard", options=options)(torch.zeros(64, 8)).backward()
@@ -334,7 +336,7 @@ def test_a_second_model_that_runs_the_same_graph_keeps_the_same_units(fake_group
 def test_a_compiled_graph_does_not_keep_its_model_alive(fake_group, options):
     """Another model of the class may share it."""
     torch.compiler.reset()
-    model = graphshard.fully_shard(WithHead(), mesh=fake_group(2))
+    model = graphshard.fully_shard(WithHead(num_blocks=1), mesh=fake_group(2))
     model.set_requires_gradient_sync(False)
     torch.compile(model, backend="graphshard", options=options)(torch.zeros(64, 8)).backward()
     unit = weakref.ref(model.__dict__[UNIT])
@@ -346,7 +348,7 @@ def test_a_compiled_graph_does_not_keep_its_model_alive(fake_group, options):
 def test_of_several_models_in_one_graph_none_stays_gathered(fake_group):
     """Their units have the same labels."""
     mesh = fake_group(2)
-    models = [graphshard.fully_shard(WithHead(), mesh=mesh) for _ in range(2)]
+    models = [graphshard.fully_shard(WithHead(num_blocks=1), mesh=mesh) for _ in range(2)]
     for model in models:
         model.set_requires_gradient_sync(False)
 

@@ -348,6 +348,7 @@ def test_an_order_that_cannot_be_checked_is_an_error_or_a_warning(fake_group, mo
         _step(fake_group, "cheap")
 
 
+@pytest.mark.usefixtures("brief_plans")
 def test_fusions_that_hold_more_are_left_out_under_a_budget(fake_group, monkeypatch):
     """Unless the user says what kernels must share to be fused."""
     name, seen = "score_fusion_memory_threshold", []
@@ -370,6 +371,7 @@ def test_fusions_that_hold_more_are_left_out_under_a_budget(fake_group, monkeypa
     assert getattr(inductor_config, name) == usual
 
 
+@pytest.mark.usefixtures("brief_plans")
 def test_kernels_write_over_what_dies_under_a_budget_unless_the_user_forbids_it(fake_group, monkeypatch):
     seen, compile_fx_inner = [], compilation.compile_fx_inner
 
@@ -385,6 +387,7 @@ def test_kernels_write_over_what_dies_under_a_budget_unless_the_user_forbids_it(
     assert seen == [True, True, False, False]
 
 
+@pytest.mark.usefixtures("brief_plans")
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "options",

@@ -48,7 +48,7 @@ def planned_halves(kind, mesh, monkeypatch):
     return halves
 
 
-@pytest.mark.parametrize("kind", [LateScale, LateNorm])
+@pytest.mark.parametrize("kind", [pytest.param(LateScale, marks=pytest.mark.slow), LateNorm])
 def test_the_code_for_cuda_keeps_the_planned_order(fake_group, monkeypatch, kind):
     halves = planned_halves(kind, fake_group(8), monkeypatch)
     assert [is_backward for *_, is_backward in halves] == [False, True]

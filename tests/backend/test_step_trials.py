@@ -149,6 +149,10 @@ def test_a_users_budget_decides_between_none_and_all():
     assert lean.peak_bytes is None
 
 
+#: A step whose activations weigh more than its parameters; of few units, because many choices are tried.
+WIDE = {"batch": 1024, "num_blocks": 2}
+
+
 @pytest.fixture(scope="module")
 def lean_step():
     """The least memory of a step whose activations weigh more than its parameters, and what is chosen for it."""
@@ -164,7 +168,7 @@ def lean_step():
             users = least(trials)
         return whole, users, lean, trials.choose(lambda *_: lean)
 
-    return in_capture(ask, batch=1024)
+    return in_capture(ask, **WIDE)
 
 
 def test_with_too_little_memory_activations_are_computed_again(lean_step):
@@ -176,8 +180,8 @@ def test_with_too_little_memory_activations_are_computed_again(lean_step):
 
 
 def test_with_enough_memory_nothing_is_computed_again():
-    wide = in_capture(lambda trials: trials.choose(lambda *_: 2**40), batch=1024)
-    assert wide.saved_share is None and not wide.notes() and len(wide.kept) == 4
+    wide = in_capture(lambda trials: trials.choose(lambda *_: 2**40), **WIDE)
+    assert wide.saved_share is None and not wide.notes() and len(wide.kept) == 3
 
 
 def test_a_choice_is_the_same_partition_for_other_sizes(lean_step):
@@ -194,7 +198,7 @@ def test_a_choice_is_the_same_partition_for_other_sizes(lean_step):
             for each in (choice, None)
         ]
 
-    large, small = (in_capture(backwards, batch=batch) for batch in (1024, 16))
+    large, small = (in_capture(backwards, **(WIDE | {"batch": batch})) for batch in (1024, 16))
     assert large == small and len(large[0]) > len(large[1])
 
 
@@ -232,7 +236,7 @@ def test_where_random_numbers_would_be_drawn_again_less_memory_is_refused(lean_s
         with pytest.raises(InfeasibleBudgetError):
             trials.choose(lambda *_: lean)
 
-    in_capture(ask, batch=1024)
+    in_capture(ask, **WIDE)
 
 
 def test_where_no_plan_keeps_the_default_peak_the_default_stays(monkeypatch):

@@ -58,21 +58,21 @@ def _damage(plans, change):
         file.write_text(json.dumps(data))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda plan: {},
-        lambda plan: {**plan, "scratch": 1},
-        lambda plan: {**plan, "decided": {}},
-        lambda plan: {**plan, "decided": {**plan["decided"], "steps": [[0, True, [7]]], "unknown": 1}},
-    ],
-    ids=["nothing", "no table", "no plan", "another plan"],
-)
-def test_a_damaged_plan_is_made_anew_and_replaced(plans, fake_group, change):
+DAMAGE = {
+    "nothing": lambda plan: {},
+    "no table": lambda plan: {**plan, "scratch": 1},
+    "no plan": lambda plan: {**plan, "decided": {}},
+    "another plan": lambda plan: {**plan, "decided": {**plan["decided"], "steps": [[0, True, [7]]], "unknown": 1}},
+}
+
+
+def test_a_damaged_plan_is_made_anew_and_replaced(plans, fake_group):
     mesh = fake_group(2)
     assert _step(mesh) and not _step(mesh)
-    _damage(plans, change)
-    assert _step(mesh) and not _step(mesh)
+    for name, change in DAMAGE.items():
+        _damage(plans, change)
+        assert _step(mesh), name
+        assert not _step(mesh), name
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -328,20 +328,23 @@ def _checkpointed(block: nn.Module, x: Tensor, table: Tensor) -> Tensor:
 
 
 #: What other cases contain as well.
-CONTAINED = {"three", "dropout", "checkpointed", "casts_and_idle", "complex", "skips", "other_strides", "negated_views"}
+CONTAINED = {
+    *("three", "dropout", "in_place", "checkpointed", "casts_and_idle", "complex", "skips"),
+    *("other_strides", "negated_views"),
+}
 
 REPEATED = {
     "blocks": (Repeating, 4),
     "three": (lambda: Repeating(count=3), 3),
     "dropout": (lambda: Repeating(Dropped), 4),
     "in_place": (lambda: Repeating(InPlace), 4),
-    "modes_before_and_behind": (TableWithoutGradient, 4),
+    "modes_before_and_behind": (lambda: TableWithoutGradient(count=3), 3),
     "two_layers": (lambda: Repeating(TwoLayers, 3), 3),
     "casts_and_idle": (lambda: Repeating(Half), 4),
     "complex": (lambda: Repeating(Rotated), 4),
     "skips": (Skipping, 3),  # a block begins inside a layer: its output is read by nothing but the end
     "checkpointed": (lambda: Repeating(run=_checkpointed), 4),
-    "checkpointed_dropout": (lambda: Repeating(Dropped, run=_checkpointed), 4),
+    "checkpointed_dropout": (lambda: Repeating(Dropped, 3, run=_checkpointed), 3),
 }
 
 #: No block is found.
@@ -364,7 +367,7 @@ NOT_FOUND = {
 
 #: Blocks are found, and turn out to be more than their own graph says: a plain export follows.
 GIVEN_UP = {
-    "buffer": lambda: Repeating(Counting),
+    "buffer": lambda: Repeating(Counting, 3),
     "other_strides": Transposed,
     "negated_views": lambda: Repeating(Negated),
 }

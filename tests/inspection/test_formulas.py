@@ -169,7 +169,7 @@ def test_solutions_hold_at_their_boundary(found):
 def test_the_smallest_mesh_that_fits():
     """More ranks can need more memory: 7 rows are 2 a rank on 4 ranks and on 5."""
     options = {"hardware": CARD, "units": ["first", "second"]}
-    meshes = [{"shard": size} for size in (*range(2, 9), 16)]
+    meshes = [{"shard": size} for size in range(2, 6)]
     swept = graphshard.sweep(lambda batch: (*inputs(batch, 12), {}), meshes=meshes, batches=[3], **options)
     peaks = {point.num_ranks: point.peak_bytes for point in swept.points}
     assert peaks[4] < peaks[5]

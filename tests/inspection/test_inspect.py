@@ -572,7 +572,7 @@ def test_a_plan_keeps_parameters_of_further_units_as_training_does():
 def test_a_plan_computes_activations_again_where_the_budget_is_too_small_for_them():
     def step(reshard=None, **options) -> Report:
         return graphshard.inspect(
-            WithHead(), [torch.zeros(1024, 8)], mesh={"shard": 2}, hardware="cpu-ethernet-1g", units=["blocks.*"],
+            WithHead(2), [torch.zeros(1024, 8)], mesh={"shard": 2}, hardware="cpu-ethernet-1g", units=["blocks.*"],
             plan="auto", reshard_after_forward=reshard, **options,
         )  # fmt: skip
 

@@ -67,7 +67,7 @@ def test_ways_of_measured_times():
 )
 def test_the_schedule_gives_the_step_again(plan, overlapped, spread):
     card = round_card(overlapped_latency_seconds=overlapped, collective_spread_seconds=spread)
-    report = inspect_llama(plan=plan, micro_batches=2, hardware=card)
+    report = inspect_llama(plan=plan, micro_batches=2, hardware=card, config={"num_layers": 1})
     step, exposed = replay(report, neutral(report))
     assert step == pytest.approx(report.step_seconds, rel=1e-12)
     assert exposed == pytest.approx(report.exposed_seconds, rel=1e-12) and exposed > 0

@@ -45,12 +45,16 @@ def make(batch):
     return llama_model.on_meta(CONFIG, batch, 16)
 
 
+def make_one_layer(batch):
+    return llama_model.on_meta(replace(CONFIG, num_layers=1), batch, 16)
+
+
 MESHES = [{"shard": 4}, {"shard": 1}, {"shard": 24}, {"replicate": 4, "shard": 8}]
 
 
 @pytest.fixture(scope="module")
 def swept():
-    return sweeping.sweep(make, meshes=MESHES, batches=[1, 3], **OPTIONS)
+    return sweeping.sweep(make_one_layer, meshes=MESHES, batches=[1, 3], **OPTIONS)
 
 
 def test_every_point_is_what_inspect_says(swept):
@@ -60,7 +64,7 @@ def test_every_point_is_what_inspect_says(swept):
     for point in swept.points:
         if (point.batch, point.num_ranks) not in {(1, 24), (3, 1), (3, 32)}:
             continue  # an inspection takes seconds
-        report = graphshard.inspect(*make(point.batch), mesh=point.mesh, **OPTIONS)
+        report = graphshard.inspect(*make_one_layer(point.batch), mesh=point.mesh, **OPTIONS)
         assert point.step_seconds == report.step_seconds
         assert point.compute_seconds == report.compute_seconds
         assert point.exposed_seconds == report.exposed_seconds
@@ -130,13 +134,10 @@ def test_only_meshes_with_shards_are_alike():
 
 
 def test_batches_between_the_ends_are_not_captured():
-    def make(batch):
-        return llama_model.on_meta(replace(CONFIG, num_layers=1), batch, 16)
-
     meshes = [{"shard": 8}, {"shard": 1}]
     told = []
     found = sweeping.sweep(
-        make, meshes=meshes, batches=[2, 1, 4], progress=lambda *what: told.append(what), **OPTIONS
+        make_one_layer, meshes=meshes, batches=[2, 1, 4], progress=lambda *what: told.append(what), **OPTIONS
     )
     assert found.num_captures == 4 and found.between == (2,)  # two batch sizes, with and without shards
     assert [(point.batch, point.mesh) for point in found.points] == [
@@ -144,7 +145,7 @@ def test_batches_between_the_ends_are_not_captured():
     ]
     assert told[-1][1:] == (6, 6)
     for point in found.points[::3]:
-        report = graphshard.inspect(*make(2), mesh=point.mesh, **OPTIONS)
+        report = graphshard.inspect(*make_one_layer(2), mesh=point.mesh, **OPTIONS)
         assert (point.step_seconds, point.peak_bytes) == (report.step_seconds, report.memory.peak_bytes)
         assert point.memory == report.memory.categories
         assert point.mfu == report.throughput.mfu
@@ -299,8 +300,7 @@ def test_a_plan_by_cost_is_planned_for_each_mesh():
         assert (point.step_seconds, point.peak_bytes) == (report.step_seconds, report.memory.peak_bytes)
 
 
-@pytest.mark.parametrize("share", [0.9, 0.01])
-def test_points_are_planned_within_a_budget(share):
+def test_points_are_planned_within_a_budget():
     """As by inspect, where a plan keeps it; else they are planned without it, and do not fit."""
     small = {"hardware": ROUND_CARD, "loss": _mean_square, "units": ["0", "2", "4", "6"], "plan": "auto"}
 
@@ -310,14 +310,15 @@ def test_points_are_planned_within_a_budget(share):
             return torch.nn.Sequential(*layers), (torch.ones(batch, 8),), {}
 
     free = graphshard.inspect(*make(512), mesh={"shard": 2}, **small)
-    budget = int(share * free.memory.peak_bytes)
-    swept = sweeping.sweep(make, meshes=[{"shard": 2}], batches=[512], memory_budget=budget, **small)
-    (point,) = swept.points
-    expected = free
-    if share > 0.5:
-        expected = graphshard.inspect(*make(512), mesh={"shard": 2}, memory_budget=budget, **small)
-    assert point.fits == (share > 0.5) and point.memory == expected.memory.categories
-    assert point.step_seconds == expected.step_seconds
+    for share in (0.9, 0.01):
+        budget = int(share * free.memory.peak_bytes)
+        swept = sweeping.sweep(make, meshes=[{"shard": 2}], batches=[512], memory_budget=budget, **small)
+        (point,) = swept.points
+        expected = free
+        if share > 0.5:
+            expected = graphshard.inspect(*make(512), mesh={"shard": 2}, memory_budget=budget, **small)
+        assert point.fits == (share > 0.5) and point.memory == expected.memory.categories
+        assert point.step_seconds == expected.step_seconds
 
 
 def test_inputs_are_resized_along_dim_0():

@@ -261,7 +261,7 @@ def test_compiled_trains_like_unsharded(run_on_gloo_ranks, form, reshard_after_f
     [
         ("fsdp2", {}),
         ("sharded", {}),
-        pytest.param("compiled", {"verify": "full"}, marks=pytest.mark.inductor),
+        ("compiled", {"verify": "full"}),
         ("compiled", {"hardware": "cpu-loopback", "memory_budget": "1MB"}),
     ],
     ids=["fsdp2", "sharded", "compiled", "planned"],

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from graphshard import fully_shard
 from graphshard.backend import compilation
+from graphshard.coordination import refusals
 from graphshard.errors import AgreementError
 
 #: For ranks that all come, however slowly; and for one that never does.
@@ -102,7 +103,8 @@ def test_a_rank_that_compiles_and_one_that_gathers_stop_in_seconds(
 
 
 def _one_asks_for_a_card(compiles: int) -> tuple[str, float]:
-    return _one_compiles_and_one_gathers(compiles, hardware="auto")
+    with mock.patch.object(refusals, "_CROSSED_SECONDS", 0.5):
+        return _one_compiles_and_one_gathers(compiles, hardware="auto")
 
 
 @pytest.mark.parametrize("compiles", [0, 1])

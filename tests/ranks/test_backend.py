@@ -152,7 +152,6 @@ def test_dump_holds_the_graphs_of_forward_and_backward(run_on_gloo_ranks, tmp_pa
     assert "all_to_all_single(" in last and "reduce_scatter" not in last
 
 
-@pytest.mark.inductor
 def test_a_half_for_another_state_is_dumped_beside_the_first(run_on_gloo_ranks, tmp_path: Path):
     run_on_gloo_ranks(2, accumulate_with_dump, str(tmp_path))
     for rank in ("0", "1"):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.implementations import GRAPHSHARD, compile_if_asked, pick_fully_shard, shard_units
+from support.thorough import is_thorough
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,7 +37,9 @@ def batch_of(rank: int, step: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(4, 6, dtype=dtype, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def train(implementation: str, dtype: torch.dtype, options: dict[str, Any], num_copies: int) -> None:
+def train(
+    implementation: str, dtype: torch.dtype, options: dict[str, Any], num_copies: int, num_steps: int = 3
+) -> None:
     """Three steps; the second accumulates two micro-batches, without a reduction after the first.
 
     Not Adam: torch 2.13's does not update a DTensor of complex numbers with one dim that is cut unevenly.
@@ -52,7 +55,7 @@ def train(implementation: str, dtype: torch.dtype, options: dict[str, Any], num_
         fully_shard(module, mesh=mesh, **options)
     forward = compile_if_asked(implementation, model)
     optimizers = [torch.optim.SGD(one.parameters(), 0.1, momentum=0.9) for one in (reference, model)]
-    for step in range(3):
+    for step in range(num_steps):
         for micro in (0, 1) if step == 1 else (1,):
             model.set_requires_gradient_sync(bool(micro))
             for one in range(world_size):
@@ -168,7 +171,7 @@ def test_zeros_are_reduced_where_a_rank_does_not_read_them(run_on_gloo_ranks):
 
 @pytest.mark.inductor
 def test_through_inductor(run_on_gloo_ranks):
-    run_on_gloo_ranks(2, train, "compiled", torch.complex64, {}, 1)
+    run_on_gloo_ranks(2, train, "compiled", torch.complex64, {}, 1, 3 if is_thorough() else 1)
 
 
 class Normalising(Spectral):

@@ -60,6 +60,7 @@ def check_evaluation(reference: nn.Module, forward: Callable[..., Tensor], numbe
         assert_close(forward(batch), expected)
 
 
+@pytest.mark.slow  # with an evaluation in between, too: below
 def test_with_room_parameters_are_gathered_once_a_step(run_on_gloo_ranks):
     for first, *others in run_on_gloo_ranks(2, accumulate, "1GB"):
         assert first > 0 and others == [0, 0]

@@ -16,10 +16,13 @@ def test_transformer_trains_like_unsharded(
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize(
-    "reshard_after_forward",
-    [True, pytest.param(False, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.slow)],
-)
+def test_a_layer_through_inductor_trains_like_unsharded(run_on_gloo_ranks):
+    """Two layers are compiled, and interpreted, in `test_planned.py`."""
+    run_on_gloo_ranks(2, train_in_lockstep, "transformer_of_one_layer", "compiled", True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
 def test_compiled_transformer_trains_like_unsharded(run_on_gloo_ranks, reshard_after_forward):
     run_on_gloo_ranks(2, train_in_lockstep, "transformer", "compiled", reshard_after_forward)
 

@@ -5,15 +5,16 @@ import torch
 import torch.distributed as dist
 from support.checkpointed_models import build_checkpointed, units_of
 from support.implementations import EVERY, UNCOMPILED, compile_if_asked, shard_units
+from support.thorough import is_thorough
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 STEPS = 2
 
 
-def build(form: str) -> nn.Module:
+def build(form: str, num_blocks: int = 2) -> nn.Module:
     torch.manual_seed(42)
-    return build_checkpointed(form, dropout=0.5)
+    return build_checkpointed(form, dropout=0.5, num_blocks=num_blocks)
 
 
 def inputs_of(step: int) -> Tensor:
@@ -63,11 +64,13 @@ def draw_on_ranks(implementation: str, form: str) -> tuple[Tensor, Tensor, Tenso
     return tuple(outputs)
 
 
-def compare_with_no_checkpointing(implementation: str, form: str, reshard_after_forward: bool) -> None:
+def compare_with_no_checkpointing(
+    implementation: str, form: str, reshard_after_forward: bool, num_blocks: int = 2
+) -> None:
     """Gradients with recomputation are those without: the same masks were drawn again."""
     found = []
     for each in ("none", form):
-        model = build(each)
+        model = build(each, num_blocks)
         shard_units(implementation, model, units_of(each, model), reshard_after_forward=reshard_after_forward)
         found.append(steps_of(model, compile_if_asked(implementation, model), 7))
     for one, other in zip(*found, strict=True):
@@ -103,4 +106,6 @@ def test_recomputation_draws_the_same_masks(run_on_gloo_ranks, implementation, f
     ("form", "reshard_after_forward"), [("function", True), pytest.param("submodule", False, marks=pytest.mark.slow)]
 )
 def test_compiled_recomputation_draws_the_same_masks(run_on_gloo_ranks, form, reshard_after_forward):
-    run_on_gloo_ranks(2, compare_with_no_checkpointing, "compiled", form, reshard_after_forward)
+    """In `make test` of one block; more of them are compared with the unsharded model, above."""
+    num_blocks = 2 if is_thorough() else 1
+    run_on_gloo_ranks(2, compare_with_no_checkpointing, "compiled", form, reshard_after_forward, num_blocks)

@@ -489,11 +489,11 @@ def test_number_of_ranks_is_refused(run_on_gloo_ranks):
     run_on_gloo_ranks(4, refuse_number_of_ranks)
 
 
-def train_with_compute_moved(folder: str, move_compute: bool) -> None:
+def train_with_compute_moved(folder: str, move_compute: bool, num_copies: int) -> None:
     """Products take long on this card, so those of weights' gradients can hide what `tp` sends; memory is there."""
     card = load_card("cpu-ethernet-1g")
     slow = dataclasses.replace(card, peak_flops={name: value / 3e4 for name, value in card.peak_flops.items()})
-    workload, mesh = stack_workload(*EVEN), two_dim_mesh()
+    workload, mesh = stack_workload(*EVEN), named_mesh((num_copies, 2), ("dp", "tp"))
     options = {
         "hardware": slow,
         "bucket": "auto",
@@ -506,10 +506,18 @@ def train_with_compute_moved(folder: str, move_compute: bool) -> None:
     train_on_mesh(workload, "compiled", arrangement, num_steps=2, options=options)
 
 
-@pytest.mark.parametrize("move_compute", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_compute_moves_beside_collectives(run_on_gloo_ranks, tmp_path, move_compute):
+@pytest.mark.parametrize(
+    ("move_compute", "num_copies"),
+    [
+        (True, 1),
+        pytest.param(True, 2, marks=pytest.mark.slow),
+        pytest.param(False, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_compute_moves_beside_collectives(run_on_gloo_ranks, tmp_path, move_compute, num_copies):
     """On every rank alike, and with the values of the unsharded model."""
-    run_on_gloo_ranks(4, train_with_compute_moved, str(tmp_path), move_compute)
-    plans = [(tmp_path / str(rank) / "graph0.backward.plan.txt").read_text() for rank in range(4)]
+    num_ranks = 2 * num_copies
+    run_on_gloo_ranks(num_ranks, train_with_compute_moved, str(tmp_path), move_compute, num_copies)
+    plans = [(tmp_path / str(rank) / "graph0.backward.plan.txt").read_text() for rank in range(num_ranks)]
     found = [re.findall(r"\d+ pieces of compute moved", plan) for plan in plans]
-    assert found == [found[0]] * 4 and bool(found[0]) is move_compute
+    assert found == [found[0]] * num_ranks and bool(found[0]) is move_compute

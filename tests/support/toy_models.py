@@ -140,6 +140,12 @@ WORKLOADS: dict[str, Workload] = {
         draw_batch=lambda generator, size: (torch.randint(11, (size, 7), generator=generator),),
         loss=next_token_loss,
     ),
+    "transformer_of_one_layer": Workload(
+        build=lambda: Transformer(num_layers=1),
+        list_units=lambda model: list(model.layers),
+        draw_batch=lambda generator, size: (torch.randint(11, (size, 7), generator=generator),),
+        loss=next_token_loss,
+    ),
     "convnet": Workload(
         build=ConvNet,
         list_units=lambda model: [model.stem, model.body],

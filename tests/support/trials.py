@@ -26,7 +26,9 @@ CARD = load_card("cpu-ethernet-1g")
 
 
 @functools.cache
-def _joint_of_a_step(batch: int, reshard: bool | None) -> tuple[fx.GraphModule, PassContext, Pipeline]:
+def _joint_of_a_step(
+    batch: int, reshard: bool | None, num_blocks: int
+) -> tuple[fx.GraphModule, PassContext, Pipeline]:
     """What a function that chooses is called with, captured once."""
     found = []
 
@@ -34,14 +36,16 @@ def _joint_of_a_step(batch: int, reshard: bool | None) -> tuple[fx.GraphModule, 
         found.append((copy_graph(gm), context, tag))
 
     rules = ShardingRules(mesh={"shard": 2}, units=("blocks.*",), reshard_after_forward=reshard)
-    capture_step(WithHead(), [torch.zeros(batch, 8)], rules=rules, choose=remember)
+    capture_step(WithHead(num_blocks), [torch.zeros(batch, 8)], rules=rules, choose=remember)
     (joint,) = found
     return joint
 
 
-def in_capture(ask: Callable[[JointTrials], Any], batch: int = 64, reshard: bool | None = None) -> Any:
+def in_capture(
+    ask: Callable[[JointTrials], Any], batch: int = 64, reshard: bool | None = None, num_blocks: int = 3
+) -> Any:
     """What ``ask`` says of trials on the joint graph of a step, under the settings of a capture."""
-    joint, context, tag = _joint_of_a_step(batch, reshard)
+    joint, context, tag = _joint_of_a_step(batch, reshard, num_blocks)
     gm = copy_graph(joint)
     values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     with inductor_config.patch(config_patches({})), V.set_fake_mode(detect_fake_mode(values)):
