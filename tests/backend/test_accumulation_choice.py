@@ -38,7 +38,7 @@ def _chosen(budget, waiting=UNITS, **options):
     [
         (200_000, 0),
         pytest.param(220_000, 1, marks=pytest.mark.slow),
-        (236_000, 2),
+        (230_000, 2),
         pytest.param(252_000, 3, marks=pytest.mark.slow),
         (2**30, 4),
     ],
