@@ -1,7 +1,7 @@
 """Gloo's collectives against what graphshard has in their place.
 
 - reductions: gloo's reduce-scatter, and an exchange of pieces and a sum (`exchange_reductions`);
-- gathers: gloo's all-gather, and broadcasts of all shards into the result (`graphshard/_compat_gloo.py`).
+- gathers: gloo's all-gather, and messages straight into the result (`graphshard/_compat_gloo.py`).
 
     python benchmarks/gloo_collectives.py
     python benchmarks/gloo_collectives.py --links loopback --ranks 4
@@ -169,6 +169,8 @@ def main() -> int:
         rank, num_ranks, rounds, host, folder = options.rank.split(",", 4)
         run_rank(int(rank), int(num_ranks), int(rounds), host, Path(folder))
         return 0
+    if options.ranks != 2 and options.links != "loopback":
+        parser.error("--ranks: a link between namespaces has two ends, so other numbers need --links loopback")
     for where in options.links.split(","):
         if where != "loopback" and (obstacle := find_obstacle()):
             print(f"{where} SKIPPED: {obstacle}")

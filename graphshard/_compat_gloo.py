@@ -1,9 +1,8 @@
 """All-gathers on gloo, by another way than torch's own. See ``_compat``.
 
 Gloo gathers into a flat buffer of its own and copies out of it at the end. So a gather that runs holds its result
-twice. Here each rank sends its shard to each other rank, which receives it at its place in the result: nothing is held
-twice, and it is quicker (docs/benchmarks.md, collectives on gloo). In groups of more than four ranks gloo's plain
-gather is asked for.
+twice. Here each rank sends its shard to each other rank, which receives it at its place in the result, and nothing is
+held twice (docs/decisions/0012). In groups of more than four ranks gloo's plain gather is asked for.
 
 Receives start before sends. Gloo tells a sender over the same connection that it may send, so the other order would
 send both ways one after the other.

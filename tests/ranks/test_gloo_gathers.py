@@ -11,7 +11,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
 import graphshard.ir  # noqa: F401  has the kernel
-from graphshard._compat_gloo import MAX_RANKS_IN_PLACE, gather_single, start_gather
+from graphshard._compat_gloo import MAX_RANKS_IN_PLACE, GatherWork, gather_single, start_gather
 from graphshard.coordination.bounded_wait import LimitedWork, WaitingThread
 
 c10d = torch.ops._c10d_functional
@@ -82,7 +82,9 @@ def gather_by_calls() -> dict[str, object]:
         work.wait()
         assert torch.equal(full, whole)
     small = torch.zeros(size)
-    start_gather(small, small.chunk(size)[rank].fill_(rank), group).wait()
+    work_of_small = start_gather(small, small.chunk(size)[rank].fill_(rank), group)
+    assert not isinstance(work_of_small, GatherWork)
+    work_of_small.wait()
     assert small.tolist() == list(range(size))
     full, work = start()
     work.get_future().wait()
