@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ._compat_groups import root_mesh
 from .coordination import agree_on_group, can_wait_in_compilation, count_in_group, refusing
 from .errors import OptionError, ShardingError
-from .fsdp import refuse_stale_optimizers
+from .fsdp.state import refuse_stale_optimizers
 from .ir import axis_of
 from .parallel import Held, Stated
 from .parallel import parallelize as parallelize_as_stated

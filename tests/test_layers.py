@@ -36,6 +36,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("graphshard.planner.search",),
     ("graphshard.planner",),
     ("graphshard.passes",),
+    ("graphshard.fsdp.state",),
     ("graphshard.fsdp",),
     ("graphshard.fsdp1", "graphshard.hardware"),
     ("graphshard.backend.inductor",),
@@ -83,7 +84,7 @@ TOLERATED_CACHES = {
     "graphshard.fsdp.sharded_class.sharded_class": "equal blocks must share one class; a pure function",
     "graphshard.fsdp.sharded_class.offer_backend": "registers the backend with torch, once a process; returns nothing",
     "graphshard.fsdp.sharded_class.watch_frames": "marks our functions for Dynamo, once a process; returns nothing",
-    "graphshard.fsdp.shard_versions.watch_optimizers": "registers one hook with torch, once a process; returns nothing",
+    "graphshard.fsdp.state.watched_optimizers.watch_optimizers": "registers a hook, once a process; returns nothing",
 }
 
 MUTATORS = {

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from .._compat import detect_fake_mode, is_to_local
 from ..errors import ParameterStateError
-from ..fsdp import Version, slot_of_shard, unit_of, version_of
+from ..fsdp.state import Version, slot_of_shard, unit_of, version_of
 from ..ir import UNSHARD, ExtendedInputs, UnshardCall, padded_shape, unshard_outside_transforms
 from .extended_gathers import ExtendedEntrance, enter_extended, entrances, inputs_of_extended
 from .padded_shards import Crossing, PaddedLocals, padded_local

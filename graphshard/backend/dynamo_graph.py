@@ -21,7 +21,8 @@ from .._compat import graph_break_after, group_by_name, uses_gloo
 from .._compat_composable import is_sharded_by_torch
 from ..coordination import count_in_group, is_fake_group, refusing
 from ..cost import HardwareCard, load_card, missing_peaks
-from ..fsdp import ROOT, Tree, inner_tensors, place_of_forward_in_python, runs_compiled_block, unit_of
+from ..fsdp import place_of_forward_in_python, runs_compiled_block
+from ..fsdp.state import ROOT, Tree, inner_tensors, unit_of
 from ..hardware import STAND_INS, OwnCard, need_of_graph, own_card
 from ..ir import UNSHARD, group_name, is_collective
 from ..memory import KernelMeasurements, table_beside

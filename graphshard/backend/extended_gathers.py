@@ -20,7 +20,8 @@ from torch import Tensor, fx, nn
 
 from .._compat import detect_fake_mode
 from ..errors import UnsupportedShardingError
-from ..fsdp import GatherExtended, TracedExtension, slot_of_read
+from ..fsdp import GatherExtended, slot_of_read
+from ..fsdp.state import TracedExtension
 from ..ir import ExtendedInputs
 
 #: How Dynamo writes ``torch.utils.checkpoint``: (body, *operands), the body a graph of its own.

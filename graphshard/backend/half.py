@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from .._compat import below_autograd, compile_lock, in_backward
 from ..errors import UnsupportedShardingError
-from ..fsdp import Unit, expect_no_gradient, unit_of
+from ..fsdp.state import Unit, expect_no_gradient, unit_of
 from ..ir import REDUCE_GRAD, UNSHARD, ReduceGradCall, UnshardCall, parameter_of
 from .half_variants import PLAIN_STATE, CompiledVariant, Selection, State, shard_ops
 

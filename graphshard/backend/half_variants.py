@@ -1,9 +1,9 @@
 """The variants of one half: the half at level 1, rewritten for one state of its units.
 
 **Variants of a half.** Whether gradients are reduced, and which parameters are gathered already, is state of the units
-(:mod:`graphshard.fsdp.unit`) that Dynamo and AOTAutograd never see. So a half stays at level 1, and a variant of it is
-compiled for each state that it meets: some full parameters are inputs (their unit holds them), some are kept for the
-unit, and some gradients wait for a later micro-batch. :func:`specialise` is the first step of that compilation; it
+(:mod:`graphshard.fsdp.state.unit`) that Dynamo and AOTAutograd never see. So a half stays at level 1, and a variant of
+it is compiled for each state that it meets: some full parameters are inputs (their unit holds them), some are kept for
+the unit, and some gradients wait for a later micro-batch. :func:`specialise` is the first step of that compilation; it
 edits a copy. A training that never changes a flag meets one state and compiles each half once.
 """
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .._compat import gradients_are_boxed
 from .._compat_autograd import accumulates_in_leaf, are_in_order
-from ..fsdp import add_to_grad, as_complex, refuse_lost_data
+from ..fsdp.state import add_to_grad, as_complex, refuse_lost_data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from .._compat import FakeTensor, is_to_local, storage_id
 from ..errors import ParameterStateError
-from ..fsdp import Unit, Writable, owner_of, slot_of_shard, unit_of
+from ..fsdp import Writable
+from ..fsdp.state import Unit, owner_of, slot_of_shard, unit_of
 from ..ir import UNSHARD, UnshardCall
 
 #: Functions that write to an argument, though their names do not end in an underscore.

@@ -22,8 +22,8 @@ from .._compat_autograd import tensor_of_input
 from .._compat_dtensor import give_world_to, named_mesh_without_groups
 from .._compat_groups import fake_world_named
 from ..errors import UnsupportedShardingError
-from ..fsdp import (
-    GatherExtended,
+from ..fsdp import GatherExtended
+from ..fsdp.state import (
     ParameterSlot,
     PreArguments,
     TracedExtension,

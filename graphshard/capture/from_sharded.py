@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedShardingError
-from ..fsdp import PLAIN_CLASS, SLOTS, ParameterSlot, TreeUnit, slots_of, uncompiled_forward
+from ..fsdp import PLAIN_CLASS, uncompiled_forward
+from ..fsdp.state import SLOTS, ParameterSlot, TreeUnit, slots_of
 from ..ir import UNIT, UnshardCall
 from .extended_parameters import ExtendedShard
 from .rules import ShardingRules

@@ -25,11 +25,8 @@ from torch import nn
 from .._compat import in_recomputation
 from ..errors import ParameterStateError
 from ..ir import UNIT
-from .parameter_slot import slots_of
 from .read_parameter import read_parameter
-from .shard_versions import FullParameter
-from .tree import SLOTS
-from .unit import Unit, owner_of
+from .state import SLOTS, FullParameter, Unit, owner_of, slots_of
 
 #: Attribute of what ``torch.compile`` makes of a function: that function.
 _COMPILED_FROM = "_torchdynamo_orig_callable"

@@ -21,13 +21,25 @@ from .._compat import gradients_are_boxed, in_backward, in_recomputation, is_tra
 from .._compat_autograd import accumulates_in_leaf, are_in_order, backward_id, is_asked_for, is_in_backward
 from ..ir import COMMS
 from ..tensor_trees import tensors_in
-from .eager_collectives import reduce_together
-from .parameter_slot import ParameterSlot, add_to_grad, as_complex, local_shard, shard_data
-from .saved_parameters import ForwardReads, GatheredOnce, Span, can_hook
-from .shard_versions import FullRead, version_of
-from .tree import Tree, TreeUnit
-from .unit import Unit, owner_of
-from .waiting_gradients import expect_no_gradient
+from .state import (
+    ForwardReads,
+    FullRead,
+    GatheredOnce,
+    ParameterSlot,
+    Span,
+    Tree,
+    TreeUnit,
+    Unit,
+    add_to_grad,
+    as_complex,
+    can_hook,
+    expect_no_gradient,
+    local_shard,
+    owner_of,
+    reduce_together,
+    shard_data,
+    version_of,
+)
 
 
 class _GatherUnit(torch.autograd.Function):

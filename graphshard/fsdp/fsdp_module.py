@@ -28,11 +28,9 @@ from ..errors import (
 from ..ir import UNIT
 from .compiled_block import PLAIN_CLASS
 from .eager_autograd import UnshardHandle, untraced
-from .parameter_slot import slots_of
 from .regroup import copy_sharded
 from .shard_parameter import changed_only, refuse_unsharded_state, units_read_in
-from .unit import Unit
-from .waiting_gradients import GradientReductionHandle, zero_gradients
+from .state import GradientReductionHandle, Unit, slots_of, zero_gradients
 
 
 def refuse_state(unit: Unit, what: str) -> NoReturn:

@@ -7,7 +7,6 @@ changing one import.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,24 +19,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from .._compat_composable import (
-    is_replicated_by_torch,
-    is_sharded_by_torch,
     set_state_for_torch,
     state_for_torch_of,
 )
 from .._compat_dtensor import drop_foreign_results
 from ..errors import (
-    AlreadyShardedError,
     GraphShardError,
     ShardingError,
     UnsupportedShardingError,
 )
 from ..ir import NO_AXIS, READ_WHOLE, UNIT, MeshAxis, axis_of
 from .compiled_block import PLAIN_CLASS, wrap_compiled_forward
-from .fsdp_module import FSDPModule, state_for_torch
-from .gather_extensions import has_extension, refuse_wrapper, why_untraceable
-from .parameter_slot import ParameterSlot, slots_of, store_parameters, stored_parameters
-from .placements import DataParallelAxes, Layout, layout_of
+from .fsdp_module import state_for_torch
 from .read_parameter import empty_names, traced_read
 from .regroup import note_whole_parameters, tell_added
 from .shard_parameter import (
@@ -49,10 +42,28 @@ from .shard_parameter import (
     shard_parameter,
     units_read_in,
 )
-from .shard_versions import SUCCESSOR, refuse_stale_optimizers, watch_optimizers
 from .sharded_class import offer_backend, sharded_class, watch_frames, wrap_compiled_call, wrap_own_forward
-from .tree import SLOTS, Tree, UnitSettings, relabel
-from .unit import Unit
+from .sharding_checks import check_modules, check_offload_policy, checked_reshard, refuse_replicated
+from .state import (
+    SLOTS,
+    SUCCESSOR,
+    DataParallelAxes,
+    Layout,
+    ParameterSlot,
+    Tree,
+    Unit,
+    UnitSettings,
+    has_extension,
+    layout_of,
+    refuse_stale_optimizers,
+    refuse_wrapper,
+    relabel,
+    slots_of,
+    store_parameters,
+    stored_parameters,
+    watch_optimizers,
+    why_untraceable,
+)
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound="nn.Module | list[nn.Module]")
 
@@ -103,15 +114,15 @@ def fully_shard(
         StaleOptimizerError: (a RuntimeError) an optimizer holds parameters that would be replaced.
     """
     modules = list(module) if isinstance(module, list) else [module]
-    _refuse_unsupported(offload_policy)
-    _check_modules(modules)
+    check_offload_policy(offload_policy)
+    check_modules(modules)
     mesh = mesh if mesh is not None else _default_mesh()
     axes = (
         DataParallelAxes.of(mesh) if dp_mesh_dims is None else DataParallelAxes.of_named(mesh, dp_mesh_dims)
     )
-    reshard_after_forward = _check_reshard(reshard_after_forward, axes.shard.size)
+    reshard_after_forward = checked_reshard(reshard_after_forward, axes.shard.size)
     ignored = {id(param) for param in ignored_params or ()}
-    _refuse_replicated(modules, ignored)
+    refuse_replicated(modules, ignored)
     owned = [entry for entry in _owned_parameters(modules) if id(entry.param) not in ignored]
     shared = {
         id(slot.param): slot for root in modules for owner in root.modules() for _, slot in slots_of(owner)
@@ -173,89 +184,12 @@ class _Owned:
     param: nn.Parameter
 
 
-def _refuse_unsupported(offload_policy: Any) -> None:
-    if type(offload_policy) not in (OffloadPolicy, CPUOffloadPolicy):
-        raise UnsupportedShardingError(
-            f"fully_shard: offload_policy={type(offload_policy).__name__} is unknown; use OffloadPolicy() or "
-            "CPUOffloadPolicy()"
-        )
-
-
-def _check_reshard(value: Any, num_ranks: int) -> bool | int | None:
-    """The value of ``reshard_after_forward``; 1 becomes False, the number of ranks becomes True."""
-    if value is None or isinstance(value, bool):
-        return value
-    if not isinstance(value, int):
-        raise ShardingError(
-            f"fully_shard: reshard_after_forward={value!r} must be True, False, None or a number of ranks"
-        )
-    if value < 1 or num_ranks % value != 0:
-        raise ShardingError(
-            f"fully_shard: reshard_after_forward={value} must divide the {num_ranks} ranks of the shard axis"
-        )
-    if value == 1:
-        warnings.warn(
-            "fully_shard: reshard_after_forward=1 keeps whole parameters; write False instead", stacklevel=3
-        )
-        return False
-    return True if value == num_ranks else value
-
-
 def _regather_axis(mesh: DeviceMesh, reshard: bool | int | None) -> MeshAxis:
     """The axis of neighbouring ranks over which parameters are spread after the forward, or ``NO_AXIS``."""
     if reshard is None or isinstance(reshard, bool):
         return NO_AXIS
     rows = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, reshard))
     return axis_of(rows, 1, default_label=f"shard/{reshard}")
-
-
-def _check_modules(modules: list[nn.Module]) -> None:
-    if not modules:
-        raise ShardingError("fully_shard: the list of modules is empty")
-    for module in modules:
-        if not isinstance(module, nn.Module):
-            raise ShardingError(f"fully_shard: expected an nn.Module, got {type(module).__name__}")
-        if isinstance(module, FSDPModule):
-            raise AlreadyShardedError(
-                f"fully_shard was already called on this {type(module).__name__}; call it once per module"
-            )
-        if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
-            raise ShardingError(
-                f"fully_shard: {type(module).__name__} has no forward, so nothing can gather its parameters; "
-                "shard each of its children, or pass them as a list"
-            )
-        _refuse_torch_units(module)
-
-
-def _refuse_torch_units(module: nn.Module) -> None:
-    """Refuses modules that torch has sharded: their parameters look like those of tensor parallelism."""
-    found = {
-        path: type(each).__name__
-        for path, each in module.named_modules()
-        if not isinstance(each, FSDPModule) and is_sharded_by_torch(each)
-    }
-    if found:
-        shown = ", ".join(f"{path or 'the module itself'} ({kind})" for path, kind in list(found.items())[:5])
-        raise ShardingError(
-            f"fully_shard: torch.distributed.fsdp has sharded {shown}; one model is sharded by one library. Import "
-            "fully_shard from graphshard for all of its modules"
-        )
-
-
-def _refuse_replicated(modules: list[nn.Module], ignored: set[int]) -> None:
-    """Refuses modules whose gradients DistributedDataParallel reduces, too, unless all their parameters are ignored."""
-    found = [
-        f"{path or 'the module itself'} ({type(each).__name__})"
-        for module in modules
-        for path, each in module.named_modules()
-        if is_replicated_by_torch(each) and any(id(param) not in ignored for param in each.parameters())
-    ]
-    if found:
-        raise ShardingError(
-            f"fully_shard: DistributedDataParallel, or torch's replicate, manages {', '.join(found[:5])}, and would "
-            "reduce its gradients as well: shard the plain module (a 2-D mesh replicates and shards), or list its "
-            "parameters in ignored_params"
-        )
 
 
 def _default_mesh() -> DeviceMesh:

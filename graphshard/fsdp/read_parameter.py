@@ -3,8 +3,8 @@
 Dynamo traces :func:`read_parameter` to one node. A function given to an operator such as ``torch.cond`` runs on one
 rank only, perhaps, so it cannot gather: what it reads is gathered at the begin of the forward.
 
-A parameter with a gather extension (:mod:`graphshard.fsdp.gather_extensions`) is read by a function of its own, which
-the backend replaces by the gathers of what the shard holds (docs/decisions/0010).
+A parameter with a gather extension (:mod:`~graphshard.fsdp.state.gather_extensions`) is read by a function of its own,
+which the backend replaces by the gathers of what the shard holds (docs/decisions/0010).
 """
 
 from __future__ import annotations
@@ -30,11 +30,22 @@ from ..ir import (
     unshard_outside_transforms,
 )
 from .eager_autograd import full_parameter, show_kept
-from .gather_extensions import TracedExtension, full_after
-from .parameter_slot import ParameterSlot, is_substitute, local_shard, replaced, stored_parameters
-from .shard_versions import FullParameter, version_of
-from .tree import SLOTS, STORED, Tree
-from .unit import owner_of, unit_of
+from .state import (
+    SLOTS,
+    STORED,
+    FullParameter,
+    ParameterSlot,
+    TracedExtension,
+    Tree,
+    full_after,
+    is_substitute,
+    local_shard,
+    owner_of,
+    replaced,
+    stored_parameters,
+    unit_of,
+    version_of,
+)
 
 #: Attribute of the function of a traced read: a weak reference to the slot.
 _READ_OF = "_graphshard_read_of"

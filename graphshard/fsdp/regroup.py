@@ -19,12 +19,22 @@ from torch.distributed.tensor import DTensor
 from ..errors import AlreadyShardedError
 from ..ir import UNIT, padded_shape
 from .compiled_block import wrap_compiled_forward
-from .gather_extensions import copy_extended
-from .parameter_slot import ParameterSlot, slot_of_shard, slots_of, stored_parameters
 from .read_parameter import traced_read
 from .shard_parameter import lay_out
-from .tree import SLOTS, WRAPPERS, Tree, relabel
-from .unit import Unit, owner_of, unit_of
+from .state import (
+    SLOTS,
+    WRAPPERS,
+    ParameterSlot,
+    Tree,
+    Unit,
+    copy_extended,
+    owner_of,
+    relabel,
+    slot_of_shard,
+    slots_of,
+    stored_parameters,
+    unit_of,
+)
 
 #: Where the module of a unit keeps the names of the parameters below it that were left whole when it was sharded.
 _WHOLE = "_graphshard_whole"

@@ -29,12 +29,22 @@ from ..ir import (
     row_offsets,
     shard_shape,
 )
-from .gather_extensions import check_gather, copy_extended, cut_extended, is_quantised
-from .parameter_slot import is_substitute, link_shard, slots_of, stored_parameters
-from .placements import Layout
-from .shard_versions import SUCCESSOR, note_storage
-from .unit import Unit, owner_of
-from .waiting_gradients import HookOfGradient
+from .state import (
+    SUCCESSOR,
+    HookOfGradient,
+    Layout,
+    Unit,
+    check_gather,
+    copy_extended,
+    cut_extended,
+    is_quantised,
+    is_substitute,
+    link_shard,
+    note_storage,
+    owner_of,
+    slots_of,
+    stored_parameters,
+)
 
 
 def shard_parameter(param: nn.Parameter, layout: Layout, offload_policy: OffloadPolicy) -> nn.Parameter:

@@ -49,7 +49,6 @@ from .eager_autograd import (
     watch_outputs,
 )
 from .fsdp_module import FSDPModule, refuse_torch_sharding
-from .parameter_slot import ParameterSlot, slots_of, stored_parameters
 from .read_parameter import (
     empty_names,
     empty_property,
@@ -60,8 +59,7 @@ from .read_parameter import (
     read_shard,
 )
 from .regroup import find_ties, find_ties_while_tracing, slot_of_param, tie
-from .tree import SLOTS, STORED, Tree
-from .unit import Unit, owner_of
+from .state import SLOTS, STORED, ParameterSlot, Tree, Unit, owner_of, slots_of, stored_parameters
 
 
 def _make_property(name: str) -> property:

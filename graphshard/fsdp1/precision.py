@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 from .._compat_fsdp1 import WRAPPED
-from ..fsdp import Unit, owner_of, slots_of
+from ..fsdp.state import Unit, owner_of, slots_of
 from ..tensor_trees import cast_tensors, tensors_in
 from .wrapper_state import WrapperState, own_modules, plain_name, wrappers_in
 

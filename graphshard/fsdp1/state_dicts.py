@@ -21,7 +21,8 @@ from .._compat_fsdp1 import (
     without_checkpoint_names,
 )
 from ..errors import ParameterStateError
-from ..fsdp import mesh_device, refuse_lost_data, slots_of
+from ..fsdp import mesh_device
+from ..fsdp.state import refuse_lost_data, slots_of
 from .meshes import on_mesh
 from .training_state import own_state
 from .whole_tensors import whole_tensor, whole_tensors

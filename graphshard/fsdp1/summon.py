@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import ParameterStateError, UnsupportedShardingError
-from ..fsdp import LAST_SHOWN, SUMMONED, Version, mesh_device, refuse_lost_data, slots_of, version_of
+from ..fsdp import mesh_device
+from ..fsdp.state import LAST_SHOWN, SUMMONED, Version, refuse_lost_data, slots_of, version_of
 from .training_state import check_idle
 from .whole_tensors import whole_tensors
 from .wrapper_state import WrapperState, own_modules, state_of, wrappers_in

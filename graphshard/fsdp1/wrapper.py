@@ -19,7 +19,8 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from .._compat_frames import leave_frame_to_python, leave_frames_to_python
 from .._compat_fsdp1 import WRAPPED, is_asked_by_checkpoint_helpers, without_activation_wrapper
 from ..errors import FlatParameterError, TrainingStateError
-from ..fsdp import mesh_device, zero_gradients
+from ..fsdp import mesh_device
+from ..fsdp.state import zero_gradients
 from ..tensor_trees import cast_tensors
 from .auto_wrap import auto_wrap
 from .comm_hooks import register_hook

@@ -11,7 +11,7 @@ from torch import fx
 
 from .._compat import group_by_name
 from ..cost import DTYPES
-from ..fsdp import Tree
+from ..fsdp.state import Tree
 from .machine_need import GroupNeed, MachineNeed
 
 #: Classes of kernels, by what the names of their functions contain.

@@ -3,7 +3,7 @@
 A handle is how a graph finds the run-time state of the parameters it gathers. It is an empty tensor with the unit as
 an attribute. The shard ops take it as an argument, so it reaches every
 graph that reads the unit's parameters, and the backward of that graph. The unit itself is defined in
-:mod:`graphshard.fsdp.unit`; the ops need only what :class:`UnitState` declares.
+:mod:`graphshard.fsdp.state.unit`; the ops need only what :class:`UnitState` declares.
 """
 
 from __future__ import annotations

@@ -18,9 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from graphshard.backend.half import Half
 from graphshard.backend.half_variants import PLAIN, CompiledVariant, Selection, specialise
 from graphshard.errors import UnsupportedShardingError
-from graphshard.fsdp import ParameterSlot, Tree, Unit
-from graphshard.fsdp.parameter_slot import store_parameters
-from graphshard.fsdp.tree import UnitSettings
+from graphshard.fsdp.state import ParameterSlot, Tree, Unit, UnitSettings, store_parameters
 from graphshard.ir.mesh import NO_AXIS
 from graphshard.ir.params import ReduceGradCall, gradient_call
 from graphshard.ir.rewrite import copy_graph, output_values

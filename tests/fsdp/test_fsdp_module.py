@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import graphshard
 from graphshard.errors import GraphShardError, UnsupportedShardingError
-from graphshard.fsdp import slots_of
+from graphshard.fsdp.state import slots_of
 from graphshard.ir.params import UnshardCall
 
 Mesh = Callable[..., DeviceMesh]

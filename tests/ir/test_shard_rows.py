@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from graphshard import fully_shard
 from graphshard.capture.capture_step import capture_step
 from graphshard.capture.rules import ShardingRules
-from graphshard.fsdp import slots_of
 from graphshard.fsdp.shard_parameter import give_places, lay_out
+from graphshard.fsdp.state import slots_of
 from graphshard.ir import UNIT
 from graphshard.ir.bucket_ops import JOIN, PACK
 from graphshard.ir.shard_rows import (

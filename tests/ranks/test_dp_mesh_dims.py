@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import graphshard
 from graphshard.errors import UnsupportedShardingError
-from graphshard.fsdp import placements
+from graphshard.fsdp.state import placements
 
 from .test_refusals import expect_error
 

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from graphshard._compat import from_local_takes_grad_placements
 from graphshard.cost import load_card
-from graphshard.fsdp import placements
+from graphshard.fsdp.state import placements
 
 from .test_refusals import expect_error
 

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._compat import group_by_name, reduce_scatter_single
-from .._compat_gloo import GatherWork, start_gather
-from ..coordination import Steps
-from ..errors import ParameterStateError
-from ..ir import (
+from ..._compat import group_by_name, reduce_scatter_single
+from ..._compat_gloo import GatherWork, start_gather
+from ...coordination import Steps
+from ...errors import ParameterStateError
+from ...ir import (
     ALL_REDUCE,
     PACK,
     REDUCE_SCATTER,

@@ -1,7 +1,7 @@
 """The usual gather of an uncompiled unit in few steps of the host: whole rows of plain tensors, through one bucket.
 
-It does what :class:`graphshard.fsdp.eager_collectives.PendingGather` does, which serves all other cases. What can be
-known before the shards are read is kept from one gather to the next.
+It does what :class:`~graphshard.fsdp.state.eager_collectives.PendingGather` does, which serves all other cases. What
+can be known before the shards are read is kept from one gather to the next.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ir import UnshardCall
+from ...ir import UnshardCall
 from .eager_collectives import FlatGather, PendingGather
 from .parameter_slot import ParameterSlot
 from .tree import TreeUnit

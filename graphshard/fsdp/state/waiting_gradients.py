@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import UnsupportedShardingError
-from ..ir import ReduceGradCall, UnshardCall, gradient_call, parameter_of
+from ...errors import UnsupportedShardingError
+from ...ir import ReduceGradCall, UnshardCall, gradient_call, parameter_of
 from .eager_collectives import are_started_here, reduce_together
 from .parameter_slot import ParameterSlot, shard_data, stored_parameters
 from .tree import REDUCE, ROOT, SLOTS, Tree
@@ -112,7 +112,7 @@ class WaitingGradients:
 
 @dataclass(eq=False, kw_only=True)
 class UnitGradients:
-    """The part of a unit that reduces gradients, or has them wait; see :class:`graphshard.fsdp.unit.Unit`.
+    """The part of a unit that reduces gradients, or has them wait; see :class:`graphshard.fsdp.state.unit.Unit`.
 
     Attributes:
         steps_optimizers: backwards step the optimizers that ``_apply_optimizer_in_backward`` has made, as FSDP1's do.

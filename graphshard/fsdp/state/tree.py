@@ -1,7 +1,7 @@
 """The units of one model: what they share, and how they and their parameters are named.
 
 :func:`relabel` puts the units below an outermost module into one :class:`Tree` and names units and parameters as seen
-from that module. :class:`UnitSettings` is what a user sets for a unit. :class:`TreeUnit` declares what this file and
+from that module. :class:`TreeUnit` declares what this file and
 the slots use of a unit, so that neither imports it.
 """
 
@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from .._compat import queue_after_backward
-from ..coordination import Steps, StepWords
-from ..ir import NO_AXIS, UNIT, MeshAxis, UnitState, UserComms
+from ..._compat import queue_after_backward
+from ...coordination import Steps, StepWords
+from ...ir import UNIT, MeshAxis, UnitState
 from .saved_parameters import ForwardReads, SavedParameters
 from .shard_versions import FullRead
+from .unit_settings import UnitSettings
 
 #: Where a module keeps the slots of its sharded parameters.
 SLOTS = "_graphshard_slots"
 
 #: Where a module with sharded parameters keeps the module whose ``_parameters`` are its own; see
-#: :func:`graphshard.fsdp.parameter_slot.stored_parameters`.
+#: :func:`graphshard.fsdp.state.parameter_slot.stored_parameters`.
 STORED = "_graphshard_stored"
 
 #: The label of the outermost unit.
@@ -44,47 +44,6 @@ _RUN_REMEDY = (
 #: The attributes by which ``checkpoint_wrapper``, ``torch.compile`` and ``FullyShardedDataParallel`` hold the module
 #: that they wrap; no part of a path in the state dict.
 WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
-
-
-@dataclass(eq=False, kw_only=True)
-class UnitSettings:
-    """What a user sets for a unit and its graphs are traced with.
-
-    A compiled graph depends on these values. Dynamo guards on the policy and the devices, which a forward reads, and on
-    ``ParameterSlot.arguments``, which hold the rest. After a change call ``Unit.refresh``; the next forward is then
-    traced again. Switches that a graph reads when it runs are fields of ``Unit``. The class is not frozen: the setters
-    of ``FSDPModule`` change it.
-
-    Attributes:
-        reshard_after_forward: as given to ``fully_shard``: True, False, a number of ranks, or None.
-        mp_policy: dtypes of compute, reduction, inputs and outputs.
-        divide_factor, force_sum: how gradients are averaged; see ``UnshardCall``.
-        input_device: where the inputs of the outermost unit are moved to; None leaves them where they are.
-        compute_device: where full parameters are if their shards are kept on the CPU; None if they are not.
-        regather: the axis of ``reshard_after_forward`` neighbouring ranks, if that is a number.
-        comms: the user's own collectives, which replace those of the process group.
-        reduce_group: process group of the reduce-scatters; "" if it is the one of the gathers.
-        max_reductions: reductions of the model that may be open at a time; 0 leaves the number to the schedule.
-        forward_order, backward_order: when a half gathers the next unit, as FSDP1's outermost wrapper asks for: "pre",
-            "post" (:class:`graphshard.passes.PlanCollectives`) or ""; uncompiled backwards follow "post" and "none".
-    """
-
-    reshard_after_forward: bool | int | None = None
-    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    divide_factor: float | None = None
-    force_sum: bool = False
-    input_device: torch.device | None = None
-    compute_device: torch.device | None = None
-    regather: MeshAxis = NO_AXIS
-    comms: UserComms = field(default_factory=UserComms)
-    reduce_group: str = ""
-    max_reductions: int = 0
-    forward_order: str = ""
-    backward_order: str = ""
-
-    def copy(self) -> UnitSettings:
-        """Equal settings; a change of one object's collectives does not change the other's."""
-        return replace(self, comms=UserComms(**vars(self.comms)))
 
 
 class TreeSlot(Protocol):

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from .._compat import in_backward
-from ..ir import COMMS, UNIT, UnshardCall, unit_state_of
+from ..._compat import in_backward
+from ...ir import COMMS, UNIT, UnshardCall, unit_state_of
 from .eager_collectives import write_back, write_back_reads
 from .parameter_slot import ParameterSlot, refuse_kept, shard_data
 from .plain_gathers import Pending, start_gather
 from .saved_parameters import ForwardReads, GatheredOnce, KeptForBackward, KeptGathered, refuse_transform
 from .shard_versions import FullRead, version_of
-from .tree import GATHER, Tree, TreeUnit, UnitSettings
+from .tree import GATHER, Tree, TreeUnit
+from .unit_settings import UnitSettings
 from .waiting_gradients import UnitGradients
 
 _GATHER_REMEDY = (

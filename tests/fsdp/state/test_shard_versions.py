@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor, Shard, zeros
 
 from graphshard import fully_shard
 from graphshard.errors import ParameterStateError
-from graphshard.fsdp.parameter_slot import slot_of_shard
 from graphshard.fsdp.regroup import tell_added
-from graphshard.fsdp.shard_versions import optimizers_of, version_of, watch_optimizers
+from graphshard.fsdp.state.parameter_slot import slot_of_shard
+from graphshard.fsdp.state.shard_versions import version_of
+from graphshard.fsdp.state.watched_optimizers import optimizers_of, watch_optimizers
 
 OPTIMIZERS = {
     "loop": lambda params: torch.optim.SGD(params, lr=0.1, foreach=False),

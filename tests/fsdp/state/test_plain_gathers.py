@@ -9,9 +9,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 import graphshard
-from graphshard.fsdp.eager_collectives import PendingGather
-from graphshard.fsdp.parameter_slot import shard_data
-from graphshard.fsdp.plain_gathers import PlainGather, start_gather
+from graphshard.fsdp.state.eager_collectives import PendingGather
+from graphshard.fsdp.state.parameter_slot import shard_data
+from graphshard.fsdp.state.plain_gathers import PlainGather, start_gather
 from graphshard.ir import UNIT
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)

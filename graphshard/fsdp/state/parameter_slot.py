@@ -12,20 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._compat import storage_id
-from ..errors import ParameterStateError
-from ..ir import NO_AXIS, MeshAxis, ReduceGradCall, UnshardCall, axis_of, gradient_call
+from ..._compat import storage_id
+from ...errors import ParameterStateError
+from ...ir import NO_AXIS, MeshAxis, ReduceGradCall, UnshardCall, axis_of, gradient_call
 from .placements import OuterLayout
-from .shard_versions import (
-    KeptParameter,
-    StandsForShard,
-    Version,
-    lost_gradients,
-    lost_writes,
-    note_gradient,
-    refuse_lost_data,
-    stand_for,
-)
+from .shard_versions import Version, note_gradient, refuse_lost_data
+from .stand_ins import KeptParameter, StandsForShard, lost_gradients, lost_writes, stand_for
 from .tree import SLOTS, STORED, TreeUnit
 
 #: Attribute of a whole parameter that ``FullyShardedDataParallel.summon_full_params`` shows; a forward reads it as is.
@@ -59,7 +51,7 @@ class ParameterSlot:
         version: its version when an uncompiled forward last read it.
         is_extended: the shard is a tensor subclass with a gather extension.
         untraceable: why that extension cannot be compiled; "" if it can.
-        traced_read: what Dynamo calls to read it if it is extended (:mod:`graphshard.fsdp.gather_extensions`).
+        traced_read: what Dynamo calls to read it if it is extended (:mod:`graphshard.fsdp.state.gather_extensions`).
         is_complex: it is complex; it travels as reals, with a last dim of 2, and so does its gradient.
         row_offset: first element of the shard in the unit's row; see ``UnshardCall``.
         bucket: what gathers that begin with this parameter keep for the next one (``plain_gathers``).

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from .._compat import (
+from ..._compat import (
     ShardPlacementResult,
     flatten_mesh,
     from_local_takes_grad_placements,
     join_meshes,
     strided_shard,
 )
-from ..errors import ShardDimError, ShardingError, UnnamedMeshError, UnsupportedShardingError
-from ..ir import NO_AXIS, READ_WHOLE, REPLICATE, RESHARD, MeshAxis, axis_of, placement_text
+from ...errors import ShardDimError, ShardingError, UnnamedMeshError, UnsupportedShardingError
+from ...ir import NO_AXIS, READ_WHOLE, REPLICATE, RESHARD, MeshAxis, axis_of, placement_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

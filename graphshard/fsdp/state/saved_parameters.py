@@ -22,15 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._compat import get_proxy_mode, storage_id, transforms_active
-from .._compat_autograd import (
+from ..._compat import get_proxy_mode, storage_id, transforms_active
+from ..._compat_autograd import (
     HooksOf,
     hooks_are_enabled,
     hooks_in_force,
     is_of_checkpoint,
     unseen_by_checkpoint,
 )
-from ..errors import ParameterStateError, UnsupportedShardingError
+from ...errors import ParameterStateError, UnsupportedShardingError
 from .shard_versions import FullRead, Version, version_of
 
 

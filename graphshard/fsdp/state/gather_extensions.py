@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from .._compat_dtensor import is_traceable_wrapper_subclass
-from ..errors import ExtensionError, UnsupportedShardingError
-from ..ir import UnshardCall, padded_shape, shard_shape
+from ..._compat_dtensor import is_traceable_wrapper_subclass
+from ...errors import ExtensionError, UnsupportedShardingError
+from ...ir import UnshardCall, padded_shape, shard_shape
 from .parameter_slot import ParameterSlot
 
 _PRE = "fsdp_pre_all_gather"

@@ -9,9 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from graphshard import FSDPModule, fully_shard
-from graphshard.fsdp import Tree, Unit
-from graphshard.fsdp.parameter_slot import stored_parameters
-from graphshard.fsdp.tree import UnitSettings
+from graphshard.fsdp.state import Tree, Unit, UnitSettings, stored_parameters
 from graphshard.ir import UNIT
 
 #: Graphs run as they were captured here, which a real model is warned of.
