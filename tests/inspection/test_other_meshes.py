@@ -106,17 +106,6 @@ def test_the_schedule_gives_the_step_again_where_collectives_take_of_the_core():
     assert exposed == pytest.approx(report.exposed_seconds, rel=1e-12) and exposed > 0
 
 
-@pytest.mark.parametrize(
-    ("plan", "remedy"),
-    [("unit", 'plan="auto"'), pytest.param("auto", "less to send at this point", marks=pytest.mark.slow)],
-)
-def test_who_may_wait_for_what_is_late_is_told_what_is_possible(plan, remedy):
-    """A plan without a budget has taken all the room there is: no budget would help."""
-    report = inspect_llama(plan=plan, micro_batches=2, hardware=round_card(collective_spread_seconds=4e-5))
-    late = [one.collective for one in report.exposures if one.collective.cause == "spread"]
-    assert late and all(one.remedy.startswith(remedy) for one in late)
-
-
 def test_a_step_is_longer_where_ends_are_spread(llama):
     report = inspect_llama(micro_batches=2, hardware=round_card(collective_spread_seconds=4e-5))
     assert report.step_seconds > llama.step_seconds
@@ -125,7 +114,7 @@ def test_a_step_is_longer_where_ends_are_spread(llama):
     assert late
     for one in late:
         assert one.finished <= one.needed < one.finished + 4e-5 and 0 < one.exposed_seconds <= 1e-5
-        assert one.reason.startswith("on average it ends ") and one.remedy
+        assert one.reason.startswith("on average it ends ") and one.remedy.startswith('plan="auto"')
 
 
 @pytest.mark.parametrize(
