@@ -15,6 +15,7 @@ does.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Sequence
@@ -69,8 +70,9 @@ class GatherWork:
             _wait_for_all(works)
 
     def __del__(self) -> None:
-        if self._works:
-            with suppress(RuntimeError):  # no threads start while the interpreter ends
+        # A thread that starts while the interpreter ends never runs; Python 3.11 waits for it without end (checked).
+        if self._works and not sys.is_finalizing():
+            with suppress(RuntimeError):  # no more threads
                 threading.Thread(target=_drain, args=(self._works,), daemon=True).start()
 
     def get_future(self) -> torch.futures.Future[None]:

@@ -1,5 +1,7 @@
 """All-gathers on gloo: in place by messages in small groups, else gloo's plain gather, never its coalesced one."""
 
+import subprocess
+import sys
 from contextlib import nullcontext
 
 import pytest
@@ -183,6 +185,15 @@ def drop_a_gather_that_has_started() -> None:
 
 def test_a_gather_that_nobody_waits_for_ends_by_itself(run_on_gloo_ranks):
     run_on_gloo_ranks(2, drop_a_gather_that_has_started)
+
+
+def test_the_interpreter_ends_while_a_gather_is_in_flight():
+    script = """
+from types import SimpleNamespace
+from graphshard._compat_gloo import GatherWork
+kept = GatherWork([SimpleNamespace(wait=lambda: None)])
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
 def test_another_backend_gets_what_torch_does(fake_group):
