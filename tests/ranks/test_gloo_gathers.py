@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -194,6 +195,19 @@ from graphshard._compat_gloo import GatherWork
 kept = GatherWork([SimpleNamespace(wait=lambda: None)])
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_a_wait_that_is_interrupted_can_be_repeated():
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    waited = []
+    messages = [interrupt, lambda: waited.append("second"), lambda: waited.append("third")]
+    work = GatherWork([SimpleNamespace(wait=wait) for wait in messages])
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    work.wait()
+    assert waited == ["second", "third"]
 
 
 def test_another_backend_gets_what_torch_does(fake_group):
