@@ -110,7 +110,12 @@ def start_gather(gathered: torch.Tensor, shard: torch.Tensor, group: dist.Proces
     Returns:
         What to wait for: a ``dist.Work`` or a :class:`GatherWork`.
     """
-    is_in_place = 1 < group.size() <= MAX_RANKS_IN_PLACE and gathered.nbytes >= LEAST_BYTES_IN_PLACE
+    # Gloo copies what it gathers from a GPU through the host's memory; messages of a GPU's memory it cannot read.
+    is_in_place = (
+        shard.device.type == "cpu"
+        and 1 < group.size() <= MAX_RANKS_IN_PLACE
+        and gathered.nbytes >= LEAST_BYTES_IN_PLACE
+    )
     backend = _gloo_backend(group, shard.device) if is_in_place else None
     if backend is None:
         return gather_single(gathered, shard, group=group, async_op=True)

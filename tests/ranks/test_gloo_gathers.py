@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from support.allocations import peak_bytes
 from support.torch_versions import TORCH
+from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
 import graphshard.ir  # noqa: F401  has the kernel
+from graphshard import _compat_gloo
 from graphshard._compat_gloo import MAX_RANKS_IN_PLACE, GatherWork, gather_single, start_gather
 from graphshard.coordination.bounded_wait import LimitedWork, WaitingThread
 
@@ -208,6 +210,15 @@ def test_a_wait_that_is_interrupted_can_be_repeated():
         work.wait()
     work.wait()
     assert waited == ["second", "third"]
+
+
+def test_tensors_of_gpus_are_gathered_in_gloos_own_way(monkeypatch):
+    monkeypatch.setattr(_compat_gloo, "gather_single", lambda *args, **kwargs: "gloo's")
+    gloo = SimpleNamespace(name=lambda: "gloo")
+    group = SimpleNamespace(size=lambda: 2, _get_backend=lambda device: gloo)
+    with FakeTensorMode():
+        gathered = torch.empty(2**16, device="cuda")
+    assert start_gather(gathered, gathered.chunk(2)[0], group) == "gloo's"
 
 
 def test_another_backend_gets_what_torch_does(fake_group):
