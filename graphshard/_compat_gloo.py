@@ -15,9 +15,9 @@ does.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -54,8 +54,8 @@ class GatherWork:
     that is dropped before it has ended blocks them. So if nobody waits for a gather, a thread does.
     """
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works: Sequence[dist.Work] = works
+    def __init__(self, works: list[dist.Work]) -> None:
+        self._works = works
         self._waiting = threading.Lock()
 
     def wait(self) -> None:
@@ -64,13 +64,13 @@ class GatherWork:
         Raises:
             RuntimeError: one has failed, and no wait has said so yet.
         """
-        with self._waiting:  # a second wait for a message would never end
-            works, self._works = self._works, ()
-            _wait_for_all(works)
+        with self._waiting:
+            _wait_for_all(self._works)
 
     def __del__(self) -> None:
-        if self._works:
-            with suppress(RuntimeError):  # no threads start while the interpreter ends
+        # A thread that starts while the interpreter ends never runs; Python 3.11 waits for it without end (checked).
+        if self._works and not sys.is_finalizing():
+            with suppress(RuntimeError):  # no more threads
                 threading.Thread(target=_drain, args=(self._works,), daemon=True).start()
 
     def get_future(self) -> torch.futures.Future[None]:
@@ -88,12 +88,13 @@ class GatherWork:
         return future
 
 
-def _wait_for_all(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()
+def _wait_for_all(works: list[dist.Work]) -> None:
+    """Takes each out before it waits for it: a second wait would never end. After an interrupt the rest is left."""
+    while works:
+        works.pop(0).wait()
 
 
-def _drain(works: Sequence[dist.Work]) -> None:
+def _drain(works: list[dist.Work]) -> None:
     with suppress(RuntimeError):  # whoever communicates next gets the error
         _wait_for_all(works)
 
@@ -109,7 +110,12 @@ def start_gather(gathered: torch.Tensor, shard: torch.Tensor, group: dist.Proces
     Returns:
         What to wait for: a ``dist.Work`` or a :class:`GatherWork`.
     """
-    is_in_place = 1 < group.size() <= MAX_RANKS_IN_PLACE and gathered.nbytes >= LEAST_BYTES_IN_PLACE
+    # Gloo copies what it gathers from a GPU through the host's memory; messages of a GPU's memory it cannot read.
+    is_in_place = (
+        shard.device.type == "cpu"
+        and 1 < group.size() <= MAX_RANKS_IN_PLACE
+        and gathered.nbytes >= LEAST_BYTES_IN_PLACE
+    )
     backend = _gloo_backend(group, shard.device) if is_in_place else None
     if backend is None:
         return gather_single(gathered, shard, group=group, async_op=True)

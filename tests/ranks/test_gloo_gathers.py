@@ -1,16 +1,21 @@
 """All-gathers on gloo: in place by messages in small groups, else gloo's plain gather, never its coalesced one."""
 
+import subprocess
+import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.allocations import peak_bytes
 from support.torch_versions import TORCH
+from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
 import graphshard.ir  # noqa: F401  has the kernel
+from graphshard import _compat_gloo
 from graphshard._compat_gloo import MAX_RANKS_IN_PLACE, GatherWork, gather_single, start_gather
 from graphshard.coordination.bounded_wait import LimitedWork, WaitingThread
 
@@ -183,6 +188,37 @@ def drop_a_gather_that_has_started() -> None:
 
 def test_a_gather_that_nobody_waits_for_ends_by_itself(run_on_gloo_ranks):
     run_on_gloo_ranks(2, drop_a_gather_that_has_started)
+
+
+def test_the_interpreter_ends_while_a_gather_is_in_flight():
+    script = """
+from types import SimpleNamespace
+from graphshard._compat_gloo import GatherWork
+kept = GatherWork([SimpleNamespace(wait=lambda: None)])
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_a_wait_that_is_interrupted_can_be_repeated():
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    waited = []
+    messages = [interrupt, lambda: waited.append("second"), lambda: waited.append("third")]
+    work = GatherWork([SimpleNamespace(wait=wait) for wait in messages])
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    work.wait()
+    assert waited == ["second", "third"]
+
+
+def test_tensors_of_gpus_are_gathered_in_gloos_own_way(monkeypatch):
+    monkeypatch.setattr(_compat_gloo, "gather_single", lambda *args, **kwargs: "gloo's")
+    gloo = SimpleNamespace(name=lambda: "gloo")
+    group = SimpleNamespace(size=lambda: 2, _get_backend=lambda device: gloo)
+    with FakeTensorMode():
+        gathered = torch.empty(2**16, device="cuda")
+    assert start_gather(gathered, gathered.chunk(2)[0], group) == "gloo's"
 
 
 def test_another_backend_gets_what_torch_does(fake_group):
