@@ -9,6 +9,7 @@ import ast
 import functools
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -192,6 +193,11 @@ def room_graph() -> nx.DiGraph:
 def test_every_module_has_a_room():
     rooms = {room for line in ROOMS for room in line}
     assert {room_of(name) for name in FILES} == rooms
+
+
+def test_every_package_is_installed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert sorted(project["tool"]["setuptools"]["packages"]) == sorted(PACKAGES)
 
 
 @pytest.mark.parametrize("name", MODULES)
