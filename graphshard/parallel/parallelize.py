@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from .._compat_dtensor import drop_foreign_results
 from ..errors import ShardingError
 from ..ir import READ_WHOLE, axis_of
 from .held_values import Axis, Held, argument_names, hold_inputs, hold_outputs
@@ -51,6 +52,7 @@ def parallelize(
         for name, param in module.named_parameters(remove_duplicate=False)
         if name in stated.parameters
     }
+    drop_foreign_results(mesh)
     _distribute(module, mesh, by_param, src_data_rank)
     label = axis_of(mesh)
     hold_values(module, stated, (label.label, label.size, label.group_name, mesh.get_local_rank()))

@@ -20,7 +20,7 @@ from support.searched_models import Misnamed
 from support.thorough import is_thorough
 from torch import nn
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing import assert_close
 
@@ -106,6 +106,22 @@ def train_several(names: list[str], implementation: str, shape: tuple[int, ...],
         for name in names:
             torch._dynamo.reset()
             train(name, "compiled" if is_interpreted else implementation, shape, AXES[-len(shape) :], num_steps)
+
+
+def parallelize_on_two_meshes() -> None:
+    """The axes of tensor parallelism are equal: DTensor keeps results of one, which would do for the other."""
+    meshes = named_mesh((2, 2), ("dp", "tp")), named_mesh((2, 1, 2), AXES)
+    for mesh in (meshes[0], *meshes):
+        axis = mesh["tp"]
+        model = graphshard.parallelize(nn.Linear(4, 4), axis, {"weight": Shard(0)})
+        group = axis.get_group().group_name
+        assert {each.device_mesh.get_group().group_name for each in model.parameters()} == {group}
+        graphshard.fully_shard(model, mesh=mesh[mesh.mesh_dim_names[:-1]])
+        assert {each.device_mesh.get_group("tp").group_name for each in model.parameters()} == {group}
+
+
+def test_a_later_mesh_has_process_groups_of_its_own(run_on_gloo_ranks):
+    run_on_gloo_ranks(4, parallelize_on_two_meshes)
 
 
 def test_trains_like_the_unsharded_model(run_on_gloo_ranks):
