@@ -6,6 +6,7 @@ import torch.distributed as dist
 from support.checkpointed_models import build_checkpointed, units_of
 from support.implementations import EVERY, UNCOMPILED, compile_if_asked, shard_units
 from support.thorough import is_thorough
+from support.torch_versions import TORCH
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -106,6 +107,9 @@ def test_recomputation_draws_the_same_masks(run_on_gloo_ranks, implementation, f
     ("form", "reshard_after_forward"), [("function", True), pytest.param("submodule", False, marks=pytest.mark.slow)]
 )
 def test_compiled_recomputation_draws_the_same_masks(run_on_gloo_ranks, form, reshard_after_forward):
-    """In `make test` of one block; more of them are compared with the unsharded model, above."""
-    num_blocks = 2 if is_thorough() else 1
+    """In `make test` of one block; more of them are compared with the unsharded model, above.
+
+    With one draw in a graph, torch 2.14 draws other numbers where the draw is recomputed, also without graphshard.
+    """
+    num_blocks = 2 if is_thorough() or TORCH >= (2, 14) else 1
     run_on_gloo_ranks(2, compare_with_no_checkpointing, "compiled", form, reshard_after_forward, num_blocks)
