@@ -221,6 +221,16 @@ CONTENDERS: dict[str, Contender] = {
         build=partial(_build_graphshard, overlap="always"),
         same_kernels_as="graphshard",
     ),
+    "graphshard-whole-code": Contender(
+        summary="as graphshard, equal blocks compiled again and again",
+        build=partial(_build_graphshard, share_code=False),
+        same_kernels_as="graphshard",
+    ),
+    "graphshard-shared-code": Contender(
+        summary="as graphshard, all equal parts compiled once",
+        build=partial(_build_graphshard, share_code="always"),
+        same_kernels_as="graphshard",
+    ),
     "graphshard-planned": Contender(
         summary="as graphshard, merged and placed by cost on a card measured here",
         build=_build_graphshard_planned,

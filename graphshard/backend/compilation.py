@@ -48,12 +48,18 @@ from .dynamo_graph import DynamoGraph
 from .half import Half
 from .half_variants import CompiledVariant, State, Variant, specialise
 from .inductor import (
+    Code,
+    Piece,
     compile_fx_inner,
+    compile_in_pieces,
     compile_later,
+    cut_in_pieces,
     emitted_order,
+    may_be_in_pieces,
     memory_patch,
     name_groups_by_axis,
     named,
+    num_compiled_ops,
     order_difference,
     pinning_patch,
     planned_order,
@@ -64,6 +70,9 @@ from .joint import JointResult
 from .observer import Observer
 from .pipelines import half_pipeline, half_pipelines
 from .step_planner import StepPlanner
+
+#: A half is compiled in pieces if at most so large a share of its ops is then compiled.
+_MOST_COMPILED = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -267,7 +276,6 @@ def hand_over(task: HalfTask, half: HalfGraph) -> CompiledVariant:
         )
         task.observer.records(half.stage, exchange.run(gm, half.context), first=len(half.records) + 1)
     regathered = _kept_shards(gm, half.context) if task.kind == "forward" else frozenset()
-    planned = planned_order(gm)
     copied_from = start_copies(gm) if task.graph.are_shards_pinned else None
     has_budget = options.memory_budget is not None
     fusions = memory_patch(options.inductor) if has_budget else nullcontext()
@@ -276,11 +284,35 @@ def hand_over(task: HalfTask, half: HalfGraph) -> CompiledVariant:
     is_run_here = not task.graph.is_ahead or has_symbolic_sizes(gm)
     without_computing = None if is_run_here else _empty_results(gm)  # what follows edits the graph
     with task.observer.inductor(half.stage), fusions, pinned:
-        compiled = compile_fx_inner(gm, half.example_inputs, **task.compiler_arguments)
-    if planned and task.graph.are_ranks_compared:
-        _check_order(planned, getattr(compiled, "source_code", None), task)
+        compiled, checked = _compile(task, half)
+    if task.graph.are_ranks_compared:
+        for planned, code in checked:
+            if planned:
+                _check_order(planned, getattr(code, "source_code", None), task)
     run = compiled if copied_from is None else waiting(compiled, copied_from)
     return CompiledVariant(run=without_computing or named(run, names), regathered=regathered)
+
+
+def _compile(task: HalfTask, half: HalfGraph) -> tuple[Code, list[tuple[list[str], Any]]]:
+    """Inductor's code for a placed half, and what it compiled for it: the planned order of each, and its code."""
+    if pieces := _pieces(task, half):
+        run, compiled = compile_in_pieces(half.gm, pieces, task.compiler_arguments)
+        return run, [(planned_order(graph), code) for graph, code in compiled]
+    planned = planned_order(half.gm)
+    compiled = compile_fx_inner(half.gm, half.example_inputs, **task.compiler_arguments)
+    return compiled, [(planned, compiled)]
+
+
+def _pieces(task: HalfTask, half: HalfGraph) -> list[Piece] | None:
+    """The pieces to compile a half in; None to compile it as a whole."""
+    options = task.graph.options
+    if not options.share_code or options.memory_budget is not None or not may_be_in_pieces():
+        return None
+    pieces = cut_in_pieces(half.gm)
+    if pieces is None or options.share_code == "always":
+        return pieces
+    num_ops = sum(len(piece.nodes) for piece in pieces)
+    return pieces if num_compiled_ops(pieces) <= _MOST_COMPILED * num_ops else None
 
 
 def _empty_results(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
