@@ -142,7 +142,9 @@ class _Cutter:
         for node in filter(is_collective, number):
             if any(number[wait] != number[node] for wait in waits_of(node) if wait in number):
                 leaving.update(source for each in operands(node) if (source := source_of(each)) in number)
-        return [_with_outputs(piece, leaving) for piece in pieces]
+        return [
+            _with_outputs(piece, leaving.intersection(run)) for run, piece in zip(runs, pieces, strict=True)
+        ]
 
     def _piece(self, run: Sequence[fx.Node]) -> Piece:
         own = set(run)
@@ -152,7 +154,7 @@ class _Cutter:
         def read(node: fx.Node) -> None:
             if node in nodes or node in inputs:
                 return
-            if node in own or _is_free(node):
+            if node in own or _is_free(node) or (is_seed(node) and node.args[0] in own):
                 for source in node.all_input_nodes:
                     read(source)
                 nodes[node] = None
@@ -207,7 +209,7 @@ def _is_product(node: fx.Node) -> bool:
 
 
 def is_seed(node: fx.Node) -> bool:
-    """Whether a node reads one seed of a vector; pieces take it as an input."""
+    """Whether a node reads one seed of a vector; pieces take it as an input, unless they make the vector."""
     return node.target is _SEED
 
 
