@@ -59,7 +59,7 @@ PASSES = """
 
 BACKEND_OPTIONS = """
     bucket overlap hardware memory_budget limit_all_gathers backward_prefetch forward_prefetch move_compute
-    planning_seconds progress verify dump inductor passes
+    planning_seconds share_code progress verify dump inductor passes
 """
 
 #: Arguments of the public functions; those behind "*" are given by name.

@@ -70,7 +70,7 @@ class BackendOptions:
         move_compute: with ``hardware``, compute may move beside collectives whose result is read soon, those of tensor
             parallelism for instance. False keeps the order of compute.
         planning_seconds: the most that the planning of a step may take, in seconds of the thread that plans. Past it,
-            the best plan so far is taken. None: a fifth of what the compilation takes by experience, and at least 2.
+            the best plan so far is taken. None: a fifth of what the compilation takes by experience, and at least 3.
         share_code: True has Inductor compile equal parts of a graph once, those of a model's repeated blocks, where
             that leaves it at most half of the ops, and without ``memory_budget``. "always" does so wherever it can. False
             compiles each graph as a whole.

@@ -35,6 +35,8 @@ def test_defaults(given, monkeypatch):
         {"verify": "full"},
         {"verify": "off"},
         {"move_compute": False},
+        {"share_code": False},
+        {"share_code": "always"},
         {"inductor": {"max_autotune": True}},
     ],
     ids=str,
