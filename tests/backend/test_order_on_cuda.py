@@ -18,11 +18,13 @@ import graphshard
 from graphshard.backend import compilation
 from graphshard.backend.inductor import (
     config_patches,
+    cut_in_pieces,
     emitted_order,
     order_difference,
     pinning_patch,
     planned_order,
 )
+from graphshard.backend.inductor.compile_pieces import piece_graph
 
 #: The graphs are captured on the CPU, and planned for the GPU whose code is generated.
 pytestmark = pytest.mark.filterwarnings("ignore:graphshard. option hardware=:UserWarning")
@@ -60,6 +62,23 @@ def test_the_code_for_cuda_keeps_the_planned_order(fake_group, monkeypatch, kind
         assert "@triton.jit" in source and "empty_strided_cuda" in source
         assert sum(step.startswith("start") for step in emitted) > 2
         assert order_difference(planned, emitted) == ""
+
+
+def test_the_code_of_pieces_for_cuda_keeps_the_planned_order(fake_group, monkeypatch):
+    """Also where a collective starts in one piece and is waited for in another."""
+    num_checked = num_waits = 0
+    for gm, _, is_backward in planned_halves(LateNorm, fake_group(8), monkeypatch):
+        cut = cut_in_pieces(gm)
+        assert cut is not None and len(cut) > 1
+        for piece in cut:
+            graph = piece_graph(gm, piece)
+            planned = planned_order(graph)
+            with inductor_config.patch(config_patches({})), pinning_patch():
+                source = code_for_cuda(graph, [node.meta["val"] for node in piece.inputs], is_backward=is_backward)
+            assert order_difference(planned, emitted_order(source)) == ""
+            num_checked += 1
+            num_waits += any(step.startswith("wait arg") for step in planned)
+    assert num_checked > 3 and num_waits > 1
 
 
 @pytest.mark.skipif(TORCH < (2, 12), reason="torch 2.11: Inductor leaves these collectives where they are")
