@@ -77,9 +77,9 @@ class TimeLimit:
         return is_over
 
 
-#: Without a number from the user, planning may take so many seconds, and so many times what tracing took. That is about a
-#: fifth of the compilation, compilers included and planning not: GPT of 4, 8 and 32 layers is traced in 1.2, 2.3 and 7.1
-#: s and compiled in 31, 30 and 46 s of processors, with a cold cache.
+#: Without a number from the user, planning may take so many seconds, and so many times what tracing took. That is about
+#: a fifth of the compilation, compilers included and planning not: GPT of 4, 8 and 32 layers is traced in 1.2, 2.3 and
+#: 7.1 s and compiled in 31, 30 and 46 s of processors, with a cold cache.
 _SECONDS, _TIMES_TRACING = 3.0, 0.9
 
 

@@ -71,9 +71,9 @@ class BackendOptions:
             parallelism for instance. False keeps the order of compute.
         planning_seconds: the most that the planning of a step may take, in seconds of the thread that plans. Past it,
             the best plan so far is taken. None: a fifth of what the compilation takes by experience, and at least 3.
-        share_code: True has Inductor compile equal parts of a graph once, those of a model's repeated blocks, where
-            that leaves it at most half of the ops, and without ``memory_budget``. "always" does so wherever it can. False
-            compiles each graph as a whole.
+        share_code: True has Inductor compile equal parts of a graph once, those of a model's repeated blocks, where at
+            most half of the ops are then left to it, and without ``memory_budget``. "always" does so wherever it can.
+            False compiles each graph as a whole.
         progress: rank 0 shows on stderr what takes longer than two seconds: a line that changes on a terminal, and one
             line a stage elsewhere. False shows nothing.
         verify: "cheap" compares the collectives across ranks before the first one of a new graph, and checks the order

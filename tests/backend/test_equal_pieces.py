@@ -1,5 +1,6 @@
 """Halves in pieces: where they are cut, which pieces are equal, and what runs them (``share_code``)."""
 
+import operator
 import weakref
 from types import SimpleNamespace
 
@@ -125,8 +126,34 @@ def _with_a_number(build):
     return build(aten.neg.default, build.input("primals_2", 4))
 
 
+def _attention(build: GraphBuilder, x: fx.Node) -> fx.Node:
+    """Stands for an op of attention, whose results are tensors, numbers and nothing."""
+    node = build.graph.call_function(aten.aminmax.default, (x,))
+    node.meta["val"] = (x.meta["val"], 3, None)
+    return node
+
+
+def _with_an_item_that_is_a_number(build):
+    node = _attention(build, build.input("primals_1", 4, 4))
+    build.graph.call_function(operator.getitem, (node, 1)).meta["val"] = 3
+    return build(operator.getitem, node, 0)
+
+
+def test_numbers_among_the_results_of_an_op_do_not_matter():
+    build = GraphBuilder()
+    value = build(operator.getitem, _attention(build, build.input("primals_1", 4, 4)), 0)
+    assert cut_in_pieces(build.finish(value)) is not None
+
+
 @pytest.mark.parametrize(
-    "make", [_with_convolution, _with_in_place_op, _with_foreign_function, _with_a_number]
+    "make",
+    [
+        _with_convolution,
+        _with_in_place_op,
+        _with_foreign_function,
+        _with_a_number,
+        _with_an_item_that_is_a_number,
+    ],
 )
 def test_some_halves_are_not_cut(make):
     build = GraphBuilder()

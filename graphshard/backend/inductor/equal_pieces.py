@@ -90,8 +90,9 @@ def _may_be_cut(node: fx.Node) -> bool:
             return False
         if not target._schema.returns or target.overloadpacket.__name__ in _UNCUT:
             return False
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return all(isinstance(each, Tensor) and _has_numbers_as_sizes(each) for each in values)
+    if isinstance(value, (list, tuple)):  # attention has numbers and None beside tensors; no node reads those
+        return all(_has_numbers_as_sizes(each) for each in value if isinstance(each, Tensor))
+    return isinstance(value, Tensor) and _has_numbers_as_sizes(value)
 
 
 def _has_numbers_as_sizes(value: Tensor) -> bool:
