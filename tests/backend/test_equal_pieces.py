@@ -353,7 +353,7 @@ def test_by_default_deep_models_are_cut_and_shallow_ones_are_not(fake_group, mon
     mesh = fake_group(2)
     _gradients(mesh, 2)
     assert not cuts
-    _gradients(mesh, 16)
+    _gradients(mesh, 10)
     assert len(cuts) == 2
 
 
