@@ -22,7 +22,7 @@ from ..memory import outputs_with_parameters, take_back_donations
 from .compilation import HalfTask, compile_half
 from .dtensor_boundary import enter_boundary
 from .dynamo_graph import DynamoGraph, groups_of, read_graph
-from .inductor import JOINT_PASS, JointPass, compile_fx, functorch_patch, type_rng_states
+from .inductor import JOINT_PASS, JointPass, compile_fx, functorch_patch, type_rng_states, unwrap_undrawn
 from .joint import ExtendedInputsOf, JointResult, run_joint_passes
 from .observer import Observer
 from .options import BackendOptions
@@ -132,6 +132,7 @@ class _Callbacks:
 
     def compile_half(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **arguments: Any) -> Any:
         """Stands for Inductor's inner compiler; ``arguments`` are those of that compiler."""
+        unwrap_undrawn(gm)
         type_rng_states(gm)
         with self._graph.refusing("", gm):
             self._graph = self._graph.priced(gm)  # a graph without gradients has no joint passes

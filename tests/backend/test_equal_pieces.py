@@ -14,8 +14,15 @@ from torch._inductor.utils import get_donated_idxs
 from torch.nn import functional as F
 
 import graphshard
+from graphshard._compat import RNG_WRAPPERS, run_and_save_rng_state, run_with_rng_state
 from graphshard.backend import compilation
-from graphshard.backend.inductor import compile_in_pieces, compile_pieces, cut_in_pieces, num_compiled_ops
+from graphshard.backend.inductor import (
+    compile_in_pieces,
+    compile_pieces,
+    cut_in_pieces,
+    num_compiled_ops,
+    unwrap_undrawn,
+)
 from graphshard.errors import ScheduleOrderError
 from graphshard.ir import REDUCE_SCATTER, WAIT
 
@@ -122,8 +129,9 @@ def _with_foreign_function(build):
 
 
 def _with_a_number(build):
-    build.graph.placeholder("primals_1").meta["val"] = 3
-    return build(aten.neg.default, build.input("primals_2", 4))
+    number = build.graph.placeholder("primals_1")
+    number.meta["val"] = 3
+    return build(aten.add.Tensor, build.input("primals_2", 4), number)
 
 
 def _attention(build: GraphBuilder, x: fx.Node) -> fx.Node:
@@ -383,3 +391,59 @@ def test_the_order_in_each_piece_is_checked(fake_group, monkeypatch):
     with pytest.raises(BackendCompilerFailed, match="left the planned order") as found:
         _gradients(fake_group(2), 2, share_code="always", verify="full")
     assert ScheduleOrderError.__name__ in str(found.value)
+
+
+# --- Attention of checkpointed blocks.
+
+
+def _wrapped_attention(build: GraphBuilder, dropout: float, wrapper) -> tuple[fx.Node, ...]:
+    """Attention with a saved state of the random generator; the state and the result, or the result alone."""
+    query = build.input("primals_1", 1, 2, 4, 8, dtype=torch.float32)
+    op = aten._scaled_dot_product_flash_attention_for_cpu.default
+    call = (op, query, query, query, dropout)
+    item = build.graph.call_function
+    plain = build(*call)
+    both = plain.meta["val"]
+    build.graph.erase_node(plain)
+    if wrapper is run_and_save_rng_state:
+        node = item(wrapper, call)
+        state, values = item(operator.getitem, (node, 0)), item(operator.getitem, (node, 1))
+        state.meta["val"] = torch.empty(16, dtype=torch.uint8)
+    elif wrapper is run_with_rng_state:
+        state, values = build.input("rng_state", 16, dtype=torch.uint8), None
+        values = item(wrapper, (state, *call))
+    else:
+        state = build.input("generator", 1)
+        values = item(wrapper, call, {"rng_state": state})
+    values.meta["val"] = both
+    result = item(operator.getitem, (values, 0))
+    result.meta["val"] = both[0]
+    return (state, result) if wrapper is run_and_save_rng_state else (result,)
+
+
+@pytest.mark.parametrize("wrapper", RNG_WRAPPERS)
+def test_attention_without_dropout_is_unwrapped(wrapper):
+    """Then checkpointed blocks are cut like others, and no state of the generator is saved."""
+    build = GraphBuilder()
+    gm = build.finish(*_wrapped_attention(build, 0.0, wrapper))
+    assert cut_in_pieces(gm) is None
+    unwrap_undrawn(gm)
+    targets = [node.target for node in gm.graph.nodes if node.op == "call_function"]
+    assert wrapper not in targets and aten._scaled_dot_product_flash_attention_for_cpu.default in targets
+    assert cut_in_pieces(gm) is not None
+    before = str(gm.graph)
+    unwrap_undrawn(gm)
+    assert str(gm.graph) == before
+    if wrapper is run_and_save_rng_state:
+        query = torch.randn(1, 2, 4, 8)
+        state, result = gm(query)
+        assert state.dtype == torch.uint8 and state.numel() == 0
+        torch.testing.assert_close(result, F.scaled_dot_product_attention(query, query, query))
+
+
+@pytest.mark.parametrize("wrapper", RNG_WRAPPERS)
+def test_attention_with_dropout_stays_wrapped(wrapper):
+    build = GraphBuilder()
+    gm = build.finish(*_wrapped_attention(build, 0.5, wrapper))
+    unwrap_undrawn(gm)
+    assert wrapper in [node.target for node in gm.graph.nodes] and cut_in_pieces(gm) is None

@@ -51,9 +51,9 @@ def _checkpointed(forward):
     ("reshard_after_forward", "is_checkpointed", "options"),
     [
         pytest.param(True, False, {"hardware": "cpu-ethernet-1g"}, marks=pytest.mark.slow),
-        (None, False, {"hardware": None}),
+        pytest.param(None, False, {"hardware": None}, marks=pytest.mark.slow),
         pytest.param(False, False, {"hardware": None}, marks=pytest.mark.slow),
-        pytest.param(True, True, {"hardware": None}, marks=pytest.mark.slow),
+        (True, True, {"hardware": None}),
         pytest.param(True, False, {"hardware": None, "overlap": "always"}, marks=pytest.mark.slow),
     ],
     ids=["planned", "by rules", "kept", "checkpointed", "all overlapped"],

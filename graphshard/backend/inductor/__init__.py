@@ -34,6 +34,7 @@ from .partition import (
     prepare_patterns,
     saved_share,
     type_rng_states,
+    unwrap_undrawn,
 )
 
 __all__ = [
@@ -67,5 +68,6 @@ __all__ = [
     "saved_share",
     "start_copies",
     "type_rng_states",
+    "unwrap_undrawn",
     "waiting",
 ]

@@ -79,6 +79,8 @@ def num_compiled_ops(pieces: Iterable[Piece]) -> int:
 def _may_be_cut(node: fx.Node) -> bool:
     if node.op == "output":
         return all(value is None or isinstance(value, fx.Node) for value in node.args[0])
+    if node.op == "placeholder" and not node.users:
+        return True
     value = node.meta.get("val")
     if node.op in ("placeholder", "get_attr"):
         return isinstance(value, Tensor) and _has_numbers_as_sizes(value)

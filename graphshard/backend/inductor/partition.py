@@ -29,7 +29,7 @@ from ..._compat import (
     run_and_save_rng_state,
     run_with_rng_state,
 )
-from ...ir import fake_result
+from ...ir import argument, fake_result
 from ...memory import mark_donated
 from .inductor_config import JOINT_PASS, config_patches
 
@@ -158,6 +158,50 @@ def drop_rng_states(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
     for node in backward.graph.find_nodes(op="placeholder"):
         if node.name in states:
             backward.graph.erase_node(node)
+
+
+#: Attention that draws random numbers for its dropout only.
+_DRAWS_FOR_DROPOUT = frozenset(
+    {
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+    }
+)
+
+
+def unwrap_undrawn(gm: fx.GraphModule) -> None:
+    """Replaces the wrappers of attention without dropout, in a half that runs, by the op: it draws nothing.
+
+    The forward saves an empty tensor in place of the state of the generator; the backward reads none.
+    """
+    for node in list(gm.graph.nodes):
+        if node.target not in RNG_WRAPPERS or not _draws_nothing(node):
+            continue
+        target, args, kwargs = call_of(node)
+        result = node
+        if node.target is run_and_save_rng_state:
+            parts = {user.args[1]: user for user in node.users}
+            result = parts[1]
+            with gm.graph.inserting_before(parts[0]):
+                empty = gm.graph.call_function(_NEW_EMPTY, (args[0], [0]), {"dtype": torch.uint8})
+            empty.meta["val"] = fake_result(_NEW_EMPTY, empty.args, empty.kwargs)
+            parts[0].replace_all_uses_with(empty)
+            gm.graph.erase_node(parts[0])
+        _replace_with_op(gm.graph, result, (target, *args), kwargs)
+        for unused in dict.fromkeys((result, node)):
+            gm.graph.erase_node(unused)
+    gm.recompile()
+
+
+_NEW_EMPTY = torch.ops.aten.new_empty.default
+
+
+def _draws_nothing(node: fx.Node) -> bool:
+    packet = getattr(call_of(node)[0], "overloadpacket", None)
+    if packet is None or packet.__name__ not in _DRAWS_FOR_DROPOUT:
+        return False
+    return bool(argument(node, "dropout_p") == 0)
 
 
 def type_rng_states(gm: fx.GraphModule) -> None:
