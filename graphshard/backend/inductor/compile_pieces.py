@@ -114,7 +114,7 @@ def _runner(gm: fx.GraphModule, pieces: Sequence[Piece], codes: Sequence[Code]) 
         )
         calls.append(_Call(code, reads, dropped, tuple(place[node] for node in piece.outputs)))
     results = [place[value] if isinstance(value, fx.Node) else None for value in output_values(gm.graph)]
-    attributes = [_attribute(gm, node.target) for node in constants]
+    attributes = [operator.attrgetter(node.target)(gm) for node in constants]
 
     def run(args: list[Any]) -> list[Any]:
         values = [*args, *attributes, *(None for _ in made)]
@@ -152,7 +152,3 @@ def _drops(
         if node not in kept:
             drops[index].append(place[node])
     return [tuple(each) for each in drops]
-
-
-def _attribute(gm: fx.GraphModule, target: str) -> Any:
-    return operator.attrgetter(target)(gm)

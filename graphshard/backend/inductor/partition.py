@@ -35,6 +35,17 @@ from .inductor_config import JOINT_PASS, config_patches
 
 Result = TypeVar("Result")
 
+#: Attention that draws random numbers for its dropout only.
+_DRAWS_FOR_DROPOUT = frozenset(
+    {
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+    }
+)
+
+_NEW_EMPTY = torch.ops.aten.new_empty.default
+
 #: The user's setting of AOTAutograd for how many activations are saved.
 _SAVED_SHARE = "activation_memory_budget"
 
@@ -160,24 +171,13 @@ def drop_rng_states(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
             backward.graph.erase_node(node)
 
 
-#: Attention that draws random numbers for its dropout only.
-_DRAWS_FOR_DROPOUT = frozenset(
-    {
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-    }
-)
-
-
 def unwrap_undrawn(gm: fx.GraphModule) -> None:
     """Replaces the wrappers of attention without dropout, in a half that runs, by the op: it draws nothing.
 
     The forward saves an empty tensor in place of the state of the generator; the backward reads none.
     """
-    for node in list(gm.graph.nodes):
-        if node.target not in RNG_WRAPPERS or not _draws_nothing(node):
-            continue
+    undrawn = [node for node in gm.graph.nodes if node.target in RNG_WRAPPERS and _draws_nothing(node)]
+    for node in undrawn:
         target, args, kwargs = call_of(node)
         result = node
         if node.target is run_and_save_rng_state:
@@ -191,13 +191,12 @@ def unwrap_undrawn(gm: fx.GraphModule) -> None:
         _replace_with_op(gm.graph, result, (target, *args), kwargs)
         for unused in dict.fromkeys((result, node)):
             gm.graph.erase_node(unused)
-    gm.recompile()
-
-
-_NEW_EMPTY = torch.ops.aten.new_empty.default
+    if undrawn:
+        gm.recompile()
 
 
 def _draws_nothing(node: fx.Node) -> bool:
+    """Whether the op inside a wrapper is attention without dropout."""
     packet = getattr(call_of(node)[0], "overloadpacket", None)
     if packet is None or packet.__name__ not in _DRAWS_FOR_DROPOUT:
         return False
