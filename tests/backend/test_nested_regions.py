@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.torch_versions import NEEDS_REGIONS
+from support.torch_versions import NEEDS_REGIONS, NEEDS_SHARDED_REGIONS
 from torch import nn
 
 import graphshard
@@ -48,6 +48,7 @@ def shard(model, mesh) -> None:
     graphshard.fully_shard(model, mesh=mesh)
 
 
+@NEEDS_SHARDED_REGIONS
 def test_at_one_rank_where_bodies_are_shared_gradients_are_those_of_the_model(fake_group):
     plain = stack()
     expected = gradients(plain, plain)
@@ -57,6 +58,7 @@ def test_at_one_rank_where_bodies_are_shared_gradients_are_those_of_the_model(fa
     torch.testing.assert_close(gradients(compiled, model), expected)
 
 
+@NEEDS_SHARDED_REGIONS
 def test_a_region_without_parameters_is_inlined_for_all_its_calls(fake_group, tmp_path):
     model = stack()
     shard(model, fake_group(2))

@@ -47,3 +47,6 @@ NEEDS_REGIONS = pytest.mark.skipif(
     importlib.util.find_spec("torch._higher_order_ops.passes") is None,
     reason="torch 2.11: regions are not inlined",
 )
+NEEDS_SHARDED_REGIONS = pytest.mark.skipif(
+    TORCH < (2, 13), reason="torch 2.12: Dynamo takes no DTensor as input of a region"
+)
