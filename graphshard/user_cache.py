@@ -38,13 +38,13 @@ def cache_folder(*parts: str) -> Path | None:
     return folder.joinpath(*parts)
 
 
-def write_in_one_step(file: Path, text: str) -> bool:
+def write_in_one_step(file: Path, content: str | bytes) -> bool:
     """Writes a file; a reader finds the old one or the new one. False, with a line in the log, if it cannot."""
     # Processes of several machines, or of several containers, may share the folder and have equal numbers.
     unfinished = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}.{os.urandom(4).hex()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(text)
+        unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
         unfinished.replace(file)
     except OSError as error:
         with suppress(OSError):
@@ -54,21 +54,22 @@ def write_in_one_step(file: Path, text: str) -> bool:
     return True
 
 
-def keep_newest(folder: Path, most: int, *, beside: str = "") -> None:
-    """Deletes the oldest JSON files of a folder, and what processes that were killed have left of others.
+def keep_newest(folder: Path, most: int, *, suffix: str = ".json", beside: str = "") -> None:
+    """Deletes the oldest files of a folder, and what processes that were killed have left of others.
 
     Args:
         folder: the folder. What cannot be deleted stays.
         most: how many files stay.
+        suffix: the end of the names of these files.
         beside: the end of the names of files that belong to others; they go with these.
     """
     with suppress(OSError):
-        files = [file for file in folder.glob("*.json") if not beside or not file.name.endswith(beside)]
+        files = [file for file in folder.glob(f"*{suffix}") if not beside or not file.name.endswith(beside)]
         for file in sorted(files, key=_written_at, reverse=True)[most:]:
             file.unlink(missing_ok=True)
             if beside:
                 file.with_name(file.stem + beside).unlink(missing_ok=True)
-        for file in folder.glob("*.json.*"):
+        for file in folder.glob(f"*{suffix}.*"):
             if _written_at(file) < time.time() - _UNFINISHED_SECONDS:
                 file.unlink(missing_ok=True)
 

@@ -28,13 +28,15 @@ def test_without_a_home_folder_nothing_is_kept_and_the_machine_is_measured_all_t
 
 
 def test_what_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
-    def write_text(self, text):
-        self.write_bytes(text.encode()[:3])
+    real = Path.write_bytes
+
+    def write_bytes(self, content):
+        real(self, content[:3])
         raise OSError(28, "No space left on device")
 
     file = tmp_path / "plan.json"
     assert write_in_one_step(file, "before")
-    monkeypatch.setattr(Path, "write_text", write_text)
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
     assert not write_in_one_step(file, "after")
     assert file.read_text() == "before" and list(tmp_path.iterdir()) == [file]
 

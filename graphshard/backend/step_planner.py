@@ -159,7 +159,8 @@ class StepPlanner:
             return Decision(plan=decided, result=records)
 
         decide = partial(self._decide, kept, follow)
-        return decide_together(self._stores(groups), key, decide, what=f"{self.what} ({half})")
+        what = f"{self.what} ({half})"
+        return decide_together(self._stores(groups), key, decide, what=what, groups=tuple(groups))
 
     def choose(
         self,
@@ -229,9 +230,9 @@ class StepPlanner:
             decided = plan if plan is not None else _with_scratch(choice.to_dict(), rows)
             return Decision(plan=decided, result=result)
 
-        stores = self._stores(dict.fromkeys([*of_group, *self.groups]))
+        groups = tuple(dict.fromkeys([*of_group, *self.groups]))
         decide = partial(self._decide, kept_key, follow)
-        kept = decide_together(stores, key, decide, what=f"{self.what} (joint)")
+        kept = decide_together(self._stores(groups), key, decide, what=f"{self.what} (joint)", groups=groups)
         if kept.choice.input_bytes != trials.input_bytes():  # made for a step of other sizes
             kept = replace(kept, choice=replace(kept.choice, peak_bytes=None))
         return kept
@@ -272,8 +273,7 @@ class StepPlanner:
     def _agree_on_parameters(self, of_group: Mapping[str, Sequence[str]]) -> None:
         """All ranks take part if the model is new; a rank that compiles alone later has the same model."""
         for name, texts in of_group.items():
-            of_model = [f"{text} of model {self.models.get(name, '')}" for text in texts]
-            agree_on_group(name, of_model, what=f"{self.what} (joint)")
+            agree_on_group(name, texts, what=f"{self.what} (joint)", models=self.models.get(name, ""))
 
     def _adopt(self, plan: Mapping[str, Any]) -> Mapping[str, Any]:
         """The plan of another rank, whose measurements are taken over."""

@@ -4,7 +4,8 @@ Imports: ``ir``.
 
 Read first: ``group_store`` (where keys are written), ``agreement`` (fingerprints are compared before the first
 collective), ``refusals`` (a rank that stops tells the others), ``shared_plan`` (one rank plans, the others follow),
-``kept_plans`` (plans of earlier runs), ``agreed_seed`` (ranks that share a batch draw the same numbers),
+``kept_plans`` (plans of earlier runs), ``transcript`` and ``repeated`` (a rank
+with kept code says what it said before), ``agreed_seed`` (ranks that share a batch draw the same numbers),
 ``rendezvous`` (uncompiled ranks meet before they communicate), ``known_steps`` (where they need not), ``bounded_wait``
 (collectives with a time limit).
 """
@@ -15,7 +16,9 @@ from .group_store import can_wait_in_compilation, count_in_group, has_threads_as
 from .kept_plans import keep_plan, read_plan
 from .known_steps import Steps, StepWords
 from .refusals import Refusals, refusing
+from .repeated import say_again
 from .shared_plan import Decision, PlanStore, decide_together
+from .transcript import Transcript, recording
 
 __all__ = [
     "Decision",
@@ -23,6 +26,7 @@ __all__ = [
     "Refusals",
     "StepWords",
     "Steps",
+    "Transcript",
     "agree_on_group",
     "agree_on_seed",
     "can_wait_in_compilation",
@@ -32,5 +36,7 @@ __all__ = [
     "is_fake_group",
     "keep_plan",
     "read_plan",
+    "recording",
     "refusing",
+    "say_again",
 ]

@@ -16,6 +16,7 @@ from ..ir import text_fingerprint
 from .agreement import agree_on_group
 from .group_store import can_wait_in_compilation, group_store
 from .refusals import Refusals
+from .transcript import SeedCompared, note, recording
 
 #: How long a rank with a seed that is agreed waits for ranks that compile the same graph.
 _SECONDS = 5.0
@@ -34,6 +35,7 @@ def agree_on_seed(name: str, seed: int, graph: Sequence[str], *, what: str) -> N
         AgreementError: another rank has compiled this graph with another seed; names both.
         RefusedError: (an AgreementError) another rank has seen that, or has stopped with an error of its own.
     """
+    note(SeedCompared(name, tuple(graph), what))
     if not can_wait_in_compilation(name) or group_by_name(name).size() == 1:
         return
     group = group_by_name(name)
@@ -55,4 +57,5 @@ def agree_on_seed(name: str, seed: int, graph: Sequence[str], *, what: str) -> N
             )
             refusals.refuse(number, text)
             raise AgreementError(text)
-    agree_on_group(name, [f"random numbers of seed {seed}"], what=what)
+    with recording():  # a later process has a seed of its own
+        agree_on_group(name, [f"random numbers of seed {seed}"], what=what)

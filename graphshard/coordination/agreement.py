@@ -23,6 +23,7 @@ from ..errors import AgreementError
 from ..ir import text_fingerprint
 from .group_store import can_wait_in_compilation, group_store
 from .refusals import Refusals
+from .transcript import Agreed, note
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +106,18 @@ class Agreement:
         return str(json.loads(self.store.get(key)))
 
 
-def agree_on_group(name: str, sequence: Sequence[str], *, what: str) -> None:
+def agree_on_group(name: str, sequence: Sequence[str], *, what: str, models: str | None = None) -> None:
     """:meth:`Agreement.require` among the ranks of the process group ``name``.
 
     Nothing on a fake group, and on one whose ranks are threads: they run the code of one process.
+
+    Args:
+        name: the process group.
+        sequence: a text for each collective.
+        what: names the graph in errors.
+        models: tells the texts of some models from equal ones of others; None if nothing need tell them apart.
     """
+    note(Agreed(name, tuple(sequence), what, is_of_models=models is not None))
     if not can_wait_in_compilation(name):
         return
     group = group_by_name(name)
@@ -120,7 +128,8 @@ def agree_on_group(name: str, sequence: Sequence[str], *, what: str) -> None:
         timeout_seconds=group_timeout_seconds(group),
         refusals=Refusals.of_group(name),
     )
-    agreement.require(sequence, what=what)
+    of_models = sequence if models is None else [f"{text} of model {models}" for text in sequence]
+    agreement.require(of_models, what=what)
 
 
 def _first_difference(mine: list[str], theirs: list[str], rank: int) -> str:

@@ -20,6 +20,7 @@ from .._compat import group_by_name, group_timeout_seconds
 from ..errors import AgreementError
 from .group_store import group_store
 from .refusals import Refusals
+from .transcript import Decided, note
 
 Result = TypeVar("Result")
 
@@ -107,6 +108,7 @@ def decide_together(
     *,
     what: str,
     compiles: str = "",
+    groups: Sequence[str] = (),
 ) -> Result:
     """Calls ``decide`` with the plan of this key, or with None on the one rank that has to make it.
 
@@ -118,6 +120,7 @@ def decide_together(
         decide: follows a plan, or makes one.
         what: names the graph in errors.
         compiles: the graph, where the ranks have not yet agreed that all compile it.
+        groups: the names of all process groups of the graph, those without a store too.
 
     Returns:
         The result of this rank's decision.
@@ -131,6 +134,8 @@ def decide_together(
         if (plan := store.read(key, what=what, compiles=compiles)) is not None:
             break
     decision = decide(plan)
+    decided = plan if plan is not None else decision.plan
     for store in stores:
-        store.write(key, plan if plan is not None else decision.plan)
+        store.write(key, decided)
+    note(Decided.of(groups, key, decided, what))
     return decision.result
