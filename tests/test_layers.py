@@ -24,7 +24,7 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     (
         "graphshard.errors", "graphshard._compat", "graphshard._compat_autograd", "graphshard._compat_composable",
         "graphshard._compat_dtensor", "graphshard._compat_frames", "graphshard._compat_fsdp1",
-        "graphshard._compat_gloo", "graphshard._compat_groups", "graphshard.machine",
+        "graphshard._compat_gloo", "graphshard._compat_groups", "graphshard._compat_kept", "graphshard.machine",
         "graphshard.processes", "graphshard.progress", "graphshard.shown_progress",
     ),
     ("graphshard.budget_text", "graphshard.setting_checks", "graphshard.user_cache"),
@@ -41,6 +41,8 @@ ROOMS: tuple[tuple[str, ...], ...] = (
     ("graphshard.fsdp",),
     ("graphshard.fsdp1", "graphshard.hardware"),
     ("graphshard.backend.inductor",),
+    ("graphshard.backend.halves",),
+    ("graphshard.backend.second_start",),
     ("graphshard.backend",),
     ("graphshard.capture", "graphshard.precompile"),
     ("graphshard.report",),

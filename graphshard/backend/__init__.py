@@ -9,9 +9,11 @@ Read first: ``entry``, then in the order of a compile:
   that the model changes leave);
 - ``joint`` (passes on the joint graph), ``step_planner``, ``step_choice``, ``step_trials`` and ``accumulation``
   (choices by cost for both halves);
-- ``compilation`` (the steps that compile a half), ``pipelines``, ``half`` and ``half_variants`` (one half in the states
-  of its units), ``dynamic_sizes``, ``observer`` (log lines and dumps);
-- ``inductor`` (a room of its own: the hand-over).
+- ``compilation`` (the steps that compile a half), ``pipelines``, ``halves`` (a room of its own: a half in the states of
+  its units), ``dynamic_sizes``, ``observer`` (log lines and dumps);
+- ``inductor`` (a room of its own: the hand-over);
+- ``second_start`` (a room of its own: what a later process finds), ``step_key`` (what that depends on),
+  ``loaded_step`` (it at work).
 """
 
 from .dtensor_boundary import Boundary, enter_boundary

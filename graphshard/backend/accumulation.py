@@ -17,7 +17,7 @@ from ..errors import InfeasibleBudgetError
 from ..ir import UNSHARD, tensor_bytes
 from ..pipeline import PassContext
 from ..planner import KeepingCost, choose_kept, held_beside
-from .half_variants import Selection, shard_ops, specialise_graph
+from .halves import Selection, shard_ops, specialise_graph
 from .step_choice import StepChoice
 from .step_trials import JointTrials
 

@@ -2,14 +2,14 @@
 
 | step | takes | gives |
 |---|---|---|
-| :func:`~graphshard.backend.half_variants.specialise` | the half at level 1, its units' state | a variant at level 1 |
+| :func:`~graphshard.backend.halves.specialise` | the half at level 1, its units' state | a variant at level 1 |
 | :func:`lower` | the variant | collectives in place of shard ops (level 2) |
 | :func:`place` | the lowered half | collectives merged and at their places |
 | :func:`agree` | the placed half | a fingerprint on which all ranks have agreed |
 | :func:`hand_over` | the placed half | Inductor's code, its order checked |
 
 The forward is compiled at once, since the backward is traced with the strides of its results. A backward is compiled
-when it first runs, when the state of its units is known (:class:`~graphshard.backend.half.Half`).
+when it first runs, when the state of its units is known (:class:`~graphshard.backend.halves.Half`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
 from .. import passes
 from .._compat import group_by_name, uses_gloo
-from ..coordination import agree_on_group
+from ..coordination import agree_on_group, recording
 from ..errors import ScheduleOrderError, UnsupportedShardingError
 from ..ir import (
     ALL_GATHER,
@@ -34,6 +33,7 @@ from ..ir import (
     UNSHARD,
     collective_text,
     copy_graph,
+    graph_text,
     group_labels,
     group_name,
     is_collective,
@@ -45,11 +45,12 @@ from ..pipeline import PassContext, PassRecord, Pipeline, reduced_parameters, sh
 from ..planner import check_budget
 from .dynamic_sizes import RunningSizes, has_symbolic_sizes
 from .dynamo_graph import DynamoGraph
-from .half import Half
-from .half_variants import CompiledVariant, State, Variant, specialise
+from .halves import CompiledVariant, Half, HalfFacts, State, Variant, specialise
 from .inductor import (
-    Code,
+    EmptyResults,
     Piece,
+    PieceRow,
+    VariantCode,
     compile_fx_inner,
     compile_in_pieces,
     compile_later,
@@ -58,17 +59,16 @@ from .inductor import (
     may_be_in_pieces,
     memory_patch,
     name_groups_by_axis,
-    named,
     num_compiled_ops,
     order_difference,
     pinning_patch,
     planned_order,
     start_copies,
-    waiting,
 )
 from .joint import JointResult
 from .observer import Observer
 from .pipelines import half_pipeline, half_pipelines
+from .second_start import HalfSource, StepRecord
 from .step_planner import StepPlanner
 
 #: A half is compiled in pieces if at most so large a share of its ops is then compiled.
@@ -88,6 +88,7 @@ class HalfTask:
         example_inputs: its fake inputs.
         patches: Inductor's settings.
         compiler_arguments: keyword arguments of Inductor's inner compiler.
+        record: takes what a later process can use; None if nothing is kept.
     """
 
     graph: DynamoGraph
@@ -98,11 +99,21 @@ class HalfTask:
     example_inputs: tuple[Any, ...]
     patches: Mapping[str, Any]
     compiler_arguments: Mapping[str, Any]
+    record: StepRecord | None = None
 
     @property
     def what(self) -> str:
         """Names the half in errors."""
         return f"graph {self.graph.index} ({self.kind})"
+
+    def source(self) -> HalfSource:
+        """What a later process compiles further variants from."""
+        return HalfSource(
+            gm=self.gm,
+            example_inputs=self.example_inputs,
+            joint=self.joint,
+            arguments=self.compiler_arguments,
+        )
 
     def refusing(self, gm: fx.GraphModule, verb: str = "compile") -> AbstractContextManager[None]:
         """A context whose errors reach the ranks that communicate with this one."""
@@ -134,26 +145,53 @@ def compile_half(task: HalfTask) -> tuple[Callable[..., Any], frozenset[str]]:
     A half with shard ops becomes a :class:`Half`, which compiles a variant for each state of its units.
     """
     if not any(node.target in (UNSHARD, REDUCE_GRAD) for node in task.gm.graph.nodes):
-        with task.refusing(task.gm):
-            compiled = compile_unsharded(task)
-        return compiled.run, compiled.regathered
-    later = compile_later(task.patches)
+        if task.record is None:
+            with task.refusing(task.gm):
+                compiled = compile_unsharded(task)
+            return compiled.run, compiled.regathered
+        task.record.refuse(f"the {task.kind} has no sharded parameter")
+        half = Half(
+            facts=HalfFacts(is_backward=task.kind == "backward"), compile_state=compiler_of_unsharded(task)
+        )
+        return half, frozenset() if half.is_backward else half.compile().regathered
     options = task.graph.options
-
-    def compile_state(state: State) -> CompiledVariant:
-        with later(), task.refusing(task.gm):
-            return compile_variant(task, specialise(task.gm, task.example_inputs, state))
-
-    half = Half(
-        gm=task.gm,
-        is_backward=task.kind == "backward",
-        compile_state=compile_state,
+    facts = HalfFacts.of(
+        task.gm,
         pieces=frozenset(piece.placeholder for piece in task.joint.context.pieces),
+        is_backward=task.kind == "backward",
         kept_between=task.joint.kept_between if task.kind == "forward" else None,
         counts_held=options.hardware is not None and options.memory_budget is not None,
         what=task.what,
     )
+    if task.record is not None:
+        task.record.add_half(task.kind, facts, graph_text(task.gm), lambda: task.source().as_bytes())
+    half = Half(facts=facts, compile_state=compiler_of_states(task))
     return half, frozenset() if half.is_backward else half.compile().regathered
+
+
+def compiler_of_unsharded(task: HalfTask) -> Callable[[State], CompiledVariant]:
+    """Compiles a half without shard ops, now or later: AOTAutograd asks for a backward early where code is kept."""
+    later = compile_later(task.patches)
+
+    def compile_state(_: State) -> CompiledVariant:
+        with later(), task.refusing(task.gm):
+            return compile_unsharded(task)
+
+    return compile_state
+
+
+def compiler_of_states(task: HalfTask) -> Callable[[State], CompiledVariant]:
+    """Compiles the variant of a half for a state, now or later."""
+    later = compile_later(task.patches)
+
+    def compile_state(state: State) -> CompiledVariant:
+        with later(), task.refusing(task.gm), recording() as said:
+            variant = compile_variant(task, specialise(task.gm, task.example_inputs, state))
+        if task.record is not None:
+            task.record.add_variant(task.kind, state, variant, tuple(said))
+        return variant
+
+    return compile_state
 
 
 def compile_unsharded(task: HalfTask) -> CompiledVariant:
@@ -281,26 +319,30 @@ def hand_over(task: HalfTask, half: HalfGraph) -> CompiledVariant:
     fusions = memory_patch(options.inductor) if has_budget else nullcontext()
     pinned = pinning_patch(releases=has_budget and _is_on_gloo(task, gm))
     names = name_groups_by_axis(gm, half.context.mesh)
-    is_run_here = not task.graph.is_ahead or has_symbolic_sizes(gm)
-    without_computing = None if is_run_here else _empty_results(gm)  # what follows edits the graph
+    results = None if has_symbolic_sizes(gm) else EmptyResults.of(gm)  # what follows edits the graph
     with task.observer.inductor(half.stage), fusions, pinned:
-        compiled, checked = _compile(task, half)
+        row, checked = _compile(task, half)
     if task.graph.are_ranks_compared:
         for planned, code in checked:
             if planned:
                 _check_order(planned, getattr(code, "source_code", None), task)
-    run = compiled if copied_from is None else waiting(compiled, copied_from)
-    return CompiledVariant(run=without_computing or named(run, names), regathered=regathered)
+    code = VariantCode(
+        compiled=tuple(code for _, code in checked),
+        row=row,
+        names=names,
+        copied_from=copied_from,
+        results=results,
+    )
+    return CompiledVariant(run=code.run(is_ahead=task.graph.is_ahead), regathered=regathered, code=code)
 
 
-def _compile(task: HalfTask, half: HalfGraph) -> tuple[Code, list[tuple[list[str], Any]]]:
-    """Inductor's code for a placed half, and what it compiled for it: the planned order of each, and its code."""
+def _compile(task: HalfTask, half: HalfGraph) -> tuple[PieceRow | None, list[tuple[list[str], Any]]]:
+    """What Inductor compiles for a placed half, each graph with its planned order; the row of pieces if it has some."""
     if pieces := _pieces(task, half):
-        run, compiled = compile_in_pieces(half.gm, pieces, task.compiler_arguments)
-        return run, [(planned_order(graph), code) for graph, code in compiled]
+        row, compiled = compile_in_pieces(half.gm, pieces, task.compiler_arguments)
+        return row, [(planned_order(graph), code) for graph, code in compiled]
     planned = planned_order(half.gm)
-    compiled = compile_fx_inner(half.gm, half.example_inputs, **task.compiler_arguments)
-    return compiled, [(planned, compiled)]
+    return None, [(planned, compile_fx_inner(half.gm, half.example_inputs, **task.compiler_arguments))]
 
 
 def _pieces(task: HalfTask, half: HalfGraph) -> list[Piece] | None:
@@ -313,22 +355,6 @@ def _pieces(task: HalfTask, half: HalfGraph) -> list[Piece] | None:
         return pieces
     num_ops = sum(len(piece.nodes) for piece in pieces)
     return pieces if num_compiled_ops(pieces) <= _MOST_COMPILED * num_ops else None
-
-
-def _empty_results(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """Stands for the code of a graph that is compiled ahead: memory for its results, which nobody writes."""
-    values = [value.meta["val"] if isinstance(value, fx.Node) else value for value in output_values(gm.graph)]
-
-    def run(inputs: list[Any]) -> list[Any]:
-        inputs.clear()
-        return [_empty_like(value) if isinstance(value, Tensor) else value for value in values]
-
-    return run
-
-
-def _empty_like(value: Tensor) -> Tensor:
-    """Memory like a fake value's."""
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _check_order(planned: list[str], source: str | None, task: HalfTask) -> None:

@@ -3,7 +3,7 @@
 Dynamo hands over one graph per piece of the model. Inductor's decompositions, partitioner and caches stay in use. It
 calls back twice: the joint passes hang on its ``joint_custom_pre_pass``; the steps on the forward and the backward run
 in front of its inner compiler, before its cache is looked up, so a cached artefact belongs to exactly the planned graph
-(docs/decisions/0001).
+(docs/decisions/0001). A later process finds the whole step in AOTAutograd's cache (:mod:`.second_start`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,21 @@ from torch import fx
 
 from .._compat_autograd import compiles_backwards
 from .._compat_frames import inline_regions, leave_frames_to_python
-from ..coordination import refusing
+from ..coordination import recording, refusing
 from ..errors import OptionError
 from ..memory import outputs_with_parameters, take_back_donations
 from .compilation import HalfTask, compile_half
-from .dtensor_boundary import enter_boundary
+from .dtensor_boundary import Boundary, enter_boundary
 from .dynamo_graph import DynamoGraph, groups_of, read_graph
+from .halves import Half
 from .inductor import JOINT_PASS, JointPass, compile_fx, functorch_patch, type_rng_states, unwrap_undrawn
 from .joint import ExtendedInputsOf, JointResult, run_joint_passes
+from .loaded_step import LoadedStep
 from .observer import Observer
 from .options import BackendOptions
 from .pipelines import half_pipelines, joint_pipeline
+from .second_start import KeptStep, StepRecord, StoredCode, loading
+from .step_key import step_key
 
 
 def graphshard(
@@ -86,12 +90,27 @@ def compile_graph(
     graph = read_graph(gm, example_inputs, options, is_ahead=is_ahead)
     with graph.refusing("", gm):
         boundary = enter_boundary(gm, example_inputs)
-        callbacks = _Callbacks(graph, boundary.extended_inputs)
-        with functorch_patch(), graph.progress.stage(f"compiling graph {graph.index}"):
-            compiled = compile_fx(
-                gm, boundary.inputs, inner_compile=callbacks.compile_half, config_patches=callbacks.patches
-            )
-        return boundary.wrap(compiled, callbacks.forward.regathered)
+        key = step_key(graph, boundary)
+        with graph.progress.stage(f"compiling graph {graph.index}"):
+            compiled, forward = _compile(gm, boundary, graph, key)
+        return boundary.wrap(compiled, forward.regathered)
+
+
+def _compile(
+    gm: fx.GraphModule, boundary: Boundary, graph: DynamoGraph, key: str, *, loads: bool = True
+) -> tuple[Callable[..., Any], _ForwardResult]:
+    """Compiled code of a graph; with ``loads``, or what an earlier process has kept of it.
+
+    ``key`` is that of the step for later processes; "" to keep nothing.
+    """
+    callbacks = _Callbacks(graph, boundary.extended_inputs, key)
+    with functorch_patch(keeps_code=bool(key)), loading(callbacks if loads else None):
+        compiled = compile_fx(
+            gm, boundary.inputs, inner_compile=callbacks.compile_half, config_patches=callbacks.patches
+        )
+    if callbacks.loaded is None or callbacks.loaded.resume():
+        return compiled, callbacks.forward
+    return _compile(gm, boundary, graph, key, loads=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,34 +130,58 @@ class _Callbacks:
     """What Inductor calls while it compiles one graph: the joint passes, then the forward, then the backward.
 
     Each call runs one step on plain data. What a later call needs is kept here: the result of the joint passes, and
-    that of the forward.
+    that of the forward. AOTAutograd calls for halves that it finds in its cache instead (``load_half``).
 
     Args:
         graph: the graph of Dynamo.
         extended_inputs: finds the inputs of its joint graph that stand for parameters with gather extensions.
+        key: of the step for later processes; "" to keep nothing.
     """
 
-    def __init__(self, graph: DynamoGraph, extended_inputs: ExtendedInputsOf) -> None:
+    def __init__(self, graph: DynamoGraph, extended_inputs: ExtendedInputsOf, key: str) -> None:
         self._graph, self._extended_inputs = graph, extended_inputs
         self._observer = Observer(folder=graph.options.dump, index=graph.index, progress=graph.progress)
-        self._joint_pass = JointPass(self._run_joint, joint_pipeline(graph.options).uuid)
-        self.patches = {**graph.inductor, JOINT_PASS: self._joint_pass}
-        self.forward = _ForwardResult()
+        uuid = joint_pipeline(graph.options).uuid
+        self._joint_pass = JointPass(self._run_joint, uuid)
+        self._record = StepRecord(key) if key else None
+        self.loaded: LoadedStep | None = None
+        self._forward = _ForwardResult()
+        # AOTAutograd's key takes in ours; those of single graphs, which Inductor looks up, do not.
+        whole = JointPass(self._run_joint_of_step, lambda: key) if key else self._joint_pass
+        self.patches = {**graph.inductor, JOINT_PASS: whole}
+        self._inner_patches = {**graph.inductor, JOINT_PASS: self._joint_pass}
+
+    @property
+    def forward(self) -> _ForwardResult:
+        """What the boundary needs to know of the forward."""
+        return self._forward if self.loaded is None else _ForwardResult(regathered=self.loaded.regathered)
+
+    def _run_joint_of_step(self, gm: fx.GraphModule) -> None:
+        self._joint_pass(gm.graph)
 
     def _run_joint(self, gm: fx.GraphModule) -> JointResult:
-        with self._graph.refusing(" (joint)", gm), self._observer.passes("joint", gm):
-            self._graph = self._graph.priced(gm)
-            return run_joint_passes(gm, self._graph, self._observer, self._extended_inputs)
+        with self._graph.refusing(" (joint)", gm), self._observer.passes("joint", gm), recording() as said:
+            self._graph = self._priced(gm)
+            result = run_joint_passes(gm, self._graph, self._observer, self._extended_inputs)
+        if self._record is not None:
+            self._record.said = tuple(said)
+        return result
+
+    def _priced(self, gm: fx.GraphModule) -> DynamoGraph:
+        priced = self._graph.priced(gm)
+        if priced is not self._graph and self._record is not None:
+            self._record.refuse("the card of this machine does not price it")
+        return priced
 
     def compile_half(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **arguments: Any) -> Any:
         """Stands for Inductor's inner compiler; ``arguments`` are those of that compiler."""
         unwrap_undrawn(gm)
         type_rng_states(gm)
         with self._graph.refusing("", gm):
-            self._graph = self._graph.priced(gm)  # a graph without gradients has no joint passes
+            self._graph = self._priced(gm)  # a graph without gradients has no joint passes
         is_backward = bool(arguments.get("is_backward"))
         if is_backward:
-            take_back_donations(gm, self.forward.with_parameters)
+            take_back_donations(gm, self._forward.with_parameters)
         with_parameters = frozenset() if is_backward else outputs_with_parameters(gm)
         task = HalfTask(
             graph=self._graph,
@@ -147,10 +190,25 @@ class _Callbacks:
             kind="backward" if is_backward else "inference" if arguments.get("is_inference") else "forward",
             gm=gm,
             example_inputs=tuple(example_inputs),
-            patches=self.patches,
+            patches=self._inner_patches,
             compiler_arguments=arguments,
+            record=self._record,
         )
         compiled, regathered = compile_half(task)
         if not is_backward:
-            self.forward = _ForwardResult(with_parameters=with_parameters, regathered=regathered)
-        return compiled
+            self._forward = _ForwardResult(with_parameters=with_parameters, regathered=regathered)
+        return compiled if self._record is None else StoredCode(compiled, self._record, task.kind)
+
+    def load_half(self, name: str, kind: str, step: KeptStep, arguments: Mapping[str, Any]) -> Half:
+        """Stands for ``compile_half`` where AOTAutograd has found the half in its cache."""
+        if self.loaded is None:
+            assert self._record is not None
+            self._record.add_kept(name, step)
+            self.loaded = LoadedStep(
+                step=step,
+                graph=self._graph,
+                observer=self._observer,
+                patches=self._inner_patches,
+                record=self._record,
+            )
+        return self.loaded.half(kind, arguments)

@@ -1,4 +1,4 @@
-"""``graphshard precompile PKG.MODULE:FACTORY``: plans and kernels of a later run, made on one machine."""
+"""``graphshard precompile PKG.MODULE:FACTORY``: the compiled step of a later run, made on one machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add_precompile_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="AXIS=N",
         help="mesh of the later run, outermost first: shard=8, or replicate=2,shard=4; names as in the run",
     )
-    add("--out", type=Path, required=True, metavar="FOLDER", help="where plans and kernels go")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="where plans, steps and kernels go")
     add(
         "--hardware",
         default=None,

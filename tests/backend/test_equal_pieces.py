@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.small_graphs import GROUP, GraphBuilder, aten
+from support.torch_versions import NEEDS_REDUCTION
 from torch import fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import inductor_prims
@@ -57,7 +58,8 @@ def _interpreted(monkeypatch) -> list[fx.GraphModule]:
 def _run_in_pieces(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     pieces = cut_in_pieces(gm)
     assert pieces is not None
-    run, _ = compile_in_pieces(gm, pieces, {})
+    row, compiled = compile_in_pieces(gm, pieces, {})
+    run = row.runner([code for _, code in compiled])
     return list(run(list(inputs)))
 
 
@@ -221,7 +223,8 @@ def test_nothing_is_held_longer_than_it_is_read(monkeypatch):
     monkeypatch.setattr(compile_pieces, "compile_fx_inner", compile_piece)
     gm = _stack(4)
     pieces = cut_in_pieces(gm)
-    run, _ = compile_in_pieces(gm, pieces, {})
+    row, compiled = compile_in_pieces(gm, pieces, {})
+    run = row.runner([code for _, code in compiled])
     run([torch.randn(4, 4, dtype=torch.float64) for _ in range(5)])
     assert alive == [0, 0, 0, 0]
 
@@ -267,7 +270,8 @@ def test_what_a_collective_in_flight_reads_is_held_until_its_wait(monkeypatch):
     gm = _in_flight()
     pieces = cut_in_pieces(gm)
     assert len(pieces) > 2
-    run, _ = compile_in_pieces(gm, pieces, {})
+    row, compiled = compile_in_pieces(gm, pieces, {})
+    run = row.runner([code for _, code in compiled])
     results = run([torch.zeros(rows, 4, dtype=torch.float64) for rows in (4, 4, 2)])
     # In the pieces between the start and the wait, and not in that of the wait, which drops it as it starts.
     assert len(results) == 2 and is_held == [True] * (len(pieces) - 2) + [False] and bucket[0]() is None
@@ -333,6 +337,7 @@ def _cuts(monkeypatch) -> list[int]:
     return found
 
 
+@NEEDS_REDUCTION
 def test_gradients_are_those_of_the_whole_half(fake_group, monkeypatch):
     """With dropout, bit for bit: pieces draw the same numbers."""
     cuts = _cuts(monkeypatch)

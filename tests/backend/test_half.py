@@ -4,6 +4,7 @@ No ranks: shards are whole, and sums over the copies run on a fake group, which 
 """
 
 import copy
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +16,8 @@ from torch import fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from graphshard.backend.half import Half
-from graphshard.backend.half_variants import PLAIN, CompiledVariant, Selection, specialise
+from graphshard.backend.halves.half import Half, HalfFacts
+from graphshard.backend.halves.half_variants import PLAIN, CompiledVariant, Selection, specialise
 from graphshard.errors import UnsupportedShardingError
 from graphshard.fsdp.state import ParameterSlot, Tree, Unit, UnitSettings, store_parameters
 from graphshard.ir.mesh import NO_AXIS
@@ -107,7 +108,7 @@ class Setup:
         for unit, name, shard in zip(self.units, NAMES, self.shards, strict=True):
             unit.slots.append(_slot(unit, name, shard))
         self.compiler = Compiler(gm)
-        self.half = Half(gm=gm, is_backward=is_backward, compile_state=self.compiler)
+        self.half = Half(facts=HalfFacts.of(gm, is_backward=is_backward), compile_state=self.compiler)
 
     def run(self, last, handles=None):
         handles = [unit.handle for unit in self.units] if handles is None else handles
@@ -204,7 +205,7 @@ def test_a_unit_stays_gathered_until_its_gradients_are_reduced(x):
     forward, backward = Setup(_forward(), is_backward=False), Setup(_backward(), is_backward=True)
     unit, a = backward.units[0], backward.shards[0]
     forward.units[0], forward.shards = unit, backward.shards
-    forward.half.kept_between = frozenset({"a"})
+    forward.half.facts = dataclasses.replace(forward.half.facts, kept_between=frozenset({"a"}))
     unit.reduce_grads, unit.settings.reshard_after_forward = False, True
     for _ in range(2):
         forward.run(x)
@@ -332,7 +333,7 @@ def test_without_copies_there_is_no_all_reduce_to_leave_out(x):
 def test_a_variant_for_each_amount_that_is_held(counts, x):
     """Gradients of micro-batches before: nothing, one, and as an input."""
     setup = Setup(_backward(num_replicas=2), is_backward=True)
-    setup.half.counts_held = counts
+    setup.half.facts = dataclasses.replace(setup.half.facts, counts_held=counts)
     setup.units[0].reduce_grads = False
     for _ in range(3):
         setup.run(x)
@@ -344,7 +345,7 @@ def test_a_variant_for_each_amount_that_is_held(counts, x):
 
 def test_what_is_held_counts_in_a_forward(x):
     setup = Setup(_forward(), is_backward=False)
-    setup.half.counts_held = True
+    setup.half.facts = dataclasses.replace(setup.half.facts, counts_held=True)
     a, b = setup.units
     a.add_unreduced("a", torch.zeros(3))
     b.add_partial("b", torch.zeros(5))
@@ -390,11 +391,11 @@ def test_gradients_wait_in_the_dtype_of_the_reduction(x):
 
 def test_the_half_itself_is_not_edited(x):
     setup = Setup(_backward(), is_backward=True)
-    before = str(setup.half.gm.graph)
+    before = str(setup.compiler.gm.graph)
     setup.units[0].reduce_grads = False
     setup.run(x)
-    assert str(setup.half.gm.graph) == before
-    assert _inputs(setup.half) == BACKWARD_INPUTS
+    assert str(setup.compiler.gm.graph) == before
+    assert _inputs(setup.compiler) == BACKWARD_INPUTS
 
 
 def _summed_reductions():
@@ -408,7 +409,7 @@ def _summed_reductions():
 def test_a_sum_of_reductions_cannot_wait(x):
     gm = _summed_reductions()
     unit = Unit(tree=Tree(_end_is_queued=True), modules=[], label="a")
-    half = Half(gm=gm, is_backward=True, compile_state=Compiler(gm))
+    half = Half(facts=HalfFacts.of(gm, is_backward=True), compile_state=Compiler(gm))
     assert half([x, x, unit.handle])[0] is not None
     unit.reduce_grads = False
     with pytest.raises(UnsupportedShardingError, match="parameter a is read in several ways"):

@@ -2,9 +2,12 @@
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -140,3 +143,40 @@ def test_every_rank_finds_its_kernels(
     assert [(each.planned, each.found, each.compiled) for each in same] == [(0, 2, 0)] * 2
     # Of two ranks that compile one graph at the same time, the later one may find it.
     assert model[0].compiled + model[1].compiled >= 2 and all(each.found + each.compiled == 2 for each in model)
+
+
+SCRIPT = """
+import torch, torch.distributed as dist, graphshard
+from pathlib import Path
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+
+def build():
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), (torch.empty(4, 8),)
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    model = build()[0].to_empty(device="cpu")
+    graphshard.fully_shard(model[0], mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
+    graphshard.fully_shard(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
+    step = torch.compile(model, backend="graphshard", options={"hardware": "cpu-ethernet-1g"})
+    step(torch.ones(4, 8)).sum().backward()
+    found = counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
+    Path(f"rank{dist.get_rank()}").write_text(f"{found}")
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_training_of_torchrun_finds_the_whole_step(tmp_path: Path) -> None:
+    """Each rank, also the one that precompile did not compile for: nothing is compiled."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    caches = {"GRAPHSHARD_CACHE": str(tmp_path / "made"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
+    environment = {**os.environ, **caches, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "made" / INDUCTOR_FOLDER)}
+    python = partial(subprocess.run, cwd=tmp_path, env=environment, check=True, timeout=300)
+    options = ["--mesh", "shard=2", "--unit", "0", "--hardware", "cpu-ethernet-1g", "--out", "made"]
+    python([sys.executable, "-m", "graphshard", "precompile", "script:build", *options])
+    python([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py"])
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["(1, 0)", "(1, 0)"]

@@ -29,20 +29,56 @@ Code = Callable[[list[Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    """One piece of a half: its code, and the places of its values in the half's list of values.
+class Call:
+    """One piece of a half: which code runs it, and the places of its values in the half's list of values.
 
     Attributes:
-        run: the code.
+        code: the position of its code.
         reads: of each input the place; of a seed that of its vector, and the position of the seed in it.
         drops: places whose values nobody reads later.
         writes: places of the outputs.
     """
 
-    run: Code
+    code: int
     reads: tuple[tuple[int, int | None], ...]
     drops: tuple[int, ...]
     writes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PieceRow:
+    """How the pieces of a half follow one another.
+
+    Attributes:
+        calls: the pieces, in order.
+        results: places of the half's results; None for a result that is None.
+        constants: the half's attributes; their places follow those of the inputs.
+        num_made: how many values the pieces make; their places come last.
+    """
+
+    calls: tuple[Call, ...]
+    results: tuple[int | None, ...]
+    constants: tuple[Any, ...]
+    num_made: int
+
+    def runner(self, codes: Sequence[Code]) -> Code:
+        """Code for the half; ``codes`` are those of its kinds of pieces."""
+        calls = [(codes[call.code], call.reads, call.drops, call.writes) for call in self.calls]
+
+        def run(args: list[Any]) -> list[Any]:
+            values = [*args, *self.constants, *(None for _ in range(self.num_made))]
+            args.clear()
+            for code, reads, drops, writes in calls:
+                given = [values[at] if seed is None else values[at][seed] for at, seed in reads]
+                for at in drops:
+                    values[at] = None
+                for at, value in zip(writes, code(given), strict=True):
+                    values[at] = value
+                value = None
+            return [None if at is None else values[at] for at in self.results]
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
 
 
 def may_be_in_pieces() -> bool:
@@ -52,8 +88,8 @@ def may_be_in_pieces() -> bool:
 
 def compile_in_pieces(
     gm: fx.GraphModule, pieces: Sequence[Piece], arguments: Mapping[str, Any]
-) -> tuple[Code, list[tuple[fx.GraphModule, Any]]]:
-    """Code for a half that runs its pieces in order, and the compiled pieces: each with its graph, equal ones once.
+) -> tuple[PieceRow, list[tuple[fx.GraphModule, Any]]]:
+    """The row of a half's pieces, and its kinds of pieces: of each the graph, and what Inductor compiled.
 
     Args:
         gm: the half.
@@ -61,17 +97,17 @@ def compile_in_pieces(
         arguments: keyword arguments of Inductor's inner compiler for the whole half.
     """
     arguments = {name: value for name, value in arguments.items() if name not in _OF_WHOLE_HALF}
-    codes: dict[Any, Code] = {}
-    compiled = []
+    kinds: dict[Any, int] = {}
+    compiled: list[tuple[fx.GraphModule, Any]] = []
     for piece in pieces:
-        if piece.key not in codes:
+        if piece.key not in kinds:
             graph = piece_graph(gm, piece)
             planned = copy_graph(graph)  # Inductor edits what it is given
-            with _alone():
+            with compiled_alone():
                 code = compile_fx_inner(graph, [node.meta["val"] for node in piece.inputs], **arguments)
-            codes[piece.key] = code
+            kinds[piece.key] = len(compiled)
             compiled.append((planned, code))
-    return _runner(gm, pieces, [codes[piece.key] for piece in pieces]), compiled
+    return _row(gm, pieces, [kinds[piece.key] for piece in pieces]), compiled
 
 
 def piece_graph(gm: fx.GraphModule, piece: Piece) -> fx.GraphModule:
@@ -92,7 +128,7 @@ def piece_graph(gm: fx.GraphModule, piece: Piece) -> fx.GraphModule:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def compiled_alone() -> Iterator[None]:
     """A context in which Inductor takes a graph for itself: what AOTAutograd knows of the half is hidden."""
     known = TracingContext.try_get()
     own = TracingContext(known.fake_mode if known is not None else None)
@@ -100,36 +136,22 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def _runner(gm: fx.GraphModule, pieces: Sequence[Piece], codes: Sequence[Code]) -> Code:
+def _row(gm: fx.GraphModule, pieces: Sequence[Piece], kinds: Sequence[int]) -> PieceRow:
     inputs = gm.graph.find_nodes(op="placeholder")
     constants = gm.graph.find_nodes(op="get_attr")
     made = [node for piece in pieces for node in piece.outputs]
     place = {node: index for index, node in enumerate((*inputs, *constants, *made))}
     calls = []
     drops = _drops(gm, pieces, place)
-    for piece, code, dropped in zip(pieces, codes, drops, strict=True):
+    for piece, kind, dropped in zip(pieces, kinds, drops, strict=True):
         reads = tuple(
             (place[node.args[0]], node.args[1]) if is_seed(node) else (place[node], None)
             for node in piece.inputs
         )
-        calls.append(_Call(code, reads, dropped, tuple(place[node] for node in piece.outputs)))
-    results = [place[value] if isinstance(value, fx.Node) else None for value in output_values(gm.graph)]
-    attributes = [operator.attrgetter(node.target)(gm) for node in constants]
-
-    def run(args: list[Any]) -> list[Any]:
-        values = [*args, *attributes, *(None for _ in made)]
-        args.clear()
-        for call in calls:
-            given = [values[at] if seed is None else values[at][seed] for at, seed in call.reads]
-            for at in call.drops:
-                values[at] = None
-            for at, value in zip(call.writes, call.run(given), strict=True):
-                values[at] = value
-            value = None
-        return [None if at is None else values[at] for at in results]
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+        calls.append(Call(kind, reads, dropped, tuple(place[node] for node in piece.outputs)))
+    results = (place[value] if isinstance(value, fx.Node) else None for value in output_values(gm.graph))
+    attributes = (operator.attrgetter(node.target)(gm) for node in constants)
+    return PieceRow(tuple(calls), tuple(results), tuple(attributes), len(made))
 
 
 def _drops(

@@ -27,8 +27,12 @@ __all__ = [
     "compile_later",
     "config_patches",
     "count_compiled",
+    "count_loaded",
     "functorch_patch",
+    "keeps_code",
     "memory_patch",
+    "records_cuda_graphs",
+    "settings_of_torch",
 ]
 
 #: Inductor settings that would move or merge collectives after the passes (checked: 2.13). A name that a torch version
@@ -64,9 +68,16 @@ _WITH_BUDGET: dict[str, Any] = {"layout_optimization": False}
 #: Inductor's setting for a pass over the joint graph; the backend sets it for each compilation.
 JOINT_PASS = "joint_custom_pre_pass"
 
-#: The autograd cache would skip the passes, and with them the agreement of the ranks. The decision sync runs
-#: collectives while it compiles, which hangs if one rank compiles alone.
-_FUNCTORCH: dict[str, Any] = {"enable_autograd_cache": False, "_sync_decision_cross_ranks": False}
+#: The decision sync runs collectives while it compiles, which hangs if one rank compiles alone.
+_FUNCTORCH: dict[str, Any] = {"_sync_decision_cross_ranks": False}
+
+#: Where a graph's code is not kept, AOTAutograd's cache would skip the passes, and with them the agreement of the
+#: ranks. With halves pickled as they are, Inductor would not look up single graphs.
+_NOT_KEPT: dict[str, Any] = {"enable_autograd_cache": False, "bundled_autograd_cache": False}
+
+#: Where it is kept, AOTAutograd pickles halves as they are, so it asks for the backward when it has the forward. A half
+#: with shard ops is compiled later all the same.
+_KEPT: dict[str, Any] = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True}
 
 
 def config_patches(user: Mapping[str, Any], *, has_budget: bool = False) -> dict[str, Any]:
@@ -108,10 +119,11 @@ def memory_patch(user: Mapping[str, Any]) -> contextlib.AbstractContextManager[A
     return inductor_config.patch({name: wanted[name] for name in wanted if _has(name) and name not in user})
 
 
-def functorch_patch() -> Any:
-    """A context with the AOTAutograd settings that the backend needs."""
+def functorch_patch(*, keeps_code: bool = False) -> Any:
+    """A context with the AOTAutograd settings that the backend needs; ``keeps_code`` has its cache on."""
+    settings = {**_FUNCTORCH, **(_KEPT if keeps_code else _NOT_KEPT)}
     return functorch_config.patch(
-        {name: value for name, value in _FUNCTORCH.items() if hasattr(functorch_config, name)}
+        {name: value for name, value in settings.items() if hasattr(functorch_config, name)}
     )
 
 
@@ -136,10 +148,31 @@ def compile_later(patches: Mapping[str, Any]) -> Callable[[], contextlib.Abstrac
     return enter
 
 
+def keeps_code() -> bool:
+    """Whether the caches of torch that kept code needs are on."""
+    return bool(functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache)
+
+
+def records_cuda_graphs(user: Mapping[str, Any]) -> bool:
+    """Whether Inductor records CUDA graphs, with the user's options."""
+    return bool(user.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
+
+
+def settings_of_torch() -> str:
+    """All settings of Inductor and AOTAutograd as text."""
+    return f"{inductor_config.get_hash().hex()} {functorch_config.get_hash().hex()}"
+
+
+def count_loaded(more: int) -> None:
+    """Counts graphs that were loaded with kept steps, for :func:`count_compiled`."""
+    counters["graphshard"]["graphs_loaded"] += more
+
+
 def count_compiled() -> tuple[int, int, int]:
-    """How many graphs Inductor has found in its cache, has compiled for it, and has compiled without it."""
+    """How many graphs Inductor has found in a cache, has compiled for its own, and has compiled without it."""
     found = counters["inductor"]
-    return tuple(found[f"fxgraph_cache_{what}"] for what in ("hit", "miss", "bypass"))
+    hits, misses, others = (found[f"fxgraph_cache_{what}"] for what in ("hit", "miss", "bypass"))
+    return hits + counters["graphshard"]["graphs_loaded"], misses, others
 
 
 def _has(name: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..ir import (
+from ...ir import (
     GATHERED_INPUT,
     REDUCE_GRAD,
     UNSHARD,
@@ -29,6 +29,7 @@ from ..ir import (
     output_values,
     padded_shape,
 )
+from ..inductor import VariantCode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,12 +107,14 @@ class CompiledVariant:
         collectives: fingerprint of its collectives; "" if there are none, or if the ranks do not compare them.
         check: called with the inputs in front of each run; None if there is nothing to check.
         regathered: of a forward, the names of the parameters whose shards it keeps for the backward to gather again.
+        code: what ``run`` runs, if it can be kept for a later process.
     """
 
     run: Callable[[list[Any]], Any]
     collectives: str = ""
     check: Callable[[list[Any]], None] | None = None
     regathered: frozenset[str] = frozenset()
+    code: VariantCode | None = None
 
 
 def specialise(gm: fx.GraphModule, example_inputs: Sequence[Any], state: State) -> Variant:

@@ -1,6 +1,6 @@
 """One half of a captured graph at run time: it picks the variant for the state that its units are in.
 
-Why there are variants: see "Variants of a half" in :mod:`graphshard.backend.half_variants`.
+Why there are variants: see "Variants of a half" in :mod:`graphshard.backend.halves.half_variants`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,48 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from .._compat import below_autograd, compile_lock, in_backward
-from ..errors import UnsupportedShardingError
-from ..fsdp.state import Unit, expect_no_gradient, unit_of
-from ..ir import REDUCE_GRAD, UNSHARD, ReduceGradCall, UnshardCall, parameter_of
-from .half_variants import PLAIN_STATE, CompiledVariant, Selection, State, shard_ops
+from ..._compat import below_autograd, compile_lock, in_backward
+from ...errors import UnsupportedShardingError
+from ...fsdp.state import Unit, expect_no_gradient, unit_of
+from ...ir import REDUCE_GRAD, UNSHARD, ReduceGradCall, UnshardCall, parameter_of
+from .half_variants import PLAIN_STATE, CompiledVariant, Gather, Reduction, Selection, State, shard_ops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfFacts:
+    """What a half says of itself; a later process reads it from disk.
+
+    Attributes:
+        is_backward: it is a backward; if not, a forward or an inference graph.
+        gathers, reductions: its shard ops, in graph order.
+        group_name: the first process group of more than one rank over which they communicate; "" if there is none.
+        kept_between: of a forward, the units that a planner keeps gathered between micro-batches.
+        counts_held: a memory budget counts what the units hold beside the inputs, so a variant is compiled for each
+            amount of it.
+        what: names the half in errors.
+    """
+
+    is_backward: bool
+    gathers: tuple[Gather, ...] = ()
+    reductions: tuple[Reduction, ...] = ()
+    group_name: str = ""
+    kept_between: frozenset[str] | None = None
+    counts_held: bool = False
+    what: str = "a graph"
+
+    @staticmethod
+    def of(gm: fx.GraphModule, *, pieces: frozenset[str] = frozenset(), **said: Any) -> HalfFacts:
+        """Those of a half at level 1.
+
+        Args:
+            gm: the half.
+            pieces: inputs that are pieces of full parameters as they were in the forward, not shards.
+            said: the attributes that its graph does not say.
+        """
+        gathers, reductions = shard_ops(gm, pieces)
+        return HalfFacts(
+            gathers=tuple(gathers), reductions=tuple(reductions), group_name=_first_group(gm), **said
+        )
 
 
 @dataclass
@@ -23,32 +60,25 @@ class Half:
     """A callable in AOTAutograd's boxed convention that runs the variant for its units' state.
 
     Attributes:
-        gm: the half at level 1; it is not changed.
-        is_backward: it is a backward; if not, a forward or an inference graph.
+        facts: what the half says of itself.
         compile_state: compiles the variant for a state.
-        pieces: inputs that are pieces of full parameters as they were in the forward, not shards.
-        kept_between: of a forward, the units that a planner keeps gathered between micro-batches.
-        counts_held: a memory budget counts what the units hold beside the inputs, so a variant is compiled for each
-            amount of it.
-        what: names the half in errors.
     """
 
-    gm: fx.GraphModule
-    is_backward: bool
+    facts: HalfFacts
     compile_state: Callable[[State], CompiledVariant]
-    pieces: frozenset[str] = frozenset()
-    kept_between: frozenset[str] | None = None
-    counts_held: bool = False
-    what: str = "a graph"
     _variants: dict[State, CompiledVariant] = field(default_factory=dict)
     _boxed_call: bool = True
 
     def __post_init__(self) -> None:
-        self._gathers, self._reductions = shard_ops(self.gm, self.pieces)
+        self._gathers, self._reductions = self.facts.gathers, self.facts.reductions
         handles = {gather.handle for gather in self._gathers}
         self._handles = sorted(handles | {reduction.handle for reduction in self._reductions})
-        self._group_name = _first_group(self.gm)
         self.source_code = None
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is a backward."""
+        return self.facts.is_backward
 
     def compile(self, state: State = PLAIN_STATE) -> CompiledVariant:
         """The variant for a state, compiled when it is first asked for; under Dynamo's lock, as Inductor expects."""
@@ -60,9 +90,9 @@ class Half:
     def __call__(self, args: list[Any]) -> Any:
         found = {position: unit_of(args[position]) for position in self._handles}
         units = {position: unit for position, unit in found.items() if unit is not None}
-        if self.kept_between is not None:
+        if self.facts.kept_between is not None:
             for unit in units.values():
-                unit.keeps_between = unit.label in self.kept_between
+                unit.keeps_between = unit.label in self.facts.kept_between
         if self.is_backward and in_backward():
             for unit in units.values():
                 unit.tree.queue_end_of_backward()
@@ -75,7 +105,7 @@ class Half:
         extra = self._extra_inputs(selection, units)
         values = [*args, *extra]
         self._release(units)
-        held_bytes = self._held_bytes(extra, units) if self.counts_held else 0
+        held_bytes = self._held_bytes(extra, units) if self.facts.counts_held else 0
         del extra
         variant = self.compile((selection, held_bytes))
         _check(variant, values)
@@ -91,18 +121,18 @@ class Half:
         of_ops = [*(each.name for each in self._gathers), *(each.name for each in self._reductions)]
         names = list(dict.fromkeys(map(parameter_of, of_ops)))
         others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        return f"{self.what} of {names[0]}{others}" if names else self.what
+        return f"{self.facts.what} of {names[0]}{others}" if names else self.facts.what
 
     @property
     def _has_backward(self) -> bool:
-        return self.kept_between is not None
+        return self.facts.kept_between is not None
 
     def _follow(self, variant: CompiledVariant, units: dict[int, Unit]) -> None:
         """Makes sure, where it is not certain, that the other ranks run the same collectives."""
         if variant.collectives and units:
             tree = next(iter(units.values())).tree
             branch = "" if self.is_backward else self._variants[PLAIN_STATE].collectives
-            tree.follow(self._group_name, variant.collectives, f"run {self._described}", branch=branch)
+            tree.follow(self.facts.group_name, variant.collectives, f"run {self._described}", branch=branch)
 
     def _is_plain(self, unit: Unit) -> bool:
         if unit.is_gathered or unit.tree.waiting:
