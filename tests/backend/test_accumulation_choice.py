@@ -168,7 +168,7 @@ def test_a_stored_choice_holds_whether_gradients_wait_or_not(monkeypatch):
             kept=("root",), kept_between=("root",), input_bytes=trials.input_bytes()
         ).to_dict()
         stored = {"decided": decided, "scratch": ScratchTable().as_data()}
-        follow = lambda _, key, run, what: keys.append(key) or run(stored).result  # noqa: E731
+        follow = lambda _, key, run, **named: keys.append(key) or run(stored).result  # noqa: E731
         monkeypatch.setattr(planning, "decide_together", follow)
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
         planner = planning.StepPlanner(card=CARD, halves=halves, is_shared=False, what="graph")
@@ -284,9 +284,9 @@ def test_halves_are_planned_beside_what_waits(fake_group, tmp_path, monkeypatch,
     """
     keys, decide = [], planning.decide_together
 
-    def remember(stores, key, run, what):
+    def remember(stores, key, run, **named):
         keys.append(key)
-        return decide(stores, key, run, what=what)
+        return decide(stores, key, run, **named)
 
     monkeypatch.setattr(planning, "decide_together", remember)
     torch.compiler.reset()

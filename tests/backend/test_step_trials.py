@@ -378,7 +378,7 @@ def test_a_choice_for_other_sizes_does_not_say_what_the_halves_may_take(monkeypa
         size = trials.input_bytes() + is_other
         decided = StepChoice(kept=("blocks.2", "root"), peak_bytes=123, input_bytes=size).to_dict()
         stored = {"decided": decided, "scratch": ScratchTable().as_data()}
-        monkeypatch.setattr(planning, "decide_together", lambda _, __, run, what: run(stored).result)
+        monkeypatch.setattr(planning, "decide_together", lambda _, __, run, **named: run(stored).result)
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
         planner = planning.StepPlanner(card=CARD, halves=halves, is_shared=False, what="graph")
         kept = planner.choose(copy_graph(trials.gm), trials.context, trials.tag, None)
@@ -409,7 +409,7 @@ def test_a_stored_choice_is_for_one_setting_of_the_user(monkeypatch):
     def ask(trials):
         decided = StepChoice(kept=("root",), input_bytes=trials.input_bytes()).to_dict()
         stored = {"decided": decided, "scratch": ScratchTable().as_data()}
-        follow = lambda _, key, run, what: keys.append(key) or run(stored).result  # noqa: E731
+        follow = lambda _, key, run, **named: keys.append(key) or run(stored).result  # noqa: E731
         monkeypatch.setattr(planning, "decide_together", follow)
         halves = Pipeline(LowerShards(), PlanCollectives(), given=trials.tag.facts_at_end)
         planner = planning.StepPlanner(card=CARD, halves=halves, is_shared=False, what="graph")

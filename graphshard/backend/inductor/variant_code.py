@@ -31,11 +31,12 @@ class EmptyResults:
     results: tuple[Any, ...]
 
     @staticmethod
-    def of(gm: fx.GraphModule) -> EmptyResults:
-        """That of a half whose sizes do not vary."""
-        values = (
-            value.meta["val"] if isinstance(value, fx.Node) else value for value in output_values(gm.graph)
-        )
+    def of(gm: fx.GraphModule) -> EmptyResults | None:
+        """That of a half whose sizes do not vary; None if a result has no fake value, as those of ``linearize``."""
+        outputs = output_values(gm.graph)
+        if any(isinstance(value, fx.Node) and "val" not in value.meta for value in outputs):
+            return None
+        values = (value.meta["val"] if isinstance(value, fx.Node) else value for value in outputs)
         return EmptyResults(tuple(map(_layout_of, values)))
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
@@ -71,7 +72,7 @@ class VariantCode:
         row: how the pieces follow one another; None for a half that was compiled as a whole.
         names: second names of process groups, by their own.
         copied_from: the device that its results are copied from while it runs; None if none are.
-        results: stands for it where nothing is computed; None if its sizes vary.
+        results: stands for it where nothing is computed; None if that is not known.
     """
 
     compiled: tuple[Any, ...]
