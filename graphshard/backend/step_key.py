@@ -23,6 +23,8 @@ from .second_start import is_kept_here
 def step_key(graph: DynamoGraph, boundary: Boundary) -> str:
     """A key of all that is not in that of AOTAutograd's cache; "" if code of this graph is not kept."""
     options = graph.options
+    if not is_kept_here():  # as the user says
+        return ""
     sources = [pipeline.uuid() for pipeline in (half_pipeline(options), joint_pipeline(options))]
     reason = _reason_against(graph, boundary) or ("" if all(sources) else "a pass has no source file")
     if reason:
@@ -46,8 +48,6 @@ def step_key(graph: DynamoGraph, boundary: Boundary) -> str:
 def _reason_against(graph: DynamoGraph, boundary: Boundary) -> str:
     """Why code of a graph is not kept; "" if nothing is against it."""
     options = graph.options
-    if not is_kept_here():
-        return "there is no cache folder"
     if not keeps_code():
         return "a cache of torch is switched off"
     if options.verify == "off":

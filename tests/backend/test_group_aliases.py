@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from graphshard._compat import group_by_name
 from graphshard._compat_groups import register_group_name
-from graphshard.backend.inductor import name_groups_by_axis, named
+from graphshard.backend.inductor.group_aliases import name_groups_by_axis, named
 from graphshard.errors import AgreementError
 from graphshard.ir import MeshLayout, axis_of, group_name, is_collective
 

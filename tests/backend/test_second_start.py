@@ -185,7 +185,9 @@ def test_what_is_never_kept(starts, reason, tmp_path, monkeypatch, caplog):
     with functorch_config.patch({"enable_autograd_cache": reason != "no cache of torch"}):
         for _ in range(2):
             assert starts.start(**options) == ANEW
-    assert not starts.files and caplog.text.count("its code is not kept") == 2
+    assert not starts.files and caplog.text.count("its code is not kept") == (
+        0 if reason == "no folder" else 2
+    )
 
 
 @pytest.mark.parametrize("damage", ["lost", "cut", "another", "unloadable"])
