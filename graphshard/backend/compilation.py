@@ -142,18 +142,14 @@ class HalfGraph:
 def compile_half(task: HalfTask) -> tuple[Callable[..., Any], frozenset[str]]:
     """The compiled half, and of a forward the parameters that the backward gathers again.
 
-    A half with shard ops becomes a :class:`Half`, which compiles a variant for each state of its units.
+    A half with shard ops becomes a :class:`Half`, which compiles a variant for each state of its units. So does one
+    without where code is kept, since AOTAutograd then asks for the backward before it runs.
     """
-    if not any(node.target in (UNSHARD, REDUCE_GRAD) for node in task.gm.graph.nodes):
-        if task.record is None:
-            with task.refusing(task.gm):
-                compiled = compile_unsharded(task)
-            return compiled.run, compiled.regathered
-        task.record.refuse(f"the {task.kind} has no sharded parameter")
-        half = Half(
-            facts=HalfFacts(is_backward=task.kind == "backward"), compile_state=compiler_of_unsharded(task)
-        )
-        return half, frozenset() if half.is_backward else half.compile().regathered
+    is_sharded = _has_shard_ops(task.gm)
+    if not is_sharded and task.record is None:
+        with task.refusing(task.gm):
+            compiled = compile_unsharded(task)
+        return compiled.run, compiled.regathered
     options = task.graph.options
     facts = HalfFacts.of(
         task.gm,
@@ -163,35 +159,33 @@ def compile_half(task: HalfTask) -> tuple[Callable[..., Any], frozenset[str]]:
         counts_held=options.hardware is not None and options.memory_budget is not None,
         what=task.what,
     )
-    if task.record is not None:
+    if task.record is not None and not is_sharded:
+        task.record.refuse(f"the {task.kind} has no sharded parameter")
+    elif task.record is not None:
         task.record.add_half(task.kind, facts, graph_text(task.gm), lambda: task.source().as_bytes())
     half = Half(facts=facts, compile_state=compiler_of_states(task))
     return half, frozenset() if half.is_backward else half.compile().regathered
 
 
-def compiler_of_unsharded(task: HalfTask) -> Callable[[State], CompiledVariant]:
-    """Compiles a half without shard ops, now or later: AOTAutograd asks for a backward early where code is kept."""
-    later = compile_later(task.patches)
-
-    def compile_state(_: State) -> CompiledVariant:
-        with later(), task.refusing(task.gm):
-            return compile_unsharded(task)
-
-    return compile_state
-
-
 def compiler_of_states(task: HalfTask) -> Callable[[State], CompiledVariant]:
     """Compiles the variant of a half for a state, now or later."""
     later = compile_later(task.patches)
+    is_sharded = _has_shard_ops(task.gm)
 
     def compile_state(state: State) -> CompiledVariant:
         with later(), task.refusing(task.gm), recording() as said:
+            if not is_sharded:
+                return compile_unsharded(task)
             variant = compile_variant(task, specialise(task.gm, task.example_inputs, state))
-        if task.record is not None:
-            task.record.add_variant(task.kind, state, variant, tuple(said))
+            if task.record is not None:  # here, since it writes what AOTAutograd knows of the half
+                task.record.add_variant(task.kind, state, variant, tuple(said))
         return variant
 
     return compile_state
+
+
+def _has_shard_ops(gm: fx.GraphModule) -> bool:
+    return any(node.target in (UNSHARD, REDUCE_GRAD) for node in gm.graph.nodes)
 
 
 def compile_unsharded(task: HalfTask) -> CompiledVariant:

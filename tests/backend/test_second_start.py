@@ -11,7 +11,9 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
+from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import graphshard
@@ -20,7 +22,8 @@ from graphshard.backend.halves.half import HalfFacts
 from graphshard.backend.halves.half_variants import PLAIN_STATE, CompiledVariant
 from graphshard.backend.inductor import VariantCode
 from graphshard.backend.inductor.compile_pieces import PieceRow
-from graphshard.backend.second_start import StepRecord
+from graphshard.backend.second_start import HalfSource, StepRecord
+from graphshard.memory import DONATED
 from graphshard.passes import ScheduleCollectives
 
 pytestmark = pytest.mark.inductor
@@ -104,6 +107,18 @@ def test_a_later_process_compiles_nothing(starts, hardware):
     before = file.read_bytes()
     assert starts.start(hardware=hardware) == KEPT
     assert file.read_bytes() == before, "what is found is not written again"
+
+
+def test_what_autograd_gives_away_is_kept(starts):
+    """Further variants of a backward may write over the same inputs."""
+    starts.start(hardware="cpu-ethernet-1g", memory_budget="1GiB")
+    (file,) = starts.files
+    context = TracingContext(FakeTensorMode())
+    with tracing(context):
+        source = HalfSource.from_bytes(pickle.loads(file.read_bytes()).halves["backward"].source)
+    inputs = source.gm.graph.find_nodes(op="placeholder")
+    given = [index for index, node in enumerate(inputs) if node.meta.get(DONATED)]
+    assert given and context.fw_metadata.bw_donated_idxs == given
 
 
 def test_an_evaluation_is_kept_too(starts):

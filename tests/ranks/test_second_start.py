@@ -90,6 +90,27 @@ def test_each_rank_uses_what_it_has(
         assert again == kept, "variants of later states are kept, too"
 
 
+def start_twice(folder: str, options: dict[str, Any]) -> list[tuple[int, int]]:
+    """The second time with states that the first did not meet."""
+    first = train(folder, "all", **options)
+    dist.barrier()
+    return [first, train(folder, "all", **options), train(folder, "all", accumulates=True, **options)]
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(
+    "options",
+    [{"hardware": CARD, "memory_budget": "1GiB"}, {"hardware": None, "share_code": "always"}],
+    ids=["budget", "pieces"],
+)
+def test_other_kinds_of_code_train_alike(
+    run_on_gloo_ranks: Callable[..., list[Any]], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    for first, again, (found, compiled) in run_on_gloo_ranks(2, start_twice, str(tmp_path), options):
+        assert (first, again) == ((0, 2), (1, 0))
+        assert found == 1 and compiled > 0
+
+
 def follow_another_plan(folder: str) -> list[tuple[int, int]]:
     """Rank 1 has kept code of other plans than rank 0: of a half, then of both halves."""
     rank = dist.get_rank()
