@@ -36,7 +36,7 @@ def step_key(graph: DynamoGraph, boundary: Boundary) -> str:
         repr(replace(options, progress=True)),
         repr(replace(graph.given, progress=True)),
         repr(sorted(graph.parameters.items())),
-        repr((graph.is_broken, sorted(graph.waiting), graph.has_own_card, graph.are_shards_pinned)),
+        repr((graph.is_broken, sorted(graph.waiting), graph.are_shards_pinned)),
         repr([_seen(name, graph) for name in graph.groups]),
         repr((boundary.crossings, boundary.writes, boundary.results)),
         repr(Machine.here()),

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -146,7 +145,7 @@ def test_every_rank_finds_its_kernels(
 
 
 SCRIPT = """
-import torch, torch.distributed as dist, graphshard
+import sys, torch, torch.distributed as dist, graphshard
 from pathlib import Path
 from torch import nn
 from torch._dynamo.utils import counters
@@ -161,7 +160,7 @@ if __name__ == "__main__":
     model = build()[0].to_empty(device="cpu")
     graphshard.fully_shard(model[0], mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
     graphshard.fully_shard(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)))
-    step = torch.compile(model, backend="graphshard", options={"hardware": "cpu-ethernet-1g"})
+    step = torch.compile(model, backend="graphshard", options={"hardware": sys.argv[1]})
     step(torch.ones(4, 8)).sum().backward()
     found = counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
     Path(f"rank{dist.get_rank()}").write_text(f"{found}")
@@ -170,13 +169,21 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_a_training_of_torchrun_finds_the_whole_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hardware", ["cpu-ethernet-1g", "auto"])
+def test_a_training_of_torchrun_finds_the_whole_step(tmp_path: Path, hardware: str) -> None:
     """Each rank, also the one that precompile did not compile for: nothing is compiled."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    caches = {"GRAPHSHARD_CACHE": str(tmp_path / "made"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
-    environment = {**os.environ, **caches, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "made" / INDUCTOR_FOLDER)}
-    python = partial(subprocess.run, cwd=tmp_path, env=environment, check=True, timeout=300)
-    options = ["--mesh", "shard=2", "--unit", "0", "--hardware", "cpu-ethernet-1g", "--out", "made"]
-    python([sys.executable, "-m", "graphshard", "precompile", "script:build", *options])
-    python([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py"])
+
+    def python(folder: str, *arguments: str) -> None:
+        caches = {"GRAPHSHARD_CACHE": folder, "TORCHINDUCTOR_CACHE_DIR": f"made/{INDUCTOR_FOLDER}"}
+        environment = {**os.environ, **caches, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
+        command = [sys.executable, "-m", *arguments]
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=300)
+
+    training = ["torch.distributed.run", "--nproc-per-node", "2", "script.py", hardware]
+    if hardware == "auto":
+        python("first", *training)  # measures this machine
+    options = ["--mesh", "shard=2", "--unit", "0", "--hardware", hardware, "--out", "made"]
+    python("first", "graphshard", "precompile", "script:build", *options)
+    python("made", *training)
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["(1, 0)", "(1, 0)"]
