@@ -148,7 +148,7 @@ def _regathered_never(model: nn.Module) -> None:
         {"bucket": "none"},
         {"share_code": "always"},
         {"verify": "full"},
-        {"inductor": {"max_autotune": True}},
+        {"inductor": {"max_fusion_size": 8}},
         {"passes": {"schedule_collectives": [ScheduleCollectives(prefetch=0)]}},
     ],
     ids=lambda changed: ", ".join(changed),
