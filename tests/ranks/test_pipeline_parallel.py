@@ -169,8 +169,8 @@ def test_each_stage_measures_and_plans_on_its_own(run_on_gloo_ranks: Run, schedu
     run_on_gloo_ranks(4, train_on_measured_ranks, schedule_name)
 
 
-def count_gathers(implementation: str) -> None:
-    """A stage that is gathered before the step stays so for all micro-batches, and is freed at the end."""
+def count_gathers(implementation: str, unshards: bool) -> None:
+    """A stage that does not reshard is gathered once for all micro-batches, and is freed at the end."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     index, fully_shard = mesh.get_local_rank("pp"), pick_fully_shard(implementation)
     stage = nn.Sequential(Block(), Block())
@@ -184,16 +184,17 @@ def count_gathers(implementation: str) -> None:
         loss_fn=_loss,
     )
     x, target = _batch(0, 0)
-    for _ in range(2):  # the first step compiles
+    for _ in range(3):  # the first step compiles, and shows that there are micro-batches
         with count_collectives() as counts:
             for module in stage.modules():
-                if isinstance(module, FSDPModule):
+                if unshards and isinstance(module, FSDPModule):
                     module.unshard()
             schedule.step(*([x] if index == 0 else []), **({"target": target} if index == 1 else {}))
         assert all(isinstance(parameter, DTensor) for parameter in stage.parameters())
     assert counts == {"gathers": 2, "reductions": 2}
 
 
+@pytest.mark.parametrize("unshards", [True, False], ids=["begins with unshard", "as the user of FSDP2 has it"])
 @pytest.mark.parametrize("implementation", EVERY)
-def test_a_stage_is_gathered_once_a_step(run_on_gloo_ranks: Run, implementation: str) -> None:
-    run_on_gloo_ranks(4, count_gathers, implementation)
+def test_a_stage_is_gathered_once_a_step(run_on_gloo_ranks: Run, implementation: str, unshards: bool) -> None:
+    run_on_gloo_ranks(4, count_gathers, implementation, unshards)

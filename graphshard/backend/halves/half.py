@@ -16,6 +16,7 @@ from ...errors import UnsupportedShardingError
 from ...fsdp.state import Unit, expect_no_gradient, unit_of
 from ...ir import REDUCE_GRAD, UNSHARD, ReduceGradCall, UnshardCall, parameter_of
 from .half_variants import PLAIN_STATE, CompiledVariant, Gather, Reduction, Selection, State, shard_ops
+from .repeated_forwards import RepeatedForwards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +68,7 @@ class Half:
     facts: HalfFacts
     compile_state: Callable[[State], CompiledVariant]
     _variants: dict[State, CompiledVariant] = field(default_factory=dict)
+    _repeats: RepeatedForwards = field(default_factory=RepeatedForwards)
     _boxed_call: bool = True
 
     def __post_init__(self) -> None:
@@ -96,6 +98,8 @@ class Half:
         if self.is_backward and in_backward():
             for unit in units.values():
                 unit.tree.queue_end_of_backward()
+        if self._has_backward:
+            self._repeats.note(set(units.values()))
         if all(map(self._is_plain, units.values())):
             variant = self.compile()
             _check(variant, args)
@@ -143,6 +147,8 @@ class Half:
 
     def _keeps(self, unit: Unit) -> bool:
         """Whether a forward keeps what it gathers for the unit; an evaluation does so only if the user says so."""
+        if self._has_backward and self._repeats.expects_more(unit):
+            return True
         return unit.keeps_from_forward and (self._has_backward or not unit.stays_gathered)
 
     def _select(self, units: dict[int, Unit]) -> Selection:

@@ -165,6 +165,7 @@ class Tree:
         may_be_tied: a parameter may have been written into the ``_parameters`` of another module.
         is_last_backward: gradients that wait are reduced at the end of a backward, unless it ``is_finalized_by_hand``.
         waiting: gradients of a unit wait for a reduction.
+        iterations: how many backwards have ended that reduce what waits.
         max_reductions: the largest ``max_reductions`` of its units.
         graph_breaks: places where Dynamo has cut a forward of the model into several graphs.
         has_warned: a warning has said that another compiler runs a graph of the model.
@@ -189,6 +190,7 @@ class Tree:
     is_last_backward: bool = True
     is_finalized_by_hand: bool = False
     waiting: bool = False
+    iterations: int = 0
     max_reductions: int = 0
     graph_breaks: set[str] = field(default_factory=set)
     numbers: dict[str, int] = field(default_factory=dict)
@@ -362,6 +364,7 @@ class Tree:
         """Frees gathered parameters, and reduces gradients that wait if this is the last backward."""
         is_last = by_hand or (self.is_last_backward and not self.is_finalized_by_hand)
         self._end_is_queued = False
+        self.iterations += is_last
         self.write_back()
         self.drop_prefetched()
         units = self.units()
