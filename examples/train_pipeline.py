@@ -70,13 +70,6 @@ def make_stage(mesh: DeviceMesh, device: torch.device) -> nn.Module:
     return stage
 
 
-def gather_all(stage: nn.Module) -> None:
-    """Gathers the stage once for all micro-batches of a step; the schedule frees it at the end."""
-    for module in stage.modules():
-        if isinstance(module, graphshard.FSDPModule):
-            module.unshard()
-
-
 def train_stages(ranks: Ranks) -> list[StepResult]:
     """Each step runs all micro-batches through all stages; ranks without a part of a result give 0 to its sum."""
     num_batches = ranks.world_size // STAGES
@@ -92,7 +85,6 @@ def train_stages(ranks: Ranks) -> list[StepResult]:
         losses: list[Tensor] = []
         inputs = [tokens] if index == 0 else []
         ends = {"target": targets, "losses": losses} if index == STAGES - 1 else {}
-        gather_all(model)
         schedule.step(*inputs, **ends)
         loss = torch.stack(losses).mean().item() if losses else 0.0
         norm = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]).full_tensor()

@@ -245,3 +245,40 @@ def _set_at_run_time(implementation: str) -> None:
 @pytest.mark.parametrize("implementation", EVERY)
 def test_reshard_after_forward_set_at_run_time(run_on_gloo_ranks, implementation):
     run_on_gloo_ranks(2, _set_at_run_time, implementation)
+
+
+def _several_forwards(implementation: str) -> None:
+    """Two forwards and one backward of their sum, as with a contrastive loss; then steps of one forward."""
+    reference = _build()
+    model = copy.deepcopy(reference)
+    shard_units(implementation, model, list(model), reshard_after_forward=False)
+    forward = compile_if_asked(implementation, model)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (reference, model)]
+    gathers = []
+    for step, forwards in enumerate((2, 2, 1, 1, 2)):
+        numbers = [10 * step + index for index in range(forwards)]
+        for number in numbers:
+            _mean_backward(reference, number)
+        with count_collectives() as counts:
+            sum(forward(_batch(number, dist.get_rank())).square().sum() for number in numbers).backward()
+        gathers.append(counts["gathers"])
+        _check_gradients(reference, model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for _ in range(2 if implementation == "compiled" else 0):  # the first one compiles
+                with count_collectives() as counts:
+                    forward(_batch(0, 0))
+            assert counts["gathers"] == 3 or implementation != "compiled", "an evaluation keeps nothing"
+    # Uncompiled, the first backward frees what the second one gathers. A compiled model has to see a step of several
+    # forwards (here it is the one that compiles) before it keeps parameters for the second of them.
+    expected = {"fsdp2": [5, 5, 3, 3, 5], "sharded": [6, 6, 3, 3, 6], "compiled": [gathers[0], 3, 3, 3, 6]}
+    assert gathers == expected[implementation]
+
+
+@pytest.mark.parametrize("implementation", EVERY)
+def test_units_that_do_not_reshard_are_gathered_for_the_first_of_several_forwards(
+    run_on_gloo_ranks, implementation
+):
+    run_on_gloo_ranks(2, _several_forwards, implementation)
