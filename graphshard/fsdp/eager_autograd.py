@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from .._compat import gradients_are_boxed, in_backward, in_recomputation, is_tracing
 from .._compat_autograd import accumulates_in_leaf, are_in_order, backward_id, is_asked_for, is_in_backward
-from ..ir import COMMS
+from ..ir import COMMS, new_handle
 from ..tensor_trees import tensors_in
 from .state import (
     ForwardReads,
@@ -187,9 +187,7 @@ class Writable(torch.autograd.Function):
 
 def _handle_of_comms(unit: Unit) -> Tensor:
     """A handle that leads to the collectives of a unit, and not to the unit."""
-    handle = torch.empty_like(unit.handle)
-    setattr(handle, COMMS, unit.settings.comms)
-    return handle
+    return new_handle(**{COMMS: unit.settings.comms})
 
 
 def full_parameter(slot: ParameterSlot) -> Tensor:

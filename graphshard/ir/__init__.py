@@ -48,7 +48,16 @@ from .graph_text import (
     text_fingerprint,
     value_text,
 )
-from .handles import GATHERED_INPUT, READ_WHOLE, TANGENT_INPUT, UNIT, WAITING_INPUTS, UnitState, unit_state_of
+from .handles import (
+    GATHERED_INPUT,
+    READ_WHOLE,
+    TANGENT_INPUT,
+    UNIT,
+    WAITING_INPUTS,
+    UnitState,
+    new_handle,
+    unit_state_of,
+)
 from .lowering import (
     EagerEmitter,
     emit_all_gather,
@@ -229,6 +238,7 @@ __all__ = [
     "local_shape",
     "merge_waits",
     "moved_to_row",
+    "new_handle",
     "node_names",
     "of_gradient",
     "operands",

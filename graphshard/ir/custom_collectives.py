@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._compat import group_by_name
+from .handles import attribute_of
 
 #: The attribute by which a unit's handle holds its :class:`UserComms`.
 COMMS = "_graphshard_comms"
@@ -62,7 +63,7 @@ def custom_all_gather(shard: Tensor, group_size: int, group_name: str, handle: T
     As in FSDP2, the input is this rank's slice of the output buffer. The result is a copy, because the object may
     return the same buffer each time.
     """
-    comm = getattr(handle, COMMS).all_gather
+    comm = attribute_of(handle, COMMS).all_gather
     group = group_by_name(group_name)
     numel = shard.numel()
     whole = comm.allocate((numel * group_size,), dtype=shard.dtype, device=shard.device)
@@ -77,7 +78,7 @@ def custom_reduce_scatter(
     full: Tensor, reduce_op: str, group_size: int, group_name: str, handle: Tensor
 ) -> Tensor:
     """Reduce-scatter by the unit's object: ``[ranks * n, ...]`` to ``[n, ...]``."""
-    comm = getattr(handle, COMMS).reduce_scatter
+    comm = attribute_of(handle, COMMS).reduce_scatter
     source = comm.allocate((full.numel(),), dtype=full.dtype, device=full.device)
     source.copy_(full.reshape(-1))
     piece = comm.allocate((full.numel() // group_size,), dtype=full.dtype, device=full.device)
@@ -90,7 +91,7 @@ def custom_reduce_scatter(
 def all_reduce_hook(reduced: Tensor, reduce_op: str, group_name: str, handle: Tensor) -> Tensor:
     """A copy of ``reduced``, of any shape, after the unit's hook has changed it in place."""
     result = reduced.clone()
-    getattr(handle, COMMS).all_reduce_hook(result.view(-1))
+    attribute_of(handle, COMMS).all_reduce_hook(result.view(-1))
     return result
 
 

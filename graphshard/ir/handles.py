@@ -4,15 +4,21 @@ A handle is how a graph finds the run-time state of the parameters it gathers. I
 an attribute. The shard ops take it as an argument, so it reaches every
 graph that reads the unit's parameters, and the backward of that graph. The unit itself is defined in
 :mod:`graphshard.fsdp.state.unit`; the ops need only what :class:`UnitState` declares.
+
+Under hooks of saved tensors (those around an uncompiled forward, for instance) a backward gets what they return: mostly
+another tensor over the same memory, which has no attributes. So a handle is known by its memory, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor
 
+from .._compat import storage_id
 from .params import ReduceGradCall, UnshardCall
 
 #: The attribute by which a module, or a handle, holds its unit.
@@ -64,6 +70,27 @@ class UnitState(Protocol):
         ...
 
 
+_HANDLES: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+
+
+def new_handle(**attributes: Any) -> Tensor:
+    """An empty tensor with attributes, which :func:`attribute_of` also finds for other tensors over its memory."""
+    handle = torch.empty(0, dtype=torch.int8)
+    for name, value in attributes.items():
+        setattr(handle, name, value)
+    _HANDLES[storage_id(handle)] = handle
+    return handle
+
+
+def attribute_of(handle: Tensor | None, name: str) -> Any:
+    """An attribute of a handle, or of the handle whose memory a tensor shares; None if there is none."""
+    value = getattr(handle, name, None)
+    if value is None and type(handle) is Tensor and handle.dtype == torch.int8 and not handle.numel():
+        value = getattr(_HANDLES.get(storage_id(handle)), name, None)
+    return value
+
+
 def unit_state_of(handle: Tensor | None) -> UnitState | None:
     """The unit of a handle; None for a stand-in (while tracing, or in a test)."""
-    return getattr(handle, UNIT, None)
+    state: UnitState | None = attribute_of(handle, UNIT)
+    return state

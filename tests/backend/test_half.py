@@ -206,6 +206,7 @@ def test_a_unit_stays_gathered_until_its_gradients_are_reduced(x):
     unit, a = backward.units[0], backward.shards[0]
     forward.units[0], forward.shards = unit, backward.shards
     forward.half.facts = dataclasses.replace(forward.half.facts, kept_between=frozenset({"a"}))
+    forward.units[1].settings.reshard_after_forward = True
     unit.reduce_grads, unit.settings.reshard_after_forward = False, True
     for _ in range(2):
         forward.run(x)

@@ -96,6 +96,7 @@ class Half:
             for unit in units.values():
                 unit.keeps_between = unit.label in self.facts.kept_between
         if self.is_backward and in_backward():
+            self._refuse_copies(len(found) - len(units))
             for unit in units.values():
                 unit.tree.queue_end_of_backward()
         if self._has_backward:
@@ -137,6 +138,13 @@ class Half:
             tree = next(iter(units.values())).tree
             branch = "" if self.is_backward else self._variants[PLAIN_STATE].collectives
             tree.follow(self.facts.group_name, variant.collectives, f"run {self._described}", branch=branch)
+
+    def _refuse_copies(self, missing: int) -> None:
+        if missing:
+            raise UnsupportedShardingError(
+                f"the backward of {self._described} does not know {missing} of its units: hooks of saved tensors have "
+                "copied the empty int8 tensors that lead to them; let hooks return tensors without elements as they are"
+            )
 
     def _is_plain(self, unit: Unit) -> bool:
         if unit.is_gathered or unit.tree.waiting:

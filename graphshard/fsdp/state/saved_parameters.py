@@ -31,6 +31,7 @@ from ..._compat_autograd import (
     unseen_by_checkpoint,
 )
 from ...errors import ParameterStateError, UnsupportedShardingError
+from ...ir import unit_state_of
 from .shard_versions import FullRead, Version, version_of
 
 
@@ -385,13 +386,17 @@ class SavedParameters:
     def _inside_of(
         self, outer_pack: Callable[[Tensor], Any], outer_unpack: Callable[[Any], Tensor]
     ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        """Hooks that leave all but full parameters to other hooks, which the user has set."""
+        """Hooks that leave all but full parameters and handles to other hooks, which the user has set."""
 
         def pack(value: Tensor) -> Any:
+            if unit_state_of(value) is not None:
+                return value
             token = self._token(value)
             return token if token is not None else (outer_pack(value),)
 
         def unpack(packed: Any) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
             return packed.restore() if type(packed) is _Token else outer_unpack(packed[0])
 
         return unseen_by_checkpoint(pack, (outer_pack, outer_unpack)), unpack

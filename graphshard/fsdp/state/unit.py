@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..._compat import in_backward
-from ...ir import COMMS, UNIT, UnshardCall, unit_state_of
+from ...ir import COMMS, UNIT, UnshardCall, new_handle, unit_state_of
 from .eager_collectives import write_back, write_back_reads
 from .parameter_slot import ParameterSlot, refuse_kept, shard_data
 from .plain_gathers import Pending, start_gather
@@ -116,10 +116,9 @@ class Unit(UnitGradients):
     _prefetched: Pending | None = None
 
     def __post_init__(self) -> None:
-        self.handle, self.marker = torch.empty(0, dtype=torch.int8), torch.empty(0, dtype=torch.int8)
-        setattr(self.handle, UNIT, self)
+        self.handle = new_handle(**{UNIT: self, COMMS: self.settings.comms})
+        self.marker = torch.empty(0, dtype=torch.int8)
         setattr(self.marker, UNIT, self)
-        setattr(self.handle, COMMS, self.settings.comms)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         """A unit with the same settings and switches, without modules and without state.
