@@ -73,6 +73,7 @@ TOLERATED_PRIVATE = {
 #: Memoised functions, with the reason why their memory is harmless.
 TOLERATED_CACHES = {
     "graphshard.coordination.known_steps._steps_by_group": "held weakly, by process group; gone with the group",
+    "graphshard.ir.handles._handles_by_memory": "held weakly, by memory; gone with the unit",
     "graphshard.ir.op_traits._can_be_viewed": "a function of numbers; asked of every reshape many times",
     "graphshard.ir.op_traits._traits": "what an op is never changes; asked of every node many times",
     "graphshard.machine._cpu_text": "what the system says of its processor; asked of every plan",

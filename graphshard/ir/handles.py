@@ -11,6 +11,7 @@ another tensor over the same memory, which has no attributes. So a handle is kno
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -70,24 +71,28 @@ class UnitState(Protocol):
         ...
 
 
-_HANDLES: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-
-
 def new_handle(**attributes: Any) -> Tensor:
     """An empty tensor with attributes, which :func:`attribute_of` also finds for other tensors over its memory."""
     handle = torch.empty(0, dtype=torch.int8)
     for name, value in attributes.items():
         setattr(handle, name, value)
-    _HANDLES[storage_id(handle)] = handle
+    _handles_by_memory()[storage_id(handle)] = handle
     return handle
 
 
 def attribute_of(handle: Tensor | None, name: str) -> Any:
     """An attribute of a handle, or of the handle whose memory a tensor shares; None if there is none."""
     value = getattr(handle, name, None)
-    if value is None and type(handle) is Tensor and handle.dtype == torch.int8 and not handle.numel():
-        value = getattr(_HANDLES.get(storage_id(handle)), name, None)
-    return value
+    if value is not None or handle is None or type(handle) is not Tensor:
+        return value
+    if handle.dtype != torch.int8 or handle.numel():
+        return None
+    return getattr(_handles_by_memory().get(storage_id(handle)), name, None)
+
+
+@functools.cache
+def _handles_by_memory() -> WeakValueDictionary[int, Tensor]:
+    return WeakValueDictionary()
 
 
 def unit_state_of(handle: Tensor | None) -> UnitState | None:
