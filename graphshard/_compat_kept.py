@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch._functorch._aot_autograd.autograd_cache import (  # checked: 2.11, 2.13, 2.14
     BypassAOTAutogradCache,
     FXGraphCacheMiss,
 )
 from torch._guards import TracingContext, detect_fake_mode  # checked: 2.13
 from torch._inductor.output_code import OutputCode  # checked: 2.11, 2.13, 2.14
+from torch._library.custom_ops import OPDEFS  # checked: 2.11, 2.13, 2.14
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode  # checked: 2.13
 from torch.fx._graph_pickler import GraphPickler, Options  # checked: 2.11, 2.13, 2.14
+from torch.utils._python_dispatch import _disable_current_modes  # checked: 2.13
 
-__all__ = ["BypassAOTAutogradCache", "FXGraphCacheMiss", "OutputCode", "pickled", "unpickled"]
+__all__ = [
+    "BypassAOTAutogradCache",
+    "FXGraphCacheMiss",
+    "OutputCode",
+    "bytes_of",
+    "functions_of_op",
+    "pickled",
+    "registrations_of_op",
+    "unpickled",
+]
 
 
 def pickled(value: Any, node_keys: frozenset[str]) -> bytes:
@@ -37,3 +51,23 @@ def unpickled(data: bytes) -> Any:
     if context is not None and context.fw_metadata is None:
         context.fw_metadata = metadata
     return value
+
+
+def bytes_of(value: torch.Tensor) -> bytes:
+    """What a real tensor holds, also while a graph is traced with fake ones."""
+    with _disable_current_modes():
+        return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def registrations_of_op(op: OpOverload) -> str:
+    """What the dispatcher knows of an op; each kernel with the file and the line that registered it (checked: 2.13)."""
+    return torch._C._dispatch_dump(op.name())
+
+
+def functions_of_op(op: OpOverload) -> list[Callable[..., Any]]:
+    """The functions of an op of ``torch.library.custom_op`` that may be traced (checked: 2.11, 2.13, 2.14)."""
+    defined = OPDEFS.get(op._schema.name)
+    if defined is None:
+        return []
+    given = (defined._init_fn, defined._abstract_fn, defined._setup_context_fn, defined._backward_fn)
+    return [function for function in given if function is not None]

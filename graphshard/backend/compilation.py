@@ -33,7 +33,6 @@ from ..ir import (
     UNSHARD,
     collective_text,
     copy_graph,
-    graph_text,
     group_labels,
     group_name,
     is_collective,
@@ -68,7 +67,7 @@ from .inductor import (
 from .joint import JointResult
 from .observer import Observer
 from .pipelines import half_pipeline, half_pipelines
-from .second_start import HalfSource, StepRecord
+from .second_start import HalfSource, StepRecord, half_text
 from .step_planner import StepPlanner
 
 #: A half is compiled in pieces if at most so large a share of its ops is then compiled.
@@ -161,8 +160,10 @@ def compile_half(task: HalfTask) -> tuple[Callable[..., Any], frozenset[str]]:
     )
     if task.record is not None and not is_sharded:
         task.record.refuse(f"the {task.kind} has no sharded parameter")
+    elif task.record is not None and not (text := half_text(task.gm)):
+        task.record.refuse(f"the {task.kind} has a constant that is no plain tensor")
     elif task.record is not None:
-        task.record.add_half(task.kind, facts, graph_text(task.gm), lambda: task.source().as_bytes())
+        task.record.add_half(task.kind, facts, text, lambda: task.source().as_bytes())
     half = Half(facts=facts, compile_state=compiler_of_states(task))
     return half, frozenset() if half.is_backward else half.compile().regathered
 

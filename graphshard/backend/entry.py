@@ -90,7 +90,7 @@ def compile_graph(
     graph = read_graph(gm, example_inputs, options, is_ahead=is_ahead)
     with graph.refusing("", gm):
         boundary = enter_boundary(gm, example_inputs)
-        key = step_key(graph, boundary)
+        key = step_key(gm, graph, boundary)
         with graph.progress.stage(f"compiling graph {graph.index}"):
             compiled, forward = _compile(gm, boundary, graph, key)
         return boundary.wrap(compiled, forward.regathered)

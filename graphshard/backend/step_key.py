@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import fx
 
 from .._compat import group_by_name
 from ..cost import GroupTopology
@@ -17,22 +18,32 @@ from .dtensor_boundary import Boundary
 from .dynamo_graph import DynamoGraph
 from .inductor import keeps_code, records_cuda_graphs, settings_of_torch
 from .pipelines import half_pipeline, joint_pipeline
-from .second_start import is_kept_here
+from .second_start import is_kept_here, sources_of_ops
 
 
-def step_key(graph: DynamoGraph, boundary: Boundary) -> str:
-    """A key of all that is not in that of AOTAutograd's cache; "" if code of this graph is not kept."""
+def step_key(gm: fx.GraphModule, graph: DynamoGraph, boundary: Boundary) -> str:
+    """A key of all that is not in that of AOTAutograd's cache; "" if code of this graph is not kept.
+
+    Args:
+        gm: the graph, as Dynamo captured it.
+        graph: what is known of it.
+        boundary: its inputs and results.
+    """
     options = graph.options
     if not is_kept_here():  # as the user says
         return ""
     sources = [pipeline.uuid() for pipeline in (half_pipeline(options), joint_pipeline(options))]
+    of_ops = sources_of_ops(gm)
     reason = _reason_against(graph, boundary) or ("" if all(sources) else "a pass has no source file")
+    reason = reason or ("" if of_ops is not None else "a custom op has no source file")
     if reason:
         LOGGER.info("graph %d: its code is not kept: %s", graph.index, reason)
         return ""
     parts = [
         torch.__version__,
         *sources,
+        repr(of_ops),
+        repr([(node.name, node.meta["custom"]) for node in gm.graph.nodes if node.meta.get("custom")]),
         repr(replace(options, progress=True)),
         repr(replace(graph.given, progress=True)),
         repr(sorted(graph.parameters.items())),

@@ -14,6 +14,7 @@ from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.traceback import annotate
 from torch.nn import functional
 
 import graphshard
@@ -48,6 +49,7 @@ class Starts:
     def __init__(self, mesh: Any, folder: Path) -> None:
         self.mesh, self.folder = mesh, folder
         self.compiled: list[str] = []
+        self.result = 0.0
 
     def start(
         self,
@@ -71,6 +73,7 @@ class Starts:
         step = torch.compile(model, backend="graphshard", options=options, dynamic=dynamic)
         with nullcontext() if grad else torch.no_grad():
             result = step(torch.ones(batch, 4)).sum()
+        self.result = result.item()
         if grad:
             result.backward()
         return counters["aot_autograd"]["autograd_cache_hit"] - found, list(self.compiled)
@@ -158,6 +161,67 @@ def test_whatever_changes_is_compiled_anew(starts, changed):
     found, compiled = starts.start(**changed)
     assert found == 0 and compiled == ["forward", "backward"]
     assert starts.start() == KEPT, "what was kept first is still there"
+
+
+def _by_one(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.tensor([1.0] * 6)
+
+
+def _by_two(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.tensor([2.0] * 6)
+
+
+def test_steps_that_differ_in_a_constant_alone_have_files_of_their_own(starts):
+    """The text of their graphs is the same."""
+    results = []
+    for between, expected in [(_by_one, ANEW), (_by_two, ANEW), (_by_one, KEPT), (_by_two, KEPT)]:
+        assert starts.start(between=between) == expected
+        results.append(starts.result)
+    assert len(starts.files) == 2 and results[:2] == results[2:] and results[0] != results[1]
+
+
+def test_annotations_count(starts):
+    """A pass of the user may read them."""
+
+    def annotated(factor: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        def between(x: torch.Tensor) -> torch.Tensor:
+            with annotate({"factor": factor}):
+                return torch.tanh(x)
+
+        return between
+
+    assert starts.start(between=annotated(1)) == ANEW
+    assert starts.start(between=annotated(2)) == ANEW
+    assert starts.start(between=annotated(1)) == KEPT
+
+
+OP = """
+import torch
+
+@torch.library.custom_op("graphshard_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda ctx, grad: 2 * grad)
+"""
+
+
+def test_the_source_of_a_custom_op_counts(starts, tmp_path, caplog):
+    """How it is differentiated is traced."""
+    file = tmp_path / "ops.py"
+    file.write_text(OP)
+    defined = {}
+    exec(compile(OP, file, "exec"), defined)
+    doubled = defined["doubled"]
+    assert starts.start(between=doubled) == ANEW
+    assert starts.start(between=doubled) == KEPT
+    file.write_text(OP + "# changed\n")
+    assert starts.start(between=doubled) == ANEW
+    file.unlink()
+    with caplog.at_level("INFO", logger="graphshard"):
+        assert starts.start(between=doubled) == ANEW
+    assert "a custom op has no source file" in caplog.text
 
 
 @pytest.mark.parametrize("setting", ["autocast", "torch's settings", "AOTAutograd's settings", "threads"])

@@ -128,6 +128,15 @@ def test_every_rank_has_the_plan_and_the_graphs_of_precompile(
     assert all(each.graphs[0] != graphs[0] and each.graphs[1] != graphs[1] for each in model)
 
 
+def test_micro_batches_have_code_of_their_own(tmp_path: Path, interpreted: None) -> None:
+    """Gradients of the first wait, and those of the second are reduced with them: two variants of the backward."""
+    sharded = ShardedAs(mesh={"shard": 2}, is_unit=lambda path: path == "0")
+    with graphs_for_inductor() as graphs:
+        precompile(make, tmp_path, sharded, options=OPTIONS, ranks=[0], micro_batches=2)
+    reductions = [len(re.findall(r"= torch\.ops\.\S*reduce\w*", graph)) for graph in graphs]
+    assert len(graphs) == 3 and reductions[:2] == [0, 0] and reductions[2]
+
+
 @pytest.mark.slow
 @pytest.mark.inductor
 def test_every_rank_finds_its_kernels(

@@ -25,7 +25,7 @@ class EmptyResults:
     """Stands for the code of a graph that is compiled ahead: memory for its results, which nobody writes.
 
     Attributes:
-        results: of each tensor its shape, stride, dtype and device; another result as it is.
+        results: of each tensor its shape, stride, dtype and device, or which input it is; another result as it is.
     """
 
     results: tuple[Any, ...]
@@ -36,12 +36,20 @@ class EmptyResults:
         outputs = output_values(gm.graph)
         if any(isinstance(value, fx.Node) and "val" not in value.meta for value in outputs):
             return None
-        values = (value.meta["val"] if isinstance(value, fx.Node) else value for value in outputs)
-        return EmptyResults(tuple(map(_layout_of, values)))
+        inputs = gm.graph.find_nodes(op="placeholder")
+        given = {node.name: _Input(position) for position, node in enumerate(inputs)}
+        return EmptyResults(tuple(given.get(str(value)) or _layout_of(value) for value in outputs))
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
+        given = list(inputs)  # the handles of units among them: the backward asks them what is to be done
         inputs.clear()
-        return [_empty(result) if isinstance(result, _Layout) else result for result in self.results]
+        return [_result(result, given) for result in self.results]
+
+
+class _Input(NamedTuple):
+    """A result that is an input."""
+
+    position: int
 
 
 class _Layout(NamedTuple):
@@ -54,13 +62,18 @@ class _Layout(NamedTuple):
 
 
 def _layout_of(value: Any) -> Any:
+    value = value.meta["val"] if isinstance(value, fx.Node) else value
     if not isinstance(value, Tensor):
         return value
     return _Layout(tuple(value.shape), value.stride(), value.dtype, value.device)
 
 
-def _empty(layout: _Layout) -> Tensor:
-    return torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=layout.device)
+def _result(result: Any, inputs: list[Any]) -> Any:
+    if isinstance(result, _Input):
+        return inputs[result.position]
+    if isinstance(result, _Layout):
+        return torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device=result.device)
+    return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,10 +7,13 @@ holds the variants of the halves, and what the ranks have said to each other whe
 Imports: ``coordination``, ``ir``, ``memory``; of the backend ``inductor`` and ``halves``.
 
 Read first: ``step_record`` (what a compilation leaves), ``half_source`` (what further variants are compiled from),
-``step_files`` (where it lies), ``stored_code`` (what AOTAutograd's cache gets to see).
+``step_files`` (where it lies), ``stored_code`` (what AOTAutograd's cache gets to see). ``half_text`` names it, and
+``op_sources`` is a part of its key.
 """
 
 from .half_source import HalfSource
+from .half_text import half_text
+from .op_sources import sources_of_ops
 from .step_files import is_kept_here
 from .step_record import KeptHalf, KeptStep, KeptVariant, StepRecord
 from .stored_code import Loader, StoredCode, loading
@@ -23,6 +26,8 @@ __all__ = [
     "Loader",
     "StepRecord",
     "StoredCode",
+    "half_text",
     "is_kept_here",
     "loading",
+    "sources_of_ops",
 ]

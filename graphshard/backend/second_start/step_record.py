@@ -84,7 +84,10 @@ class StepRecord:
         self.refusal = ""
 
     def add_half(self, kind: str, facts: HalfFacts, text: str, source: Callable[[], bytes]) -> None:
-        """Adds a half without variants; ``source`` pickles what they are compiled from."""
+        """Adds a half without variants; ``source`` pickles what they are compiled from.
+
+        ``text`` is that of :func:`half_text`.
+        """
         self._halves[kind] = _HalfRecord(facts, text, source)
 
     def add_variant(self, kind: str, state: State, variant: CompiledVariant, said: Transcript) -> None:

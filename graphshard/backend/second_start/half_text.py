@@ -1,0 +1,67 @@
+"""A text that differs where the code of two halves may: a step is named by those of its halves.
+
+The text of a graph alone leaves out what differs between ranks (groups of the user, numbers of devices), and values of
+constants. AOTAutograd's cache tells such graphs apart, so their steps need names of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
+
+from ..._compat import tree_map
+from ..._compat_kept import bytes_of
+from ...ir import graph_text
+from ...memory import DONATED
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def half_text(gm: fx.GraphModule) -> str:
+    """The graph's text, and each node with its whole operator, arguments, places and constants.
+
+    "" if a constant is no plain tensor, so that what it holds is not known.
+    """
+    lines = [*_lines(gm)]
+    return (
+        ""
+        if None in lines
+        else "\n".join([graph_text(gm), *(_ADDRESS.sub("", line or "") for line in lines)])
+    )
+
+
+def _lines(gm: fx.GraphModule) -> Iterator[str | None]:
+    for path, module in gm.named_modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.nodes:
+            target = node.target if isinstance(node.target, str) else _name(node.target)
+            said = tree_map(_place, node.meta.get("val")), node.meta.get("custom"), node.meta.get(DONATED)
+            yield f"{path} {node.name} {node.op} {target} {node.args!r} {node.kwargs!r} {said!r}"
+            if node.op == "get_attr":
+                yield _constant(operator.attrgetter(node.target)(module))
+
+
+def _name(target: Any) -> str:
+    return str(target) if isinstance(target, OpOverload) else repr(target)
+
+
+def _place(value: Any) -> Any:
+    """What says how a fake value lies in memory, and where."""
+    if not isinstance(value, Tensor):
+        return value
+    return type(value).__name__, value.dtype, value.device, tuple(value.shape), tuple(value.stride())
+
+
+def _constant(value: Any) -> str | None:
+    if isinstance(value, fx.GraphModule):
+        return ""
+    if type(value) not in (Tensor, nn.Parameter):
+        return None
+    return f"{_place(value)} {hashlib.sha256(bytes_of(value)).hexdigest()}"
