@@ -13,7 +13,7 @@ from torch._functorch._aot_autograd.autograd_cache import (  # checked: 2.11, 2.
 from torch._guards import TracingContext, detect_fake_mode  # checked: 2.13
 from torch._inductor.output_code import OutputCode  # checked: 2.11, 2.13, 2.14
 from torch._library.custom_ops import OPDEFS  # checked: 2.11, 2.13, 2.14
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode  # checked: 2.13
 from torch.fx._graph_pickler import GraphPickler, Options  # checked: 2.11, 2.13, 2.14
 from torch.utils._python_dispatch import _disable_current_modes  # checked: 2.13
@@ -24,6 +24,7 @@ __all__ = [
     "OutputCode",
     "bytes_of",
     "functions_of_op",
+    "overloads_of",
     "pickled",
     "registrations_of_op",
     "unpickled",
@@ -71,3 +72,12 @@ def functions_of_op(op: OpOverload) -> list[Callable[..., Any]]:
         return []
     given = (defined._init_fn, defined._abstract_fn, defined._setup_context_fn, defined._backward_fn)
     return [function for function in given if function is not None]
+
+
+def overloads_of(target: Any) -> list[OpOverload]:
+    """The ops that the target of a node may call (checked: 2.11, 2.13, 2.14)."""
+    if isinstance(target, OpOverload):
+        return [target]
+    if isinstance(target, OpOverloadPacket):
+        return [getattr(target, name) for name in target.overloads()]
+    return []

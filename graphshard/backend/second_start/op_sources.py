@@ -6,15 +6,15 @@ import functools
 import hashlib
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import OpOverload
 
-from ..._compat_kept import functions_of_op, registrations_of_op
+from ..._compat_kept import functions_of_op, overloads_of, registrations_of_op
 
 #: Ops of torch and of graphshard, whose versions and source are in the key anyway.
 _KNOWN = frozenset(
@@ -69,14 +69,6 @@ def _file_of(function: Any) -> str:
 def _custom_ops(gm: fx.GraphModule) -> Iterator[OpOverload]:
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
-            for op in _overloads(node.target):
+            for op in overloads_of(node.target):
                 if op.namespace not in _KNOWN:
                     yield op
-
-
-def _overloads(target: Any) -> Iterable[OpOverload]:
-    if isinstance(target, OpOverload):
-        return [target]
-    if isinstance(target, OpOverloadPacket):
-        return [getattr(target, name) for name in target.overloads()]
-    return []
