@@ -18,21 +18,12 @@ from ..._compat_kept import functions_of_op, overloads_of, registrations_of_op
 
 #: Ops of torch and of graphshard, whose versions and source are in the key anyway.
 _KNOWN = frozenset(
-    {
-        "aten",
-        "prims",
-        "prim",
-        "higher_order",
-        "graphshard",
-        "_c10d_functional",
-        "_c10d_functional_autograd",
-        "c10d",
-    }
+    {"aten", "prims", "prim", "higher_order", "graphshard", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
 )
 
 _TORCH = Path(torch.__file__).parent
 
-_PYTHON_FILE = re.compile(r"registered at (\S+\.py|<[^>]*>):\d+")
+_PYTHON_FILE = re.compile(r"registered at ([^\n]+?\.py|<[^>]*>):\d+")
 
 
 def sources_of_ops(gm: fx.GraphModule) -> list[str] | None:
@@ -61,9 +52,9 @@ def _file_of(function: Any) -> str:
     if inspect.isbuiltin(function):  # such as torch.empty_like: it is torch's, or of a package without source
         return torch.__file__
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return (
-        code.co_filename if code is not None else getattr(inspect.getmodule(type(function)), "__file__", "")
-    )
+    if code is not None:
+        return code.co_filename
+    return getattr(inspect.getmodule(type(function)), "__file__", "")
 
 
 def _custom_ops(gm: fx.GraphModule) -> Iterator[OpOverload]:
