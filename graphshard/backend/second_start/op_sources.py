@@ -18,7 +18,16 @@ from ..._compat_kept import functions_of_op, overloads_of, registrations_of_op
 
 #: Ops of torch and of graphshard, whose versions and source are in the key anyway.
 _KNOWN = frozenset(
-    {"aten", "prims", "prim", "higher_order", "graphshard", "c10d", "_c10d_functional", "_c10d_functional_autograd"}
+    {
+        "aten",
+        "prims",
+        "prim",
+        "higher_order",
+        "graphshard",
+        "c10d",
+        "_c10d_functional",
+        "_c10d_functional_autograd",
+    }
 )
 
 _TORCH = Path(torch.__file__).parent
