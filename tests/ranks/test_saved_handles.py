@@ -15,6 +15,7 @@ from support.comm_counts import count_collectives
 from support.implementations import shard_units
 from support.parity import check_sharded_parity
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from graphshard.errors import UnsupportedShardingError
@@ -24,11 +25,22 @@ from .test_comm_hooks import CountingReduceScatter
 Run = Callable[..., list[Any]]
 
 
+class Block(nn.Module):
+    """Torch compiles no layer of its own by itself."""
+
+    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(num_inputs, num_outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
 class Net(nn.Module):
     def __init__(self, breaks: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second, self.breaks = nn.Linear(4, 6), nn.Linear(6, 4), breaks
+        self.first, self.second, self.breaks = Block(4, 6), Block(6, 4), breaks
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))
@@ -62,6 +74,7 @@ def _batch(step: int, rank: int) -> Tensor:
 
 def accumulate(case: str) -> None:
     """Of three micro-batches only the last reduces, with the user's collective."""
+    counters.clear()
     reference, model, forward = _pair(case)
     reduce = CountingReduceScatter()
     model.first.set_custom_reduce_scatter(reduce)
@@ -79,6 +92,7 @@ def accumulate(case: str) -> None:
             assert not counts["reductions"] and not reduce.sizes
     assert reduce.sizes == [30]
     check_sharded_parity(reference, model)
+    assert counters["stats"]["unique_graphs"] == (1 if case in HOOKS else 2)
 
 
 @pytest.mark.parametrize(
