@@ -96,7 +96,15 @@ def accumulate(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["break", "blocks", "hooks of the user", "activations on the CPU", "blocks, hooks that copy"]
+    "case",
+    [
+        "break",
+        "blocks",
+        "hooks of the user",
+        "activations on the CPU",
+        "break, hooks that copy",
+        "blocks, hooks that copy",
+    ],
 )
 def test_gradients_wait_and_are_reduced_by_the_users_collective(run_on_gloo_ranks: Run, case: str) -> None:
     run_on_gloo_ranks(2, accumulate, case)
