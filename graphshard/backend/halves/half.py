@@ -143,8 +143,8 @@ class Half:
         if missing:
             raise UnsupportedShardingError(
                 f"the backward of {self._described} does not know {missing} of its units: hooks of saved tensors have "
-                "copied the empty int8 tensors that lead to them; let hooks return tensors without elements as they are, "
-                "and use save_on_cpu without pin_memory"
+                "copied the empty int8 tensors that lead to them; let hooks return tensors without elements as they "
+                "are, and use save_on_cpu without pin_memory"
             )
 
     def _is_plain(self, unit: Unit) -> bool:
