@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -17,39 +16,32 @@ from torch._ops import OpOverload
 
 from ..._compat import tree_map
 from ..._compat_kept import bytes_of
-from ...ir import graph_text
 from ...memory import DONATED
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def half_text(gm: fx.GraphModule) -> str:
-    """The graph's text, and each node with its whole operator, arguments, places and constants.
+    """Each node with its whole operator, its arguments, where its values lie, and what its constants hold.
 
     "" if a constant is no plain tensor, so that what it holds is not known.
     """
-    lines = [*_lines(gm)]
-    return (
-        ""
-        if None in lines
-        else "\n".join([graph_text(gm), *(_ADDRESS.sub("", line or "") for line in lines)])
-    )
-
-
-def _lines(gm: fx.GraphModule) -> Iterator[str | None]:
+    lines = []
     for path, module in gm.named_modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        for node in module.graph.nodes:
-            target = node.target if isinstance(node.target, str) else _name(node.target)
-            said = tree_map(_place, node.meta.get("val")), node.meta.get("custom"), node.meta.get(DONATED)
-            yield f"{path} {node.name} {node.op} {target} {node.args!r} {node.kwargs!r} {said!r}"
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            values = tree_map(_place, node.meta.get("val"))
+            lines.append(f"{path} {node.name} {node.op} {_name(node.target)} {node.args!r} {node.kwargs!r}")
+            lines.append(f"{values!r} {node.meta.get(DONATED)!r}")
             if node.op == "get_attr":
-                yield _constant(operator.attrgetter(node.target)(module))
+                held = _constant(operator.attrgetter(node.target)(module))
+                if held is None:
+                    return ""
+                lines.append(held)
+    return _ADDRESS.sub("", "\n".join(lines))
 
 
 def _name(target: Any) -> str:
-    return str(target) if isinstance(target, OpOverload) else repr(target)
+    return str(target) if isinstance(target, (str, OpOverload)) else repr(target)
 
 
 def _place(value: Any) -> Any:
