@@ -23,7 +23,7 @@ from graphshard.backend.halves.half import HalfFacts
 from graphshard.backend.halves.half_variants import PLAIN_STATE, CompiledVariant
 from graphshard.backend.inductor import VariantCode
 from graphshard.backend.inductor.compile_pieces import PieceRow
-from graphshard.backend.second_start import HalfSource, StepRecord
+from graphshard.backend.second_start import HalfSource, StepRecord, half_text
 from graphshard.memory import DONATED
 from graphshard.passes import ScheduleCollectives
 
@@ -178,6 +178,30 @@ def test_steps_that_differ_in_a_constant_alone_have_files_of_their_own(starts):
         assert starts.start(between=between) == expected
         results.append(starts.result)
     assert len(starts.files) == 2 and results[:2] == results[2:] and results[0] != results[1]
+
+
+def _half(*, op: Any = torch.ops.aten.relu.default, group: str = "1", device: str = "cpu", constant: Any = None) -> Any:
+    """A graph that reduces the sum of an input and a constant over a group."""
+    graph = torch.fx.Graph()
+    root = nn.Module()
+    root.register_buffer("constant", torch.ones(3) if constant is None else constant)
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(3, device=device)
+    added = graph.call_function(torch.ops.aten.add.Tensor, (x, graph.get_attr("constant")))
+    reduced = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (added, "sum", group))
+    graph.output(graph.call_function(op, (reduced,)))
+    return torch.fx.GraphModule(root, graph)
+
+
+def test_a_half_is_told_apart_by_operators_groups_devices_and_constants():
+    changes = [
+        {}, {"op": torch.ops.prims.abs.default}, {"op": torch.ops.aten.abs.default}, {"group": "2"}, {"device": "meta"},
+        {"constant": torch.zeros(3)},
+    ]  # fmt: skip
+    assert len({half_text(_half(**changed)) for changed in changes}) == len(changes)
+    assert half_text(_half()) == half_text(_half())
+    with FakeTensorMode():
+        assert half_text(_half(constant=torch.ones(3))) == "", "a fake constant holds nothing"
 
 
 def test_annotations_count(starts):
