@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch._functorch._aot_autograd.autograd_cache import (  # checked: 2.11, 2.13, 2.14
     BypassAOTAutogradCache,
     FXGraphCacheMiss,
@@ -13,6 +17,7 @@ from torch._functorch._aot_autograd.autograd_cache import (  # checked: 2.11, 2.
 from torch._guards import TracingContext, detect_fake_mode  # checked: 2.13
 from torch._inductor.output_code import OutputCode  # checked: 2.11, 2.13, 2.14
 from torch._library.custom_ops import OPDEFS  # checked: 2.11, 2.13, 2.14
+from torch._library.fake_class_registry import FakeScriptObject  # checked: 2.13
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode  # checked: 2.13
 from torch.fx._graph_pickler import GraphPickler, Options  # checked: 2.11, 2.13, 2.14
@@ -24,8 +29,10 @@ __all__ = [
     "OutputCode",
     "bytes_of",
     "functions_of_op",
+    "meshes_without_hashes",
     "overloads_of",
     "pickled",
+    "place_in_meshes",
     "registrations_of_op",
     "unpickled",
 ]
@@ -58,6 +65,50 @@ def bytes_of(value: torch.Tensor) -> bytes:
     """What a real tensor holds, also while a graph is traced with fake ones."""
     with _disable_current_modes():
         return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@contextmanager
+def meshes_without_hashes() -> Iterator[None]:
+    """A context in which meshes are pickled without their hashes, which no other process has (checked: 2.13).
+
+    The key of AOTAutograd's cache is a pickle of a graph's inputs, and a mesh among them keeps its hash once it has
+    been asked for it. Where it has none it works it out anew, so it does not matter who else pickles a mesh meanwhile.
+    """
+    state_of = DeviceMesh.__getstate__
+    DeviceMesh.__getstate__ = lambda mesh: {**state_of(mesh), "_hash": None}  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DeviceMesh.__getstate__ = state_of  # type: ignore[method-assign]
+
+
+def place_in_meshes(inputs: Sequence[Any]) -> str:
+    """What traced code may take of the meshes of a graph's inputs and of DTensors among them; "" if there are none.
+
+    These are this rank, the ranks and names of each mesh and of the one it is cut out of, and its process groups
+    (checked: 2.13).
+    """
+    texts = [_mesh_text(mesh) for each in inputs if (mesh := _mesh_of(each)) is not None]
+    return f"rank {dist.get_rank()} of {texts}" if texts else ""
+
+
+def _mesh_of(value: Any) -> DeviceMesh | None:
+    if isinstance(value, DTensor):
+        return value.device_mesh
+    real = value.real_obj if isinstance(value, FakeScriptObject) else value
+    return real if isinstance(real, DeviceMesh) else None
+
+
+def _mesh_text(mesh: DeviceMesh) -> str:
+    root = mesh._get_root_mesh()
+    parts = {"root": root, "mesh": mesh, **root._flatten_mapping}
+    with _disable_current_modes():  # the tensor of its ranks is real
+        return repr([(name, _own_text(part)) for name, part in parts.items()])
+
+
+def _own_text(mesh: DeviceMesh) -> tuple[Any, ...]:
+    groups = getattr(mesh, "_dim_group_names", None)
+    return mesh.device_type, mesh.mesh_dim_names, mesh.mesh.tolist(), groups
 
 
 def registrations_of_op(op: OpOverload) -> str:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import fx
 
 from .._compat import group_by_name
+from .._compat_kept import place_in_meshes
 from ..cost import GroupTopology
 from ..ir import text_fingerprint
 from ..machine import Machine
@@ -49,6 +50,7 @@ def step_key(gm: fx.GraphModule, graph: DynamoGraph, boundary: Boundary) -> str:
         repr(sorted(graph.parameters.items())),
         repr((graph.is_broken, sorted(graph.waiting), graph.are_shards_pinned)),
         repr([_seen(name, graph) for name in graph.groups]),
+        place_in_meshes(boundary.inputs),
         repr((boundary.crossings, boundary.writes, boundary.results)),
         repr(Machine.here()),
         settings_of_torch(),

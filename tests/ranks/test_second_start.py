@@ -1,22 +1,18 @@
 """The code of an earlier process: each rank uses what it has, and none waits for a rank that compiles nothing."""
 
-import os
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from support.implementations import compile_if_asked
+from support.new_process import as_new_process
 from support.parity import backward_on_all_batches, start_lockstep
 from support.toy_models import WORKLOADS
-from torch._dynamo.utils import counters
 
-from graphshard.backend import compilation
 from graphshard.coordination.transcript import Decided
 
 CARD = "cpu-ethernet-1g"
@@ -28,23 +24,7 @@ def train(folder: str, cache: str, *, accumulates: bool = False, **options: Any)
     Returns:
         How many graphs AOTAutograd has found in its cache, and how many variants of halves were compiled.
     """
-    torch._dynamo.reset()  # as in a new process, nothing is compiled
-    found = counters["aot_autograd"]["autograd_cache_hit"]
-    compiled = []
-    real = compilation.compile_variant
-
-    def compile_variant(*arguments: Any) -> Any:
-        compiled.append(arguments)
-        return real(*arguments)
-
-    caches = {
-        "GRAPHSHARD_CACHE": f"{folder}/{cache}",
-        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/{cache}/inductor",
-    }
-    with (
-        mock.patch.dict(os.environ, caches),
-        mock.patch.object(compilation, "compile_variant", compile_variant),
-    ):
+    with as_new_process(f"{folder}/{cache}") as start:
         workload = WORKLOADS["mlp_7_15_3"]
         pair = start_lockstep(workload, "sharded")
         pair = replace(pair, forward=compile_if_asked("compiled", pair.model, **options))
@@ -56,7 +36,7 @@ def train(folder: str, cache: str, *, accumulates: bool = False, **options: Any)
             pair.model.set_requires_gradient_sync(True)
         pair.backward(3)
         pair.update(3)
-    return counters["aot_autograd"]["autograd_cache_hit"] - found, len(compiled)
+    return start.counts
 
 
 def start_again(folder: str, hardware: str | None) -> list[tuple[int, int]]:
