@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch._functorch._aot_autograd.autograd_cache import (  # checked: 2.11, 2.13, 2.14
     BypassAOTAutogradCache,
     FXGraphCacheMiss,
@@ -20,6 +18,8 @@ from torch._library.custom_ops import OPDEFS  # checked: 2.11, 2.13, 2.14
 from torch._library.fake_class_registry import FakeScriptObject  # checked: 2.13
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode  # checked: 2.13
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.fx._graph_pickler import GraphPickler, Options  # checked: 2.11, 2.13, 2.14
 from torch.utils._python_dispatch import _disable_current_modes  # checked: 2.13
 

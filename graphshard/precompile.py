@@ -56,10 +56,15 @@ class ShardedAs:
     reshard_after_forward: bool | None = None
     device_type: str = "cpu"
 
-    def shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Shards the units and the rest of a model; one that is sharded already stays as it is."""
+    def shard(self, model: nn.Module) -> None:
+        """Shards the units and the rest of a model over a new mesh; one that is sharded already stays as it is.
+
+        No mesh is made for the latter, since its groups would shift the names of those that the model makes.
+        """
         if any(isinstance(module, FSDPModule) for module in model.modules()):
             return
+        sizes, names = tuple(self.mesh.values()), tuple(self.mesh)
+        mesh = init_device_mesh(self.device_type, sizes, mesh_dim_names=names)
         for path, module in model.named_modules():
             if path and self.is_unit(path):
                 self._shard(module, mesh)
@@ -136,9 +141,7 @@ def precompile(
 
     def compile_rank(rank: int) -> Precompiled:
         with fake_world(rank, size), _own_errors():
-            sizes, names = tuple(sharded.mesh.values()), tuple(sharded.mesh)
-            mesh = init_device_mesh(sharded.device_type, sizes, mesh_dim_names=names)
-            found = _compile_step(make, mesh, sharded, parsed, micro_batches)
+            found = _compile_step(make, sharded, parsed, micro_batches)
         done.append(replace(found, rank=rank))
         tell(done[-1])
         return done[-1]
@@ -158,7 +161,6 @@ def precompile(
 
 def _compile_step(
     make: Factory,
-    mesh: DeviceMesh,
     sharded: ShardedAs,
     options: BackendOptions,
     micro_batches: int,
@@ -167,9 +169,9 @@ def _compile_step(
     before, plans_before = count_compiled(), _num_plans()
     torch.compiler.reset()  # as in a new process, nothing is compiled
     model, args, kwargs = make()
-    device = torch.device(mesh.device_type)
+    device = torch.device(sharded.device_type)
     _materialise(model, device)
-    sharded.shard(model, mesh)
+    sharded.shard(model)
     args, kwargs = tree_map(lambda value: _on_device(value, device), (args, kwargs))
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -105,7 +105,11 @@ def _compile(
     ``key`` is that of the step for later processes; "" to keep nothing.
     """
     callbacks = _Callbacks(graph, boundary.extended_inputs, key)
-    with functorch_patch(keeps_code=bool(key)), meshes_without_hashes(), loading(callbacks if loads else None):
+    with (
+        functorch_patch(keeps_code=bool(key)),
+        meshes_without_hashes(),
+        loading(callbacks if loads else None),
+    ):
         compiled = compile_fx(
             gm, boundary.inputs, inner_compile=callbacks.compile_half, config_patches=callbacks.patches
         )

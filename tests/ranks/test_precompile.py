@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -177,18 +178,19 @@ if __name__ == "__main__":
 """
 
 
+def run_python(cwd: Path, cache: str, *arguments: str) -> None:
+    """Runs a module of Python with the caches of a folder, as a shell would."""
+    caches = {"GRAPHSHARD_CACHE": cache, "TORCHINDUCTOR_CACHE_DIR": f"made/{INDUCTOR_FOLDER}"}
+    environment = {**os.environ, **caches, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(cwd)}
+    subprocess.run([sys.executable, "-m", *arguments], cwd=cwd, env=environment, check=True, timeout=300)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("hardware", ["cpu-ethernet-1g", "auto"])
 def test_a_training_of_torchrun_finds_the_whole_step(tmp_path: Path, hardware: str) -> None:
     """Each rank, also the one that precompile did not compile for: nothing is compiled."""
     (tmp_path / "script.py").write_text(SCRIPT)
-
-    def python(folder: str, *arguments: str) -> None:
-        caches = {"GRAPHSHARD_CACHE": folder, "TORCHINDUCTOR_CACHE_DIR": f"made/{INDUCTOR_FOLDER}"}
-        environment = {**os.environ, **caches, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
-        command = [sys.executable, "-m", *arguments]
-        subprocess.run(command, cwd=tmp_path, env=environment, check=True, timeout=300)
-
+    python = partial(run_python, tmp_path)
     training = ["torch.distributed.run", "--nproc-per-node", "2", "script.py", hardware]
     if hardware == "auto":
         python("first", *training)  # measures this machine
@@ -196,3 +198,38 @@ def test_a_training_of_torchrun_finds_the_whole_step(tmp_path: Path, hardware: s
     python("first", "graphshard", "precompile", "script:build", *options)
     python("made", *training)
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["(1, 0)", "(1, 0)"]
+
+
+TENSOR_PARALLEL = """
+import torch, torch.distributed as dist, graphshard
+from pathlib import Path
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+def build():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    return graphshard.fully_shard(model, mesh=mesh["dp"]), (torch.ones(4, 8),)
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    model, args = build()
+    step = torch.compile(model, backend="graphshard", options={"hardware": None})
+    step(*args).sum().backward()
+    found = counters["aot_autograd"]["autograd_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
+    Path(f"rank{dist.get_rank()}").write_text(f"{found}")
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_tensor_parallelism_is_compiled_for_each_rank(tmp_path: Path) -> None:
+    """The model is sharded by the function that makes it, over a mesh that only it makes."""
+    (tmp_path / "script.py").write_text(TENSOR_PARALLEL)
+    options = ["--mesh", "dp=2,tp=2", "--hardware", "none", "--out", "made"]
+    run_python(tmp_path, "made", "graphshard", "precompile", "script:build", *options)
+    run_python(tmp_path, "made", "torch.distributed.run", "--nproc-per-node", "4", "script.py")
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(4)] == ["(1, 0)"] * 4
