@@ -75,11 +75,11 @@ def meshes_without_hashes() -> Iterator[None]:
     been asked for it. Where it has none it works it out anew, so it does not matter who else pickles a mesh meanwhile.
     """
     state_of = DeviceMesh.__getstate__
-    DeviceMesh.__getstate__ = lambda mesh: {**state_of(mesh), "_hash": None}  # type: ignore[method-assign]
+    DeviceMesh.__getstate__ = lambda mesh: {**state_of(mesh), "_hash": None}
     try:
         yield
     finally:
-        DeviceMesh.__getstate__ = state_of  # type: ignore[method-assign]
+        DeviceMesh.__getstate__ = state_of
 
 
 def place_in_meshes(inputs: Sequence[Any]) -> str:
