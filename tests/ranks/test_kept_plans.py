@@ -11,6 +11,7 @@ import torch.distributed as dist
 from support.implementations import compile_if_asked
 from support.parity import start_lockstep
 from support.toy_models import WORKLOADS
+from torch._functorch import config as functorch_config
 
 from graphshard.passes import plan_collectives
 
@@ -18,7 +19,7 @@ CARD = "cpu-ethernet-1g"
 
 
 def train(folder: str, plans: str, **options: Any) -> int:
-    """A step of a new model; returns how many graphs this rank has planned itself."""
+    """A step of a new model, whose code is not kept; returns how many graphs this rank has planned itself."""
     torch._dynamo.reset()  # as in a new process, nothing is compiled
     planned = []
     real = plan_collectives.plan_graph
@@ -29,6 +30,7 @@ def train(folder: str, plans: str, **options: Any) -> int:
 
     with (
         mock.patch.dict(os.environ, {"GRAPHSHARD_CACHE": f"{folder}/{plans}"}),
+        functorch_config.patch(enable_autograd_cache=False),
         mock.patch.object(plan_collectives, "plan_graph", plan_graph),
     ):
         lockstep = start_lockstep(WORKLOADS["mlp_7_15_3"], "sharded")
