@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 from torch._dynamo.utils import counters
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from graphshard.backend import compilation
 
@@ -31,6 +32,7 @@ class Start:
 def as_new_process(cache: str) -> Iterator[Start]:
     """A context with the caches of a folder and nothing in memory."""
     torch._dynamo.reset()
+    _clear_sharding_prop_cache()
     found = counters["aot_autograd"]["autograd_cache_hit"]
     start = Start()
     real = compilation.compile_variant
