@@ -21,6 +21,7 @@ from support.parity import start_lockstep
 from support.toy_models import WORKLOADS, Workload
 from torch import fx, nn
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
 from torch._inductor import config
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -77,8 +78,8 @@ class Trained:
     compiled: int
 
 
-def train(folder: str, workload: Workload, **options: Any) -> Trained:
-    """A step like that of the unsharded model."""
+def train(folder: str, workload: Workload, keeps_code: bool, **options: Any) -> Trained:
+    """A step like that of the unsharded model; unless it ``keeps_code``, each graph is handed to Inductor."""
     torch._dynamo.reset()
     counters.clear()
     planned = []
@@ -93,6 +94,7 @@ def train(folder: str, workload: Workload, **options: Any) -> Trained:
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
     with (
         config.patch(NO_HEADERS),
+        functorch_config.patch(enable_autograd_cache=keeps_code),
         mock.patch.dict(os.environ, caches),
         mock.patch.object(plan_collectives, "plan_graph", plan_graph),
         graphs_for_inductor() as graphs,
@@ -109,19 +111,24 @@ def train(folder: str, workload: Workload, **options: Any) -> Trained:
     )
 
 
-def later_runs(folder: str) -> list[Trained]:
+def later_runs(folder: str, keeps_code: bool) -> list[Trained]:
     """The model and the options of precompile, another option, and a model that differs in one op."""
     other = replace(WORKLOAD, build=lambda: nn.Sequential(nn.Linear(7, 15), nn.Tanh(), nn.Linear(15, 3)))
-    return [train(folder, WORKLOAD), train(folder, WORKLOAD, move_compute=False), train(folder, other)]
+    return [
+        train(folder, WORKLOAD, keeps_code),
+        train(folder, WORKLOAD, keeps_code, move_compute=False),
+        train(folder, other, keeps_code),
+    ]
 
 
 def test_every_rank_has_the_plan_and_the_graphs_of_precompile(
     run_on_gloo_ranks: Callable[..., list[Any]], tmp_path: Path, interpreted: None
 ) -> None:
-    (first, last), graphs = fill(tmp_path)
+    with functorch_config.patch(enable_autograd_cache=False):
+        (first, last), graphs = fill(tmp_path)
     assert (first.rank, last.rank) == (0, 1) and first.planned > 0 == last.planned
     assert len(graphs) == 4 and graphs[:2] == graphs[2:]
-    same, option, model = zip(*run_on_gloo_ranks(2, later_runs, str(tmp_path)), strict=True)
+    same, option, model = zip(*run_on_gloo_ranks(2, later_runs, str(tmp_path), False), strict=True)
     assert [each.planned for each in same] == [0, 0]
     assert [each.graphs for each in same] == [graphs[:2]] * 2
     assert option[0].planned > 0 == option[1].planned  # rank 0 plans anew, and the other follows
@@ -148,7 +155,7 @@ def test_every_rank_finds_its_kernels(
         (first, last), _ = fill(tmp_path)
     assert (first.found, first.compiled, first.not_kept) == (0, 2, 0)
     assert (last.found, last.compiled, last.not_kept) == (2, 0, 0)
-    same, _option, model = zip(*run_on_gloo_ranks(2, later_runs, str(tmp_path)), strict=True)
+    same, _option, model = zip(*run_on_gloo_ranks(2, later_runs, str(tmp_path), True), strict=True)
     assert [(each.planned, each.found, each.compiled) for each in same] == [(0, 2, 0)] * 2
     # Of two ranks that compile one graph at the same time, the later one may find it.
     assert model[0].compiled + model[1].compiled >= 2 and all(each.found + each.compiled == 2 for each in model)
