@@ -101,13 +101,12 @@ def _mesh_of(value: Any) -> DeviceMesh | None:
 
 def _mesh_text(mesh: DeviceMesh) -> str:
     root = mesh._get_root_mesh()
-    parts = {"root": root, "mesh": mesh, **root._flatten_mapping}
     with _disable_current_modes():  # the tensor of its ranks is real
-        return repr([(name, _own_text(part)) for name, part in parts.items()])
+        return repr([_own_text(each) for each in (mesh, root, *root._flatten_mapping.values())])
 
 
 def _own_text(mesh: DeviceMesh) -> tuple[Any, ...]:
-    groups = getattr(mesh, "_dim_group_names", None)
+    groups = getattr(mesh, "_dim_group_names", None)  # none, of a mesh without groups
     return mesh.device_type, mesh.mesh_dim_names, mesh.mesh.tolist(), groups
 
 
