@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.new_process import as_new_process
+from support.torch_versions import NEEDS_KEPT_DTENSORS
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -15,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import graphshard
 from graphshard._compat_groups import fake_world
 
-pytestmark = pytest.mark.inductor
+pytestmark = [pytest.mark.inductor, NEEDS_KEPT_DTENSORS]
 
 
 class OwnRows(nn.Module):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from support.gloo_pool import GlooPools
 from support.implementations import compile_if_asked
 from support.parity import start_lockstep
+from support.torch_versions import NEEDS_KEPT_DTENSORS
 from support.toy_models import WORKLOADS, Workload
 from torch import fx, nn
 from torch._dynamo.utils import counters
@@ -232,6 +233,7 @@ if __name__ == "__main__":
 """
 
 
+@NEEDS_KEPT_DTENSORS
 @pytest.mark.slow
 def test_tensor_parallelism_is_compiled_for_each_rank(tmp_path: Path) -> None:
     """The model is sharded by the function that makes it, over a mesh that only it makes."""

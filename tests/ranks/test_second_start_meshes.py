@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from support.meshes_parity import Arrangement, FullyShard, named_mesh, train_on_mesh
 from support.new_process import as_new_process
+from support.torch_versions import NEEDS_KEPT_DTENSORS
 from support.toy_models import Batch, Forward, Workload
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -79,6 +80,7 @@ def start_twice(folder: str, plan: str) -> list[tuple[int, int]]:
     return counts
 
 
+@NEEDS_KEPT_DTENSORS
 @pytest.mark.inductor
 @pytest.mark.parametrize("plan", PLANS)
 def test_tensor_parallelism(run_on_gloo_ranks: Callable[..., list[Any]], tmp_path: Path, plan: str) -> None:

@@ -27,6 +27,9 @@ REDUCES = TORCH >= (2, 13)
 NEEDS_REDUCTION = pytest.mark.skipif(
     not REDUCES, reason="torch 2.11 and 2.12: the fake group leaves results unwritten"
 )
+NEEDS_KEPT_DTENSORS = pytest.mark.skipif(
+    TORCH < (2, 13), reason="torch 2.11: AOTAutograd keeps no graph that makes DTensors"
+)
 NEEDS_MESH_PER_PARAMETER = pytest.mark.skipif(
     ShardPlacementResult is None, reason="torch 2.11: a shard_placement_fn cannot choose a mesh"
 )
