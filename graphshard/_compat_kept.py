@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ __all__ = [
     "FXGraphCacheMiss",
     "OutputCode",
     "bytes_of",
+    "forget_hashes",
     "functions_of_op",
-    "meshes_without_hashes",
     "overloads_of",
     "pickled",
     "place_in_meshes",
@@ -67,19 +66,14 @@ def bytes_of(value: torch.Tensor) -> bytes:
         return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-@contextmanager
-def meshes_without_hashes() -> Iterator[None]:
-    """A context in which meshes are pickled without their hashes, which no other process has (checked: 2.13).
+def forget_hashes(inputs: Sequence[Any]) -> None:
+    """Lets meshes among a graph's inputs work out their hashes anew when they are next asked (checked: 2.13).
 
-    The key of AOTAutograd's cache is a pickle of a graph's inputs, and a mesh among them keeps its hash once it has
-    been asked for it. Where it has none it works it out anew, so it does not matter who else pickles a mesh meanwhile.
+    The key of AOTAutograd's cache is a pickle of these inputs, and a mesh keeps its hash, which no other process has.
     """
-    state_of = DeviceMesh.__getstate__
-    DeviceMesh.__getstate__ = lambda mesh: {**state_of(mesh), "_hash": None}
-    try:
-        yield
-    finally:
-        DeviceMesh.__getstate__ = state_of
+    for mesh in _meshes_of(inputs):
+        for each in _family(mesh):
+            each._hash = None
 
 
 def place_in_meshes(inputs: Sequence[Any]) -> str:
@@ -88,24 +82,24 @@ def place_in_meshes(inputs: Sequence[Any]) -> str:
     These are this rank, the ranks and names of each mesh and of the one it is cut out of, and its process groups
     (checked: 2.13).
     """
-    texts = [_mesh_text(mesh) for each in inputs if (mesh := _mesh_of(each)) is not None]
+    with _disable_current_modes():  # the tensors of ranks are real
+        texts = [[_mesh_text(each) for each in _family(mesh)] for mesh in _meshes_of(inputs)]
     return f"rank {dist.get_rank()} of {texts}" if texts else ""
 
 
-def _mesh_of(value: Any) -> DeviceMesh | None:
-    if isinstance(value, DTensor):
-        return value.device_mesh
-    real = value.real_obj if isinstance(value, FakeScriptObject) else value
-    return real if isinstance(real, DeviceMesh) else None
+def _meshes_of(inputs: Sequence[Any]) -> list[DeviceMesh]:
+    values = [each.real_obj if isinstance(each, FakeScriptObject) else each for each in inputs]
+    values = [each.device_mesh if isinstance(each, DTensor) else each for each in values]
+    return [each for each in values if isinstance(each, DeviceMesh)]
 
 
-def _mesh_text(mesh: DeviceMesh) -> str:
+def _family(mesh: DeviceMesh) -> tuple[DeviceMesh, ...]:
+    """A mesh, the one that it is cut out of, and what that one was flattened to."""
     root = mesh._get_root_mesh()
-    with _disable_current_modes():  # the tensor of its ranks is real
-        return repr([_own_text(each) for each in (mesh, root, *root._flatten_mapping.values())])
+    return (mesh, root, *root._flatten_mapping.values())
 
 
-def _own_text(mesh: DeviceMesh) -> tuple[Any, ...]:
+def _mesh_text(mesh: DeviceMesh) -> tuple[Any, ...]:
     groups = getattr(mesh, "_dim_group_names", None)  # none, of a mesh without groups
     return mesh.device_type, mesh.mesh_dim_names, mesh.mesh.tolist(), groups
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from .._compat_autograd import compiles_backwards
 from .._compat_frames import inline_regions, leave_frames_to_python
-from .._compat_kept import meshes_without_hashes
+from .._compat_kept import forget_hashes
 from ..coordination import recording, refusing
 from ..errors import OptionError
 from ..memory import outputs_with_parameters, take_back_donations
@@ -105,11 +105,8 @@ def _compile(
     ``key`` is that of the step for later processes; "" to keep nothing.
     """
     callbacks = _Callbacks(graph, boundary.extended_inputs, key)
-    with (
-        functorch_patch(keeps_code=bool(key)),
-        meshes_without_hashes(),
-        loading(callbacks if loads else None),
-    ):
+    forget_hashes(boundary.inputs)
+    with functorch_patch(keeps_code=bool(key)), loading(callbacks if loads else None):
         compiled = compile_fx(
             gm, boundary.inputs, inner_compile=callbacks.compile_half, config_patches=callbacks.patches
         )
