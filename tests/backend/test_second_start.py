@@ -1,15 +1,15 @@
 """What a later process finds of a compiled step: everything if nothing has changed, else nothing."""
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.new_process import with_nothing_in_memory
 from torch import nn
-from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
@@ -18,7 +18,6 @@ from torch.fx.traceback import annotate
 from torch.nn import functional
 
 import graphshard
-from graphshard.backend import compilation
 from graphshard.backend.halves.half import HalfFacts
 from graphshard.backend.halves.half_variants import PLAIN_STATE, CompiledVariant
 from graphshard.backend.inductor import VariantCode
@@ -48,7 +47,6 @@ class Starts:
 
     def __init__(self, mesh: Any, folder: Path) -> None:
         self.mesh, self.folder = mesh, folder
-        self.compiled: list[str] = []
         self.result = 0.0
 
     def start(
@@ -62,21 +60,19 @@ class Starts:
         **options: Any,
     ) -> tuple[int, list[str]]:
         """Steps of all ranks of a new process: graphs found in AOTAutograd's cache, and halves that were compiled."""
-        torch._dynamo.reset()
-        self.compiled.clear()
-        found = counters["aot_autograd"]["autograd_cache_hit"]
-        model = Net(between)
-        for unit in (model.first, model.second, model):
-            graphshard.fully_shard(unit, mesh=self.mesh)
-        prepare(model)
-        options = {"hardware": None, **options}
-        step = torch.compile(model, backend="graphshard", options=options, dynamic=dynamic)
-        with nullcontext() if grad else torch.no_grad():
-            result = step(torch.ones(batch, 4)).sum()
-        self.result = result.item()
-        if grad:
-            result.backward()
-        return counters["aot_autograd"]["autograd_cache_hit"] - found, list(self.compiled)
+        with with_nothing_in_memory() as start:
+            model = Net(between)
+            for unit in (model.first, model.second, model):
+                graphshard.fully_shard(unit, mesh=self.mesh)
+            prepare(model)
+            options = {"hardware": None, **options}
+            step = torch.compile(model, backend="graphshard", options=options, dynamic=dynamic)
+            with nullcontext() if grad else torch.no_grad():
+                result = step(torch.ones(batch, 4)).sum()
+            self.result = result.item()
+            if grad:
+                result.backward()
+        return start.found, start.compiled
 
     @property
     def files(self) -> list[Path]:
@@ -86,17 +82,9 @@ class Starts:
 @pytest.fixture
 def starts(
     fake_group: Callable[[int], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Starts]:
+) -> Starts:
     monkeypatch.setenv("GRAPHSHARD_CACHE", str(tmp_path))
-    starts = Starts(fake_group(2), tmp_path)
-    real = compilation.compile_variant
-
-    def compile_variant(task: Any, variant: Any) -> Any:
-        starts.compiled.append(task.kind)
-        return real(task, variant)
-
-    monkeypatch.setattr(compilation, "compile_variant", compile_variant)
-    yield starts
+    return Starts(fake_group(2), tmp_path)
 
 
 ANEW, KEPT = (0, ["forward", "backward"]), (1, [])

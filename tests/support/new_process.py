@@ -1,9 +1,9 @@
-"""What a new process would find: nothing compiled in memory, and the caches of a folder on disk."""
+"""What a new process would find: nothing compiled in memory, and caches on disk."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -16,35 +16,39 @@ from graphshard.backend import compilation
 
 @dataclass
 class Start:
-    """What a start has found and done; complete after the context of :func:`as_new_process`."""
+    """What a start has found and done; complete after its context."""
 
     found: int = 0
     """Graphs that AOTAutograd has found in its cache."""
-    compiled: int = 0
-    """Variants of halves that were compiled."""
+    compiled: list[str] = field(default_factory=list)
+    """The kinds of the halves whose variants were compiled."""
 
     @property
     def counts(self) -> tuple[int, int]:
-        return self.found, self.compiled
+        return self.found, len(self.compiled)
 
 
 @contextmanager
-def as_new_process(cache: str) -> Iterator[Start]:
-    """A context with the caches of a folder and nothing in memory."""
+def with_nothing_in_memory() -> Iterator[Start]:
+    """A context that begins as a new process does, with the caches on disk that this one has."""
     torch._dynamo.reset()
     _clear_sharding_prop_cache()
     found = counters["aot_autograd"]["autograd_cache_hit"]
     start = Start()
     real = compilation.compile_variant
 
-    def compile_variant(*arguments: Any) -> Any:
-        start.compiled += 1
-        return real(*arguments)
+    def compile_variant(task: Any, variant: Any) -> Any:
+        start.compiled.append(task.kind)
+        return real(task, variant)
 
-    caches = {"GRAPHSHARD_CACHE": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
-    with (
-        mock.patch.dict(os.environ, caches),
-        mock.patch.object(compilation, "compile_variant", compile_variant),
-    ):
+    with mock.patch.object(compilation, "compile_variant", compile_variant):
         yield start
     start.found = counters["aot_autograd"]["autograd_cache_hit"] - found
+
+
+@contextmanager
+def as_new_process(cache: str) -> Iterator[Start]:
+    """The same, with the caches of a folder."""
+    caches = {"GRAPHSHARD_CACHE": cache, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor"}
+    with mock.patch.dict(os.environ, caches), with_nothing_in_memory() as start:
+        yield start
